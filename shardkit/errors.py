@@ -1,0 +1,41 @@
+"""What shardkit raises, and the one form its messages have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ShardkitError(Exception):
+    """Base of every error that shardkit raises on purpose."""
+
+
+class PlanError(ShardkitError):
+    """A model, a rule, a mesh or a plan that cannot be sharded as asked. Nothing was changed."""
+
+
+class TranslationError(ShardkitError):
+    """An FSDP1 argument or call that has no exact FSDP2 meaning. Nothing was changed."""
+
+
+class CheckpointError(ShardkitError):
+    """A state dict or checkpoint that does not fit, or cannot be read or written. Nothing was changed."""
+
+
+def message(subject: str, problem: str, rule: str, fix: str) -> str:
+    """The form of every error message, ``<subject>: <problem>. <rule>. <fix>``.
+
+    Args:
+        subject: a parameter's or module's FQN, or the argument's name.
+        problem: what is wrong, with the value.
+        rule: what must hold.
+        fix: what to do.
+    """
+    parts = (part.rstrip(". ") for part in (problem, rule, fix) if part)
+    return f"{subject}: " + ". ".join(parts) + "."
+
+
+def listing(names: Iterable[str], most: int = 20) -> str:
+    """Names joined by commas; past ``most`` names the rest is counted, so that a message stays readable."""
+    all_names = list(names)
+    shown = ", ".join(all_names[:most])
+    return shown if len(all_names) <= most else f"{shown} and {len(all_names) - most} more"
