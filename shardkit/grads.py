@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from ._torch import foreach_mul_, foreach_norm, named_sharded_parameters
 from .errors import ShardkitError, message
@@ -181,26 +182,29 @@ def _axes(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, torch.device]:
 
 def _reduce_device(param: DTensor) -> torch.device:
     """Where the mesh of ``param`` reduces: its own device, though CPU offload keeps the shard elsewhere."""
-    local = param.to_local().device
-    return (
-        local if local.type == param.device_mesh.device_type else torch.device(param.device_mesh.device_type)
-    )
+    local, mesh_type = param.to_local().device, param.device_mesh.device_type
+    return local if local.type == mesh_type else torch.device(mesh_type)
 
 
 def _buckets(params: Iterable[DTensor]) -> list[_Bucket]:
-    """One bucket per set of axes that shard, in order of first appearance, made with or without gradients."""
-    buckets: dict[tuple[dist.ProcessGroup, ...], _Bucket] = {}
+    """One bucket per mesh and placements, in order of first appearance, made with or without gradients."""
+    buckets: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Bucket] = {}
     for param in params:
-        groups = zip(param.device_mesh.get_all_groups(), param.placements, strict=True)
-        axes = tuple(g for g, placement in groups if g.size() > 1 and not placement.is_replicate())
-        bucket = buckets.setdefault(axes, _Bucket(axes))
+        layout = (param.device_mesh, param.placements)
+        if layout not in buckets:
+            buckets[layout] = _Bucket(_sharding_axes(*layout))
         grad = param.grad
         if isinstance(grad, DTensor):
             if grad.placements != param.placements:
                 # Tensor parallelism may leave Partial gradients, whose parts have no norm of their own.
                 grad = grad.redistribute(placements=param.placements)
-            bucket.grads.append(grad.to_local())
+            buckets[layout].grads.append(grad.to_local())
     return list(buckets.values())
+
+
+def _sharding_axes(mesh: DeviceMesh, placements: Iterable[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    axes = zip(mesh.get_all_groups(), placements, strict=True)
+    return tuple(axis for axis, placement in axes if axis.size() > 1 and not placement.is_replicate())
 
 
 def _power_sum(grads: Iterable[Tensor], p: float, device: torch.device) -> Tensor:

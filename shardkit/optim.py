@@ -36,11 +36,12 @@ def check_optimizer(optimizer: Optimizer | Iterable[Optimizer], model: nn.Module
     params = dict(named_sharded_parameters(model))
     ours, in_optimizer = set(params.values()), set(held.values())
     strangers = {name: tensor for name, tensor in held.items() if tensor not in ours}
-    missing = {fqn: p for fqn, p in params.items() if p.requires_grad and p not in in_optimizer}
-    replaced = _replaced(strangers, missing)
+    absent = {fqn: param for fqn, param in params.items() if param not in in_optimizer}
+    replaced = _replaced(strangers, absent)
+    missing = [fqn for fqn in absent if params[fqn].requires_grad and fqn not in replaced.values()]
     problems = [
         *_stale_problem(replaced),
-        *_missing_problem([fqn for fqn in missing if fqn not in replaced.values()]),
+        *_missing_problem(missing),
         *_foreign_problem([name for name in strangers if name not in replaced]),
     ]
     if problems:
@@ -60,10 +61,13 @@ def _held(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Tensor]:
     return held
 
 
-def _replaced(strangers: dict[str, Tensor], missing: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Pairs (optimizer's tensor, model's FQN) of one shape: most likely one parameter before and after."""
+def _replaced(strangers: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Pairs (optimizer's tensor, model's FQN) of one shape: most likely one parameter before and after.
+
+    Those that train come first: an optimizer may leave out the frozen ones.
+    """
     by_shape = defaultdict(list)
-    for fqn, param in missing.items():
+    for fqn, param in sorted(absent.items(), key=lambda item: not item[1].requires_grad):
         by_shape[param.shape].append(fqn)
     return {name: by_shape[t.shape].pop(0) for name, t in strangers.items() if by_shape[t.shape]}
 

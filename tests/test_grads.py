@@ -1,0 +1,488 @@
+"""clip_grad_norm_: the norm of the unsharded gradients, one plain number on every rank, one factor."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardkit import grads
+from shardkit.errors import ShardkitError
+from shardkit.grads import clip_grad_norm_
+
+MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
+ORDERS = [2.0, 1.0, 0.5, 3.0, math.inf]
+
+
+class Net(nn.Module):
+    """Dim 0 not divisible by 4 ranks (7), smaller than 4 (3, 1), frozen, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.narrow = nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
+
+
+def mesh_of(shape: tuple[int, ...]):
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, ignored=()) -> Net:
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    mesh = mesh_of(shape)
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    plain = {net.get_parameter(name) for name in ignored}
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(net, mesh=mesh, offload_policy=policy, ignored_params=plain)
+    return net
+
+
+def give_grads(net: nn.Module, seed: int = 1, integers: bool = False) -> dict[str, torch.Tensor]:
+    """Set every trainable parameter's gradient, shard or plain, from one full tensor; return those."""
+    generator = torch.Generator().manual_seed(seed)
+    full = {}
+    for name, param in net.named_parameters():
+        if param.requires_grad:
+            value = torch.randn(param.shape, generator=generator)
+            full[name] = (value * 8).round().to(param.dtype) if integers else value.to(param.dtype)
+            param.grad = like(full[name].clone(), param)
+    return full
+
+
+def like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return value
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
+    grads_of = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
+
+
+def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:
+    flat = torch.cat([g.flatten() for g in full.values()]).double()
+    return torch.linalg.vector_norm(flat, p).item()
+
+
+def bound(full: dict[str, torch.Tensor], p: float) -> float:
+    """Relative error allowed: one float32 rounding for each element that is added, a few more for the powers.
+
+    Rounding of the sum enters the norm times 1/p, and only the local sum of one tensor is float32.
+    """
+    longest = max(g.numel() for g in full.values())
+    return 0.0 if p == math.inf else (longest + 4) * 2**-24 * max(1.0, 1 / p)
+
+
+def assert_same_on_all_ranks(value: torch.Tensor) -> None:
+    everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, value)
+    assert all(torch.equal(value, other) for other in everywhere), everywhere
+
+
+def assert_scaled(net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Every gradient is its old value times the one factor, to the bit."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    after = full_grads(net)
+    assert after.keys() == before.keys()
+    for name, grad in after.items():
+        assert torch.equal(grad, before[name].clone().mul_(factor)), name
+
+
+# Equal to the unsharded norm.
+
+
+def body_equal_to_unsharded(shape, p, offload):
+    net = sharded_net(shape, offload=offload)
+    full = give_grads(net)
+    norm = clip_grad_norm_(net, 1.0, p)
+    assert type(norm) is torch.Tensor
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    exact = exact_norm(full, p)
+    assert exact > 1.0, "nothing to clip"
+    assert abs(norm.item() - exact) <= bound(full, p) * exact
+    assert_same_on_all_ranks(norm)
+    assert_scaled(net, full, norm, 1.0)
+    again = clip_grad_norm_(list(net.parameters()), math.inf, p).item()
+    # Scaling rounds each element once more, by half a unit in the last place, and so does the new norm.
+    assert again == pytest.approx(1.0, rel=2 * bound(full, p) + 2**-22)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_norm_and_gradients_equal_the_unsharded_ones(pool, mesh, p):
+    pool.run(body_equal_to_unsharded, MESHES[mesh], p, False)
+
+
+def test_offloaded_shards(pool):
+    pool.run(body_equal_to_unsharded, (4,), 2.0, True)
+
+
+def body_exact_sum():
+    net = sharded_net((4,))
+    full = give_grads(net, integers=True)
+    norm = clip_grad_norm_(net, math.inf, 1.0)
+    assert norm.item() == exact_norm(full, 1.0)  # integers below 2**24: every partial sum is exact
+    assert all(torch.equal(g, full[name]) for name, g in full_grads(net).items())
+
+
+def test_integer_gradients_give_the_exact_norm(pool):
+    pool.run(body_exact_sum)
+
+
+def body_after_backward():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Net()
+    net = sharded_net((4,))
+    ids = torch.randint(0, 7, (world, 2, 5), generator=torch.Generator().manual_seed(3))
+    # One rank counts, so that the mean of the gradients is exact in any order of the sum.
+    (plain(ids[1]).square().sum() / world).backward()
+    (net(ids[rank]).square().sum() * (rank == 1)).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    norm = clip_grad_norm_(net, 1.0)
+    assert expected > 1.0, "nothing to clip"
+    # torch adds the norms of the tensors in float32, we add those of the shards in float64.
+    assert abs(norm - expected) <= 2 * bound(full_grads(plain), 2.0) * expected
+    for name, grad in full_grads(net).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=2**-18, atol=0)
+
+
+def test_after_a_real_backward_it_is_torchs_norm_of_the_plain_model(pool):
+    pool.run(body_after_backward)
+
+
+# Which collectives run.
+
+
+def body_count(shape, ignored, expected):
+    net = sharded_net(shape, ignored=ignored)
+    give_grads(net)
+    with CommDebugMode() as comms:
+        clip_grad_norm_(net, 1.0)
+    assert comms.get_total_counts() == expected, comms.get_comm_counts()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ignored", "expected"),
+    [
+        ((4,), (), 1),
+        ((2, 2), (), 1),  # the shard axis alone: replicas are equal already
+        ((4, 1), (), 0),
+        ((4,), ("gain",), 1),
+        ((2, 2), ("gain",), 2),  # plain gradients may differ between replicas
+        ((4, 1), ("gain",), 1),
+    ],
+)
+def test_one_all_reduce_for_each_axis_that_must(pool, shape, ignored, expected):
+    pool.run(body_count, shape, ignored, expected)
+
+
+# Several meshes.
+
+
+class TpBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+def body_tensor_parallel(p):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    block = TpBlock()
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+    generator = torch.Generator().manual_seed(2)
+    full = {}
+    for name, param in block.named_parameters():
+        full[name] = torch.randn(param.shape, generator=generator)
+        param.grad = placed_like(full[name], param)
+    meshes = {param.device_mesh.mesh_dim_names for param in block.parameters()}
+    assert meshes == {("dp",), ("dp", "tp")}, "one mesh only"
+    with CommDebugMode() as comms:
+        norm = clip_grad_norm_(block, 1.0, p)
+    assert comms.get_total_counts() == 2  # dp for all, tp for what is sharded on it
+    exact = exact_norm(full, p)
+    assert exact > 1.0, "nothing to clip"
+    assert abs(norm.item() - exact) <= bound(full, p) * exact
+    assert_same_on_all_ranks(norm)
+    assert_scaled(block, full, norm, 1.0)
+
+
+def placed_like(value: torch.Tensor, param: DTensor) -> DTensor:
+    """As distribute_tensor, also for the strided shards of TP under FSDP."""
+    replicated = DTensor.from_local(value, param.device_mesh, [Replicate()] * param.device_mesh.ndim)
+    grad = torch.zeros_like(param)
+    strided = replicated.redistribute(placements=param.placements)
+    grad.to_local().copy_(strided.to_local())
+    return grad
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_tensor_parallel_and_fsdp_shards_together(pool, p):
+    pool.run(body_tensor_parallel, p)
+
+
+def body_three_meshes():
+    torch.manual_seed(0)
+    nets = nn.ModuleList([Net(), Net(), Net()])
+    for net, shape in zip(nets, MESHES.values(), strict=True):
+        fully_shard(net, mesh=mesh_of(shape))
+    full = give_grads(nets)
+    norm = clip_grad_norm_(nets, 1.0)
+    exact = exact_norm(full, 2.0)
+    assert abs(norm.item() - exact) <= bound(full, 2.0) * exact
+    assert_same_on_all_ranks(norm)
+    assert_scaled(nets, full, norm, 1.0)
+
+
+def test_fsdp_hsdp_and_replicated_parts_of_one_model(pool):
+    pool.run(body_three_meshes)
+
+
+def body_partial():
+    mesh = mesh_of((4,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Replicate()]))
+    part = torch.full((3, 2), float(dist.get_rank() + 1))
+    weight.grad = DTensor.from_local(part.clone(), mesh, [Partial()])
+    norm = clip_grad_norm_(weight, 5.0, math.inf)
+    assert norm.item() == 1 + 2 + 3 + 4  # not the largest part
+    factor = torch.clamp(5.0 / (norm + 1e-6), max=1.0)
+    assert torch.equal(weight.grad.to_local(), part * factor)
+    assert weight.grad.placements == (Partial(),)
+
+
+def test_partial_gradients_are_summed_before_their_norm(pool):
+    pool.run(body_partial)
+
+
+# Plain gradients beside sharded ones.
+
+PLAIN = ("gain", "narrow.weight", "narrow.bias")
+
+
+def body_plain_equal(shape, p):
+    net = sharded_net(shape, ignored=PLAIN)
+    full = give_grads(net)
+    assert [n for n, q in net.named_parameters() if not isinstance(q, DTensor)] == ["gain", *PLAIN[1:]]
+    norm = clip_grad_norm_(net, 1.0, p)
+    exact = exact_norm(full, p)
+    assert abs(norm.item() - exact) <= bound(full, p) * exact
+    assert_same_on_all_ranks(norm)
+    assert_scaled(net, full, norm, 1.0)
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_plain_gradients_count_once(pool, mesh, p):
+    pool.run(body_plain_equal, MESHES[mesh], p)
+
+
+def body_plain_different(shape, p):
+    net = sharded_net(shape, ignored=("gain",))
+    full = give_grads(net)
+    net.gain.grad = torch.tensor([float(dist.get_rank() + 1)])
+    norm = clip_grad_norm_(net, 1.0, p)
+    assert_same_on_all_ranks(norm)
+    each = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    full["gain"] = each.max() if p == math.inf else each.pow(p).mean().pow(1 / p)
+    exact = exact_norm(full, p)
+    assert abs(norm.item() - exact) <= bound(full, p) * exact
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_plain_gradients_that_differ_give_every_rank_one_norm(pool, mesh, p):
+    pool.run(body_plain_different, MESHES[mesh], p)
+
+
+# Ranks with different gradients.
+
+
+def body_some_without(p):
+    net = sharded_net((4,), ignored=("gain",))
+    full = give_grads(net)
+    if dist.get_rank() == 2:
+        net.zero_grad()
+    norm = clip_grad_norm_(net, 1.0, p)
+    assert_same_on_all_ranks(norm)
+    assert 1.0 < norm.item() <= exact_norm(full, p) * (1 + bound(full, p))
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_a_rank_without_gradients_joins(pool, p):
+    pool.run(body_some_without, p)
+
+
+def body_none(p):
+    norm = clip_grad_norm_(sharded_net((2, 2)), 1.0, p, error_if_nonfinite=True)
+    assert type(norm) is torch.Tensor
+    assert norm.item() == 0.0
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_no_gradient_anywhere_is_zero(pool, p):
+    pool.run(body_none, p)
+
+
+def body_nonfinite(value, p):
+    net = sharded_net((4,))
+    full = give_grads(net)
+    local = net.blocks[0].weight.grad.to_local()
+    if dist.get_rank() == 2:
+        local[0, 0] = value
+    before = {name: g.clone() for name, g in full_grads(net).items()}
+    with pytest.raises(ShardkitError, match=f"^gradients: their norm of order {p:g} is {value:g}"):
+        clip_grad_norm_(net, 1.0, p, error_if_nonfinite=True)
+    for name, grad in full_grads(net).items():
+        torch.testing.assert_close(grad, before[name], rtol=0, atol=0, equal_nan=True)
+    norm = clip_grad_norm_(net, 1.0, p)
+    assert norm.isnan() if math.isnan(value) else norm.item() == value
+    assert full["gain"].isfinite()
+    other = net.gain.grad.full_tensor()
+    assert other.isnan() if math.isnan(value) else other.item() == 0.0  # as torch's: x * (1 / inf)
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(pool, value, p):
+    pool.run(body_nonfinite, value, p)
+
+
+# Dtypes.
+
+
+def body_half(dtype):
+    net = sharded_net((4,), dtype=dtype)
+    full = give_grads(net)
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad.mul_(1000.0)
+    full = {name: g.clone() for name, g in full_grads(net).items()}
+    norm = clip_grad_norm_(net, 1.0)
+    assert norm.dtype == torch.float32
+    exact = exact_norm(full, 2.0)
+    assert exact**2 > torch.finfo(torch.float16).max, "a float16 norm would not overflow"
+    assert abs(norm.item() - exact) <= bound(full, 2.0) * exact
+    assert_scaled(net, full, norm, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_have_a_float32_norm(pool, dtype):
+    pool.run(body_half, dtype)
+
+
+def body_dtypes():
+    mesh = mesh_of((4,))
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+    params = nn.ParameterList(nn.Parameter(torch.ones(5, 2, dtype=d)) for d in dtypes)
+    shards = [nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for p in params]
+    for shard in shards:
+        shard.grad = distribute_tensor(torch.full((5, 2), 3, dtype=shard.dtype), mesh, [Shard(0)])
+    norm = clip_grad_norm_(shards, math.inf, 1.0)
+    assert norm.dtype == torch.float64
+    assert norm.item() == 4 * 10 * 3
+
+
+def test_dtypes_together(pool):
+    pool.run(body_dtypes)
+
+
+# Units left unsharded.
+
+
+def body_left_unsharded():
+    net = sharded_net((4,))
+    net.set_reshard_after_backward(False)
+    net(torch.zeros(2, 5, dtype=torch.long)).square().sum().backward()
+    assert not isinstance(net.blocks[0].weight, DTensor), "not left unsharded"
+    norm = clip_grad_norm_(net, 1.0)
+    for module in [net, *net.blocks]:
+        module.reshard()
+    assert norm.item() > 1.0, "nothing to clip"
+    assert clip_grad_norm_(net.parameters(), math.inf).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_gradients_behind_unsharded_parameters_are_found(pool):
+    pool.run(body_left_unsharded)
+
+
+# One process, no process group.
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_model_gets_torchs_norm_to_the_bit(p, dtype):
+    torch.manual_seed(0)
+    ours, theirs = Net().to(dtype), Net().to(dtype)
+    give_grads(ours)
+    give_grads(theirs)
+    assert torch.equal(clip_grad_norm_(ours, 1.0, p), nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, p))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, other.grad)
+
+
+def test_a_repeated_parameter_counts_and_scales_once():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([weight, weight], 1.0).item() == 5.0
+    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]) * (1.0 / torch.tensor(5.0 + 1e-6)))
+
+
+def test_offload_beside_a_mesh_of_gpus_reduces_on_the_gpu():
+    """NCCL cannot reduce a CPU tensor; two GPUs are needed to run it, one attribute to decide it."""
+    shard = SimpleNamespace(to_local=lambda: torch.zeros(2), device_mesh=SimpleNamespace(device_type="cuda"))
+    assert grads._reduce_device(shard) == torch.device("cuda")
+    shard.device_mesh.device_type = "cpu"
+    assert grads._reduce_device(shard) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            (nn.Linear(2, 2), 1.0, 0),
+            "norm_type: is 0. A norm has an order p > 0, or inf. Use 2.0",
+        ),
+        ((nn.Linear(2, 2), 1.0, math.nan), "norm_type: is nan."),
+        ((nn.Linear(2, 2), -1.0), "max_norm: is -1.0."),
+        ((nn.Linear(2, 2), math.nan), "max_norm: is nan."),
+        ((["weight", 3], 1.0), "parameters: yields int, str."),
+        ((iter([]), 1.0), "parameters: is an iterator that yields nothing."),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(ShardkitError) as caught:
+        clip_grad_norm_(*arguments)
+    assert str(caught.value).startswith(text)
