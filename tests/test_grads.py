@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit import grads
 from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
+from shardkit.testing import assert_same_on_all_ranks, distributed
 
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
 ORDERS = [2.0, 1.0, 0.5, 3.0, math.inf]
@@ -97,12 +98,6 @@ def bound(full: dict[str, torch.Tensor], p: float) -> float:
     return 0.0 if p == math.inf else (longest + 4) * 2**-24 * max(1.0, 1 / p)
 
 
-def assert_same_on_all_ranks(value: torch.Tensor) -> None:
-    everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, value)
-    assert all(torch.equal(value, other) for other in everywhere), everywhere
-
-
 def assert_scaled(net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Every gradient is its old value times the one factor, to the bit."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -115,8 +110,12 @@ def assert_scaled(net: nn.Module, before: dict[str, torch.Tensor], norm: torch.T
 # Equal to the unsharded norm.
 
 
-def body_equal_to_unsharded(shape, p, offload):
-    net = sharded_net(shape, offload=offload)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("mesh", MESHES)
+@distributed(world_size=4, backend="gloo")
+def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
+    net = sharded_net(MESHES[mesh], offload=offload)
     full = give_grads(net)
     norm = clip_grad_norm_(net, 1.0, p)
     assert type(norm) is torch.Tensor
@@ -132,17 +131,8 @@ def body_equal_to_unsharded(shape, p, offload):
     assert again == pytest.approx(1.0, rel=2 * bound(full, p) + 2**-22)
 
 
-@pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_norm_and_gradients_equal_the_unsharded_ones(pool, mesh, p):
-    pool.run(body_equal_to_unsharded, MESHES[mesh], p, False)
-
-
-def test_offloaded_shards(pool):
-    pool.run(body_equal_to_unsharded, (4,), 2.0, True)
-
-
-def body_exact_sum():
+@distributed(world_size=4, backend="gloo")
+def test_integer_gradients_give_the_exact_norm():
     net = sharded_net((4,))
     full = give_grads(net, integers=True)
     norm = clip_grad_norm_(net, math.inf, 1.0)
@@ -150,11 +140,8 @@ def body_exact_sum():
     assert all(torch.equal(g, full[name]) for name, g in full_grads(net).items())
 
 
-def test_integer_gradients_give_the_exact_norm(pool):
-    pool.run(body_exact_sum)
-
-
-def body_after_backward():
+@distributed(world_size=4, backend="gloo")
+def test_after_a_real_backward_it_is_torchs_norm_of_the_plain_model():
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     plain = Net()
@@ -172,19 +159,7 @@ def body_after_backward():
         torch.testing.assert_close(grad, plain.get_parameter(name).grad, rtol=2**-18, atol=0)
 
 
-def test_after_a_real_backward_it_is_torchs_norm_of_the_plain_model(pool):
-    pool.run(body_after_backward)
-
-
 # Which collectives run.
-
-
-def body_count(shape, ignored, expected):
-    net = sharded_net(shape, ignored=ignored)
-    give_grads(net)
-    with CommDebugMode() as comms:
-        clip_grad_norm_(net, 1.0)
-    assert comms.get_total_counts() == expected, comms.get_comm_counts()
 
 
 @pytest.mark.parametrize(
@@ -198,8 +173,13 @@ def body_count(shape, ignored, expected):
         ((4, 1), ("gain",), 1),
     ],
 )
-def test_one_all_reduce_for_each_axis_that_must(pool, shape, ignored, expected):
-    pool.run(body_count, shape, ignored, expected)
+@distributed(world_size=4, backend="gloo")
+def test_one_all_reduce_for_each_axis_that_must(shape, ignored, expected):
+    net = sharded_net(shape, ignored=ignored)
+    give_grads(net)
+    with CommDebugMode() as comms:
+        clip_grad_norm_(net, 1.0)
+    assert comms.get_total_counts() == expected, comms.get_comm_counts()
 
 
 # Several meshes.
@@ -216,7 +196,9 @@ class TpBlock(nn.Module):
         return self.down(self.up(self.norm(x)).relu())
 
 
-def body_tensor_parallel(p):
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@distributed(world_size=4, backend="gloo")
+def test_tensor_parallel_and_fsdp_shards_together(p):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     block = TpBlock()
@@ -248,12 +230,8 @@ def placed_like(value: torch.Tensor, param: DTensor) -> DTensor:
     return grad
 
 
-@pytest.mark.parametrize("p", [2.0, math.inf])
-def test_tensor_parallel_and_fsdp_shards_together(pool, p):
-    pool.run(body_tensor_parallel, p)
-
-
-def body_three_meshes():
+@distributed(world_size=4, backend="gloo")
+def test_fsdp_hsdp_and_replicated_parts_of_one_model():
     torch.manual_seed(0)
     nets = nn.ModuleList([Net(), Net(), Net()])
     for net, shape in zip(nets, MESHES.values(), strict=True):
@@ -266,11 +244,8 @@ def body_three_meshes():
     assert_scaled(nets, full, norm, 1.0)
 
 
-def test_fsdp_hsdp_and_replicated_parts_of_one_model(pool):
-    pool.run(body_three_meshes)
-
-
-def body_partial():
+@distributed(world_size=4, backend="gloo")
+def test_partial_gradients_are_summed_before_their_norm():
     mesh = mesh_of((4,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Replicate()]))
     part = torch.full((3, 2), float(dist.get_rank() + 1))
@@ -282,17 +257,16 @@ def body_partial():
     assert weight.grad.placements == (Partial(),)
 
 
-def test_partial_gradients_are_summed_before_their_norm(pool):
-    pool.run(body_partial)
-
-
 # Plain gradients beside sharded ones.
 
 PLAIN = ("gain", "narrow.weight", "narrow.bias")
 
 
-def body_plain_equal(shape, p):
-    net = sharded_net(shape, ignored=PLAIN)
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("mesh", MESHES)
+@distributed(world_size=4, backend="gloo")
+def test_plain_gradients_count_once(mesh, p):
+    net = sharded_net(MESHES[mesh], ignored=PLAIN)
     full = give_grads(net)
     assert [n for n, q in net.named_parameters() if not isinstance(q, DTensor)] == ["gain", *PLAIN[1:]]
     norm = clip_grad_norm_(net, 1.0, p)
@@ -302,14 +276,11 @@ def body_plain_equal(shape, p):
     assert_scaled(net, full, norm, 1.0)
 
 
-@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("p", [2.0, math.inf])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_plain_gradients_count_once(pool, mesh, p):
-    pool.run(body_plain_equal, MESHES[mesh], p)
-
-
-def body_plain_different(shape, p):
-    net = sharded_net(shape, ignored=("gain",))
+@distributed(world_size=4, backend="gloo")
+def test_plain_gradients_that_differ_give_every_rank_one_norm(mesh, p):
+    net = sharded_net(MESHES[mesh], ignored=("gain",))
     full = give_grads(net)
     net.gain.grad = torch.tensor([float(dist.get_rank() + 1)])
     norm = clip_grad_norm_(net, 1.0, p)
@@ -320,16 +291,12 @@ def body_plain_different(shape, p):
     assert abs(norm.item() - exact) <= bound(full, p) * exact
 
 
-@pytest.mark.parametrize("p", [2.0, math.inf])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_plain_gradients_that_differ_give_every_rank_one_norm(pool, mesh, p):
-    pool.run(body_plain_different, MESHES[mesh], p)
-
-
 # Ranks with different gradients.
 
 
-def body_some_without(p):
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@distributed(world_size=4, backend="gloo")
+def test_a_rank_without_gradients_joins(p):
     net = sharded_net((4,), ignored=("gain",))
     full = give_grads(net)
     if dist.get_rank() == 2:
@@ -340,22 +307,17 @@ def body_some_without(p):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-def test_a_rank_without_gradients_joins(pool, p):
-    pool.run(body_some_without, p)
-
-
-def body_none(p):
+@distributed(world_size=4, backend="gloo")
+def test_no_gradient_anywhere_is_zero(p):
     norm = clip_grad_norm_(sharded_net((2, 2)), 1.0, p, error_if_nonfinite=True)
     assert type(norm) is torch.Tensor
     assert norm.item() == 0.0
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-def test_no_gradient_anywhere_is_zero(pool, p):
-    pool.run(body_none, p)
-
-
-def body_nonfinite(value, p):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@distributed(world_size=4, backend="gloo")
+def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(value, p):
     net = sharded_net((4,))
     full = give_grads(net)
     local = net.blocks[0].weight.grad.to_local()
@@ -373,16 +335,12 @@ def body_nonfinite(value, p):
     assert other.isnan() if math.isnan(value) else other.item() == 0.0  # as torch's: x * (1 / inf)
 
 
-@pytest.mark.parametrize("p", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(pool, value, p):
-    pool.run(body_nonfinite, value, p)
-
-
 # Dtypes.
 
 
-def body_half(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@distributed(world_size=4, backend="gloo")
+def test_half_precision_gradients_have_a_float32_norm(dtype):
     net = sharded_net((4,), dtype=dtype)
     full = give_grads(net)
     for param in net.parameters():
@@ -397,12 +355,8 @@ def body_half(dtype):
     assert_scaled(net, full, norm, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_have_a_float32_norm(pool, dtype):
-    pool.run(body_half, dtype)
-
-
-def body_dtypes():
+@distributed(world_size=4, backend="gloo")
+def test_dtypes_together():
     mesh = mesh_of((4,))
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
     params = nn.ParameterList(nn.Parameter(torch.ones(5, 2, dtype=d)) for d in dtypes)
@@ -414,14 +368,11 @@ def body_dtypes():
     assert norm.item() == 4 * 10 * 3
 
 
-def test_dtypes_together(pool):
-    pool.run(body_dtypes)
-
-
 # Units left unsharded.
 
 
-def body_left_unsharded():
+@distributed(world_size=4, backend="gloo")
+def test_gradients_behind_unsharded_parameters_are_found():
     net = sharded_net((4,))
     net.set_reshard_after_backward(False)
     net(torch.zeros(2, 5, dtype=torch.long)).square().sum().backward()
@@ -431,10 +382,6 @@ def body_left_unsharded():
         module.reshard()
     assert norm.item() > 1.0, "nothing to clip"
     assert clip_grad_norm_(net.parameters(), math.inf).item() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_gradients_behind_unsharded_parameters_are_found(pool):
-    pool.run(body_left_unsharded)
 
 
 # One process, no process group.

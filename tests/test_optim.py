@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import check_optimizer
+from shardkit.testing import distributed
 
 
 def net() -> nn.Sequential:
@@ -73,7 +74,8 @@ def test_everything_wrong_is_said_at_once():
         assert line.endswith(".")
 
 
-def body_built_before_sharding():
+@distributed(world_size=4, backend="gloo")
+def test_built_before_sharding():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     mesh = init_device_mesh("cpu", (4,))
@@ -87,18 +89,11 @@ def body_built_before_sharding():
     check_optimizer(torch.optim.AdamW(model.parameters()), model)
 
 
-def test_built_before_sharding(pool):
-    pool.run(body_built_before_sharding)
-
-
-def body_left_unsharded():
+@distributed(world_size=4, backend="gloo")
+def test_parameters_unsharded_after_a_forward_are_recognised():
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 3))
     assert model[0].weight is not optimizer.param_groups[0]["params"][0], "the root resharded after forward"
     check_optimizer(optimizer, model)
-
-
-def test_parameters_unsharded_after_a_forward_are_recognised(pool):
-    pool.run(body_left_unsharded)
