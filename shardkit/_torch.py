@@ -12,6 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+# testing: sees every collective that is dispatched. The module has an underscore, yet the class is the documented
+# way to intercept operators, and CommDebugMode is built on it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 MINIMUM_TORCH = (2, 11)
 
 
@@ -63,7 +67,7 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 RANK_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 
 
-def fake_store() -> torch.distributed.Store:
+def fake_store() -> Any:
     """A store for the ``fake`` backend, which the import registers.
 
     torch documents the backend only in its own tests; without this import ``init_process_group("fake")``
@@ -71,4 +75,4 @@ def fake_store() -> torch.distributed.Store:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()  # type: ignore[no-untyped-call, no-any-return]
+    return FakeStore()
