@@ -1,0 +1,85 @@
+"""Assertions that all ranks make together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardkit.errors import ShardkitError, listing, message
+
+HEADER_BYTES = 256
+
+
+def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None) -> None:
+    """Fail on every rank unless all ranks of the group hold the same value, bit for bit. Collective.
+
+    Compared are dtype, shape and every byte, so NaN equals the same NaN and 0.0 differs from -0.0. Needs memory
+    for as many copies of the value as there are ranks, on each of them.
+
+    Args:
+        value: a plain tensor on any device, or bytes (a JSON-dumped object, say).
+        group: the ranks to compare; None is all of them.
+
+    Raises:
+        AssertionError: on every rank, naming the ranks that differ from the group's first.
+        ShardkitError: ``value`` is neither a plain tensor nor bytes, or no process group exists.
+
+    Example:
+        assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
+    """
+    tensor = _plain(value)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    kinds = [bytes(row.tolist()).rstrip(b"\0").decode() for row in _gather(_header(value, tensor), group)]
+    _raise_unless_same(ranks, [f"it is {kind}" for kind in kinds], kinds[0])
+    rows = _gather(tensor.flatten().view(torch.uint8), group)
+    differences = [_difference(rows[0], row, tensor.dtype) for row in rows]
+    _raise_unless_same(ranks, differences, kinds[0])
+
+
+def _plain(value: torch.Tensor | bytes) -> torch.Tensor:
+    if not dist.is_initialized():
+        fix = "Call it inside @distributed, RankPool.run or a torchrun script"
+        problem = "there is no process group"
+        raise ShardkitError(message("assert_same_on_all_ranks", problem, "It compares ranks", fix))
+    if isinstance(value, bytes):
+        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        tensor = value.detach().contiguous()
+    else:
+        rule = "A plain tensor or bytes is compared; the shards of a DTensor differ on purpose"
+        fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
+        raise ShardkitError(message("value", f"it is a {type(value).__name__}", rule, fix))
+    # NCCL moves tensors on its GPU only; gloo's are best on the CPU.
+    return tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
+
+
+def _header(value: torch.Tensor | bytes, tensor: torch.Tensor) -> torch.Tensor:
+    text = f"{len(value)} bytes" if isinstance(value, bytes) else f"{value.dtype} of shape {tuple(value.shape)}"
+    padded = text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    return torch.tensor(list(padded), dtype=torch.uint8, device=tensor.device)
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The group's tensors, which have one shape, on the CPU in the order of its ranks. Collective."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, tensor, group=group)
+    return [row.cpu() for row in rows]
+
+
+def _difference(first: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> str:
+    """How one rank's bytes differ from the first rank's, or nothing."""
+    if torch.equal(first, row):
+        return ""
+    width = dtype.itemsize
+    where = (first.view(-1, width) != row.view(-1, width)).any(dim=1).nonzero().flatten()
+    mine, theirs = row.view(dtype)[where[0]].item(), first.view(dtype)[where[0]].item()
+    return f"{len(where)} of {len(row) // width} elements differ, the first at {where[0]}: {mine} against {theirs}"
+
+
+def _raise_unless_same(ranks: list[int], states: list[str], kind: str) -> None:
+    by_rank = zip(ranks, states, strict=True)
+    different = [f"on rank {rank} {state}" for rank, state in by_rank if state != states[0]]
+    if different:
+        rule = f"All ranks must hold what rank {ranks[0]} holds, {kind}"
+        raise AssertionError(message("assert_same_on_all_ranks", listing(different), rule, ""))

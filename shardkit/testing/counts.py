@@ -1,0 +1,137 @@
+"""What can be tested in one process: a pretended world, and the number of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkit._torch import TorchDispatchMode, fake_store
+from shardkit.errors import ShardkitError, message
+from shardkit.plan import Collectives
+
+# An operator of either namespace is one collective: c10d is what torch.distributed's functions and FSDP2
+# dispatch, _c10d_functional is what DTensor dispatches. Matched by prefix: all_gather_into_tensor_coalesced,
+# all_reduce_ and so on are the same collective.
+NAMESPACES = ("c10d", "_c10d_functional")
+KINDS = {
+    "allgather": "all_gathers",
+    "_allgather": "all_gathers",
+    "all_gather": "all_gathers",
+    "reduce_scatter": "reduce_scatters",
+    "_reduce_scatter": "reduce_scatters",
+    "allreduce": "all_reduces",
+    "all_reduce": "all_reduces",
+}
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Pretend, in this process alone, to be one rank of ``world_size``. Local: no other process exists.
+
+    Everything of FSDP2 runs, and no value is right: collectives return at once with whatever their output held.
+    Use it for structure (units, placements, shapes, state-dict keys) and for ``comm_counts``, never for numbers.
+
+    Args:
+        world_size: ranks in the pretended world.
+        rank: which of them this process is.
+
+    Raises:
+        ShardkitError: a process group exists already, or ``rank`` is not in the world.
+
+    Example:
+        >>> with fake_world(8):
+        ...     model = fully_shard(torch.nn.Linear(16, 4))
+        >>> model.weight.placements, model.weight.to_local().shape
+        ((Shard(dim=0),), torch.Size([1, 16]))
+    """
+    _check_fake_world(world_size, rank)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the body may have destroyed it
+            dist.destroy_process_group()
+
+
+def _check_fake_world(world_size: int, rank: int) -> None:
+    if dist.is_initialized():
+        problem = f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already"
+        rule = "A process can be in one world at a time"
+        raise ShardkitError(
+            message("fake_world", problem, rule, "Leave the other fake_world or call destroy_process_group")
+        )
+    if not 0 <= rank < world_size:
+        problem = f"rank {rank} is not in a world of {world_size}"
+        raise ShardkitError(message("fake_world", problem, "Ranks are 0 to world_size - 1", "Pass such a rank"))
+
+
+@dataclass
+class CommCounts(Collectives):
+    """A count of collectives; equal to any ``Collectives`` with the same three numbers.
+
+    Attributes:
+        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not compared,
+            because ``plan.collectives()`` speaks of training steps only; compare it yourself where it matters.
+    """
+
+    other: dict[str, int] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the three numbers, also with a plain ``Collectives``, from either side."""
+        return isinstance(other, Collectives) and _numbers(self) == _numbers(other)
+
+    def add(self, operator: str) -> None:
+        """Count one call of a c10d operator, given by its name without namespace and overload."""
+        kind = next((kind for prefix, kind in KINDS.items() if operator.startswith(prefix)), None)
+        if kind is not None:
+            setattr(self, kind, getattr(self, kind) + 1)
+        elif operator not in NO_COLLECTIVES:
+            self.other[operator] = self.other.get(operator, 0) + 1
+
+
+def _numbers(counts: Collectives) -> tuple[int, int, int]:
+    return counts.all_gathers, counts.reduce_scatters, counts.all_reduces
+
+
+@contextmanager
+def comm_counts() -> Iterator[CommCounts]:
+    """Count the collectives that this process issues inside the block, forward and backward. Local.
+
+    Yields a ``CommCounts`` that grows as the block runs. Works with every backend (gloo, NCCL, fake) and any
+    number of forwards. ``all_gather_object`` and the like are counted as the collectives they are made of.
+
+    Example:
+        >>> with fake_world(8):
+        ...     model = fully_shard(torch.nn.Linear(16, 8))
+        ...     with comm_counts() as counts:
+        ...         model(torch.ones(2, 16)).sum().backward()
+        >>> counts.all_gathers, counts.reduce_scatters, counts.all_reduces
+        (1, 1, 0)
+    """
+    counts = CommCounts()
+    with _Counter(counts):
+        yield counts
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    # torch's CommDebugMode cannot be used: it raises IndexError on the second forward in one block (torch 2.13).
+    def __init__(self, counts: CommCounts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        namespace, _, operator = func.name().partition("::")
+        if namespace in NAMESPACES:
+            self.counts.add(operator.partition(".")[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,150 @@
+"""RankPool: processes that stay, each a rank of one process group, for many short calls."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util  # noqa: F401  # its own exit hook must be registered before ours, to run after it
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from shardkit.errors import ShardkitError, message
+from shardkit.testing.ranks import Ranks
+from shardkit.testing.report import RankFailure
+from shardkit.testing.target import Target
+from shardkit.testing.worker import Call, Returned, current_seat
+
+T = TypeVar("T")
+
+# Subgroups (a 2-D mesh makes three a rank) live until the rank ends: torch caches meshes that refer to them.
+# Each costs threads and file descriptors, so ranks that hold many are replaced, which takes 0.1 s.
+MOST_GROUPS = 64
+
+
+class RankPool:
+    """``world_size`` processes in one process group, started at the first call and reused.
+
+    The ranks find each other through a file, so no port is used. They run with one thread each, the parent's
+    import path, working directory and environment, the variables RANK, LOCAL_RANK, WORLD_SIZE and
+    LOCAL_WORLD_SIZE, and all seeds 0 at the start of every call. What they print is printed here afterwards, each
+    line after ``[rank N]``. After any failure the processes are killed, and the next call starts new ones.
+
+    Args:
+        world_size: number of ranks, all on this machine.
+        backend: ``"gloo"``, or ``"nccl"`` with one GPU per rank.
+        timeout: seconds that one call may take, imports not counted.
+
+    Raises:
+        ShardkitError: made on a rank of another pool.
+
+    Example:
+        with RankPool(4) as pool:
+            assert pool.run(torch.distributed.get_rank) == [0, 1, 2, 3]
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
+        seat = current_seat()
+        if seat is not None:
+            problem = f"this is rank {seat.rank} of a pool of {seat.world_size} already"
+            rule = "Ranks cannot have ranks of their own"
+            raise ShardkitError(message("RankPool", problem, rule, "Make the pool in the test, not in its body"))
+        if world_size < 1 or timeout <= 0:
+            problem = f"world_size is {world_size} and timeout is {timeout} s"
+            raise ShardkitError(message("RankPool", problem, "Both must be above zero", "Pass such numbers"))
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout = timeout
+        self._ranks: Ranks | None = None
+        self._lock = threading.Lock()
+        _pools.add(self)
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """Call ``function(*args, **kwargs)`` on every rank and return what each returned, in the order of ranks.
+
+        Args:
+            function: a function at the top level of an importable module or script.
+            args: picklable, the same for every rank; the function asks ``torch.distributed.get_rank()``.
+            kwargs: likewise.
+
+        Raises:
+            RankFailure: a rank raised, died or did not finish in time.
+            ShardkitError: the function cannot be found by other processes, or an argument cannot be pickled.
+        """
+        __tracebackhide__ = True
+        return self.run_within(self.timeout, function, args, kwargs)
+
+    def run_within(
+        self, timeout: float, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[T]:
+        """``run`` with a time limit of its own, in seconds."""
+        __tracebackhide__ = True  # for pytest: the caller's line and the message say all
+        call = _pack(function, args, kwargs)
+        with self._ready_ranks() as ranks:
+            outcomes = ranks.exchange(call, timeout)
+            failures = {rank: end for rank, end in enumerate(outcomes) if not isinstance(end, Returned)}
+            if failures:
+                raise RankFailure(call.target.name, self.world_size, failures)
+            replies = [outcome for outcome in outcomes if isinstance(outcome, Returned)]
+            values = [pickle.loads(reply.value) for reply in replies]
+            if all(0 < reply.groups <= MOST_GROUPS for reply in replies):
+                self._ranks = ranks
+            return values
+
+    def close(self) -> None:
+        """End the processes. The next call starts new ones."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.kill()
+
+    def __enter__(self) -> RankPool:
+        """The pool itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    @contextmanager
+    def _ready_ranks(self) -> Iterator[Ranks]:
+        """Ranks for one call; afterwards killed, unless the body has put them back."""
+        if not self._lock.acquire(blocking=False):
+            rule = "A pool runs one call at a time"
+            fix = "Wait for it, or make another pool"
+            raise ShardkitError(message("RankPool.run", "a call runs already, in another thread", rule, fix))
+        try:
+            if self._ranks is not None and not self._ranks.alive():
+                self.close()
+            ranks, self._ranks = self._ranks or Ranks(self.world_size, self.backend), None
+            try:
+                yield ranks
+            finally:
+                if self._ranks is None:
+                    ranks.kill()
+        finally:
+            self._lock.release()
+
+
+def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    target = Target.of(function)
+    try:
+        arguments = pickle.dumps((args, kwargs))
+    except Exception as error:  # pickle raises whatever the value's class raises
+        rule = "Arguments are pickled on their way to the ranks"
+        fix = "Pass plain data or plain tensors and build the rest in the function"
+        problem = f"an argument cannot be pickled ({error})"
+        raise ShardkitError(message(target.name, problem, rule, fix)) from None
+    return Call(target, arguments, sys.path, os.getcwd(), dict(os.environ))
+
+
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools):
+        pool.close()

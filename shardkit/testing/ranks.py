@@ -1,0 +1,199 @@
+"""The parent's side of one set of rank processes: start them, exchange one call, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from shardkit._torch import RANK_IMPORTS
+from shardkit.testing import worker
+from shardkit.testing.report import Died, Raised, Stuck
+from shardkit.testing.worker import STACK_SIGNAL, Call, Returned, Seat, Started, exit_with_parent, serve
+
+# A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
+# 4 ranks are ready 0.1 s after it is (2 s), against 2.5 to 5 s for each spawn of 4 on 2 cores. macOS's system
+# libraries do not survive a fork.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # imported there too, where this process has them
+START_LIMIT = 120.0  # seconds to start, and to import what a call needs: a slow disk is not the test's fault
+GRACE = 1.0  # seconds that the other ranks have to report too, once one has failed
+STACK_LIMIT = 1.0  # seconds to wait for the stack of a rank that is stuck
+STACK_PAUSE = 0.05  # a stack file that has not grown for so long is complete
+
+Outcome = Returned | Raised | Died | Stuck
+
+
+@dataclass
+class Rank:
+    """One process, as the parent knows it."""
+
+    seat: Seat
+    process: BaseProcess
+    connection: Connection
+    printed: int = 0  # bytes of its output that the parent has printed
+
+    @classmethod
+    def start(cls, seat: Seat) -> Rank:
+        """Start the process; it joins the group on its own."""
+        context = _context()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
+        process.start()
+        theirs.close()  # so that its death closes the pipe
+        return cls(seat, process, ours)
+
+    def receive(self) -> Started | Returned | Raised | Died:
+        """What it has to say, or that it is dead. Called when either is known."""
+        try:
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            self.process.join(GRACE)
+        return Died(self.process.exitcode)
+
+    def send(self, request: str) -> None:
+        """Have it run the call in the file ``request``."""
+        with contextlib.suppress(BrokenPipeError):  # receive will find that it is dead
+            self.connection.send(request)
+
+    def stack(self) -> str:
+        """Its Python stack now, most recent call last; empty when it gives none."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, STACK_SIGNAL)
+        deadline, size = time.monotonic() + STACK_LIMIT, 0
+        while time.monotonic() < deadline:
+            wait([self.process.sentinel], STACK_PAUSE)
+            size, before = self.seat.stack.stat().st_size, size
+            if size == before > 0:
+                break
+        return _call_stack(self.seat.stack.read_text())
+
+    def print_output(self) -> None:
+        """Print what it has printed since the last time, each line after its rank."""
+        with self.seat.output.open("rb") as output:
+            output.seek(self.printed)
+            new = output.read()
+        self.printed += len(new)
+        for line in new.decode(errors="replace").splitlines():
+            print(f"[rank {self.seat.rank}] {line}")
+
+
+class Ranks:
+    """Processes in one process group. After a failure the only use of them is ``kill``."""
+
+    def __init__(self, world_size: int, backend: str) -> None:
+        self.directory = tempfile.mkdtemp(prefix="shardkit-ranks-")
+        self.ranks: list[Rank] = []
+        try:
+            for rank in range(world_size):
+                self.ranks.append(Rank.start(Seat(rank, world_size, backend, self.directory)))
+        except BaseException:
+            self.kill()
+            raise
+
+    def alive(self) -> bool:
+        """Whether every process still runs; a library's thread may have ended one between calls."""
+        return all(rank.process.is_alive() for rank in self.ranks)
+
+    def exchange(self, call: Call, timeout: float) -> list[Outcome]:
+        """Run one call on every rank; what became of it, by rank. Prints the ranks' output."""
+        # A file, for a pipe would block on a large request to a rank that is stuck.
+        request = Path(self.directory, "request")
+        request.write_bytes(pickle.dumps(call))
+        for rank in self.ranks:
+            rank.send(str(request))
+        outcomes = _collect(self.ranks, timeout)
+        for rank in self.ranks:
+            rank.print_output()
+        return outcomes
+
+    def kill(self) -> None:
+        """End the processes, however stuck they are, and remove their files."""
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.process.close()
+            rank.connection.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _collect(ranks: list[Rank], timeout: float) -> list[Outcome]:
+    """Wait for one outcome of every rank, but not longer than allowed."""
+    outcomes: dict[int, Outcome] = {}
+    limit = _Limit(len(ranks), timeout)
+    while len(outcomes) < len(ranks):
+        speaking = _speaking([rank for rank in ranks if rank.seat.rank not in outcomes], limit.deadline)
+        if not speaking:
+            break
+        for rank in speaking:
+            news = rank.receive()
+            limit.hear(rank.seat.rank, news)
+            if not isinstance(news, Started):
+                outcomes[rank.seat.rank] = news
+    for rank in ranks:
+        if rank.seat.rank not in outcomes:
+            outcomes[rank.seat.rank] = Stuck(limit.reason, rank.stack())
+    return [outcomes[rank] for rank in range(len(ranks))]
+
+
+class _Limit:
+    """Until when to wait for the ranks, and what to say of one that is late."""
+
+    def __init__(self, world_size: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.loading = set(range(world_size))
+        self.failed = False
+        self._set(START_LIMIT, f"did not start and import within {START_LIMIT:g} s")
+
+    def hear(self, rank: int, news: Started | Outcome) -> None:
+        """Change the limit with what a rank says."""
+        self.loading.discard(rank)
+        if isinstance(news, (Raised, Died)) and not self.failed:
+            self.failed = True
+            self._set(GRACE, f"did not finish within {GRACE:g} s of the first failure")
+        elif isinstance(news, Started) and not self.loading and not self.failed:
+            self._set(self.timeout, f"did not finish within {self.timeout:g} s")
+
+    def _set(self, seconds: float, reason: str) -> None:
+        self.deadline, self.reason = time.monotonic() + seconds, reason
+
+
+def _speaking(ranks: list[Rank], deadline: float) -> list[Rank]:
+    """The ranks that have sent something or died, as soon as there are any; none when the time is up."""
+    handles = [handle for rank in ranks for handle in (rank.connection, rank.process.sentinel)]
+    ready = wait(handles, max(0.0, deadline - time.monotonic()))
+    return [rank for rank in ranks if rank.connection in ready or rank.process.sentinel in ready]
+
+
+def _call_stack(dump: str) -> str:
+    """The call's frames in faulthandler's dump of all threads, most recent last, without those of ours."""
+    for thread in dump.split("\n\n"):
+        frames = [line for line in thread.splitlines() if line.startswith("  File")]
+        ours = [number for number, frame in enumerate(frames) if worker.__file__ in frame]
+        if ours and f"in {exit_with_parent.__name__}" not in thread:
+            return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
+    return dump
+
+
+@cache
+def _context() -> SpawnContext | ForkServerContext:
+    if START_METHOD == "spawn":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [*RANK_IMPORTS, worker.__name__, *(name for name in TEST_IMPORTS if name in sys.modules)]
+    )
+    return context

@@ -1,0 +1,226 @@
+"""What one rank of a pool does: join the process group, then run one call after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+import unittest
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import parent_process
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import ShardkitError, message
+from shardkit.testing.report import Raised
+from shardkit.testing.target import Target
+
+STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
+# The parent ends a call that takes too long and says where each rank was; the group must not be first.
+GROUP_TIMEOUT = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in its pool.
+
+    Attributes:
+        rank: this process's rank.
+        world_size: ranks in the pool.
+        backend: torch's name, such as ``"gloo"``.
+        directory: the pool's temporary directory: rendezvous file, output and stack of each rank.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    directory: str
+
+    @property
+    def output(self) -> Path:
+        """The file that the rank's stdout and stderr go to."""
+        return Path(self.directory, f"output{self.rank}")
+
+    @property
+    def stack(self) -> Path:
+        """The file that the rank's Python stack goes to on ``STACK_SIGNAL``."""
+        return Path(self.directory, f"stack{self.rank}")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that torchrun would set and that do not need an address."""
+        rank, world_size = str(self.rank), str(self.world_size)
+        return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as sent to every rank.
+
+    Attributes:
+        target: how to find the function.
+        arguments: pickled ``(args, kwargs)``; apart, because they may need the target's module.
+        path: the parent's ``sys.path``.
+        directory: the parent's working directory.
+        environment: the parent's environment variables.
+    """
+
+    target: Target
+    arguments: bytes
+    path: list[str]
+    directory: str
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The rank has imported what the call needs, and begins to run it."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The function returned.
+
+    Attributes:
+        value: the pickled return value.
+        groups: process groups the rank holds now; 0 when the pool's own is gone.
+    """
+
+    value: bytes
+    groups: int
+
+
+_seat: Seat | None = None
+
+
+def current_seat() -> Seat | None:
+    """Where this process sits in a pool; None outside of pools."""
+    return _seat
+
+
+def serve(seat: Seat, connection: Connection) -> None:
+    """Be one rank, until the parent closes the connection or dies."""
+    global _seat
+    _seat = seat
+    _settle(seat)
+    _join_group(seat)
+    group = dist.group.WORLD
+    while True:
+        try:
+            request = Path(connection.recv())
+        except EOFError:
+            os._exit(0)
+        reply = _answer(pickle.loads(request.read_bytes()), seat, connection, group)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(reply))
+        del reply
+        gc.collect()  # sharded models are cycles; the next test must not pay for their memory
+
+
+def _settle(seat: Seat) -> None:
+    """Make this process a quiet rank: output to a file, a stack on demand, and no life after the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us
+    sys.stdout, sys.stderr = _redirect(1, seat.output), _redirect(2, seat.output)
+    # Never closed: faulthandler writes to it whenever the signal comes.
+    faulthandler.register(STACK_SIGNAL, file=open(seat.stack, "w"), all_threads=True)  # noqa: SIM115
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+
+def _redirect(descriptor: int, path: Path) -> TextIO:
+    """Send a descriptor to the file, with what C++ libraries print; the stream that Python should print to."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, descriptor)
+    os.close(file)
+    # Line by line, so that what a rank said before it died is kept.
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def exit_with_parent() -> None:
+    """Wait for the parent's end and end too, also out of a collective that will never finish."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _join_group(seat: Seat) -> None:
+    if seat.backend == "nccl":
+        torch.cuda.set_device(seat.rank)
+    dist.init_process_group(
+        # Objects and CPU tensors need gloo also where the model's collectives are NCCL's.
+        "cpu:gloo,cuda:nccl" if seat.backend == "nccl" else seat.backend,
+        init_method=Path(seat.directory, "rendezvous").as_uri(),
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=GROUP_TIMEOUT,
+    )
+
+
+def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Raised:
+    try:
+        _follow(call, seat)
+        function = call.target.find()
+        args, kwargs = pickle.loads(call.arguments)
+        gc.freeze()  # what was imported stays: collecting after the call need not look at it
+        _reset_seeds()
+        connection.send_bytes(pickle.dumps(Started()))
+        value = _pickled(function(*args, **kwargs))
+    except BaseException as error:  # SystemExit and pytest's skip are no Exceptions
+        return Raised(type(error).__name__, _without_our_frames(error), _skip_reason(error))
+    return Returned(value, dist.get_pg_count() if dist.group.WORLD is group else 0)
+
+
+def _follow(call: Call, seat: Seat) -> None:
+    """Take over the parent's import path, working directory and environment, all of which tests change."""
+    sys.path[:] = call.path
+    os.chdir(call.directory)
+    wanted = call.environment | seat.environment
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name in wanted:
+        if os.environ.get(name) != wanted[name]:
+            os.environ[name] = wanted[name]
+
+
+def _reset_seeds() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # pickle raises whatever the value's class raises
+        rule = "Return values are pickled on their way to the parent process"
+        fix = "Return plain data or plain tensors"
+        text = message("return value", f"a {type(value).__name__} cannot be pickled ({error})", rule, fix)
+        raise ShardkitError(text) from None
+
+
+def _without_our_frames(error: BaseException) -> str:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _skip_reason(error: BaseException) -> str | None:
+    # By name: the ranks need no pytest. pytest sets its Skipped's module to "builtins", but not its base's.
+    of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
+    skipped = (of_pytest and type(error).__name__ == "Skipped") or isinstance(error, unittest.SkipTest)
+    return str(error) if skipped else None
