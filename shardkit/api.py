@@ -1,0 +1,169 @@
+"""The front door: plan a model, or plan it and shard it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from shardkit.apply import apply_decided
+from shardkit.build import Settings, build_plan
+from shardkit.errors import PlanError, listing, message
+from shardkit.fit import check_unsharded
+from shardkit.mesh import spec_of
+from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.tree import ModelTree
+from shardkit.units import Rule
+
+
+def plan_model(
+    model: nn.Module,
+    *,
+    units: Rule | Sequence[Rule] | None = None,
+    mesh: DeviceMesh | MeshSpec | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
+    ignored_params: Iterable[nn.Parameter | str] | None = None,
+    checkpoint_activations: bool = False,
+    compile: bool = False,
+    prefetch: int = 0,
+) -> ShardingPlan:
+    """The plan by which ``shard_model`` would shard ``model``: plain data that prints as a table.
+
+    Pure and local: nothing of the model changes, and it may be on the meta device. With a MeshSpec no process group
+    is needed, so the plan for a cluster can be read on a laptop.
+
+    Args:
+        model: the whole model.
+        units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``,
+            ``by_size``, ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool
+            or a dict of settings), where for each module the first match wins and the root takes what is left.
+            None is the default rule: blocks, the input embedding, and ``[norm, head]``.
+        mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
+            DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
+        reshard_after_forward: True frees the gathered parameters of each unit after its forward and gathers them
+            again in backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them
+            sharded over that many ranks, a true divisor of the shard axis, as the ranks of one host. None is True,
+            but False for ``[norm, head]`` and the root, which backward needs at once.
+        mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
+        ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced.
+        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations.
+            Blocks are units of one module that has submodules, other than the root.
+        compile: ``torch.compile`` the forward of the blocks.
+        prefetch: how many units ahead to all-gather explicitly; 0 leaves it to torch, one ahead.
+
+    Raises:
+        PlanError: what cannot be sharded as asked; all offenders are listed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
+        3
+    """
+    tree = ModelTree(model)
+    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
+    return build_plan(tree, spec_of(mesh), _rules(units), settings, _ignored(tree, ignored_params), prefetch)
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    units: Rule | Sequence[Rule] | None = None,
+    mesh: DeviceMesh | MeshSpec | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
+    ignored_params: Iterable[nn.Parameter | str] | None = None,
+    checkpoint_activations: bool = False,
+    compile: bool = False,
+    prefetch: int = 0,
+    plan: ShardingPlan | None = None,
+) -> nn.Module:
+    """Shards ``model`` in place and returns it: ``apply_plan(model, plan_model(model, ...))``.
+
+    Collective: every rank must call, with the same arguments. Under ``torchrun`` the process group is made from its
+    variables; alone, a group of one process is made, so one script runs either way. Build the optimizer afterwards,
+    since sharding replaces the model's parameters.
+
+    Args:
+        model: the whole model.
+        units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations,
+            compile, prefetch: as for ``plan_model``.
+        plan: a plan made before, instead of all of these except a DeviceMesh.
+
+    Raises:
+        PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
+    """
+    arguments: dict[str, Any] = {
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "checkpoint_activations": checkpoint_activations,
+        "compile": compile,
+        "prefetch": prefetch,
+    }
+
+    def decide() -> ShardingPlan:
+        if plan is None:
+            return plan_model(model, mesh=mesh, **arguments)
+        _check_plan_alone(plan, arguments)
+        return plan
+
+    return apply_decided(model, decide, mesh if isinstance(mesh, DeviceMesh) else None)
+
+
+def _check_plan_alone(plan: ShardingPlan, arguments: dict[str, Any]) -> None:
+    defaults = {name: parameter.default for name, parameter in inspect.signature(plan_model).parameters.items()}
+    given = [name for name, value in arguments.items() if value != defaults[name]]
+    if not isinstance(plan, ShardingPlan) or given:
+        raise PlanError(
+            message(
+                "plan",
+                f"a {type(plan).__name__}, given together with {listing(given) or 'nothing else'}",
+                "A ShardingPlan holds every decision, so no other one can be given beside it",
+                "Pass plan=plan_model(model, ...) alone",
+            )
+        )
+
+
+def _rules(units: Rule | Sequence[Rule] | None) -> list[Rule] | None:
+    if units is None or isinstance(units, (list, tuple)):
+        return None if units is None else list(units)
+    return [units]  # type: ignore[list-item]  # a Sequence that is neither list nor tuple is refused as a rule
+
+
+def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str] | None) -> set[str]:
+    """The FQNs of ``ignored_params``."""
+    names = {id(param): fqn for fqn, param in tree.params.items()}
+    aliases = {alias: fqns[0] for fqns in tree.names.values() for alias in fqns}
+    found, unknown = set(), []
+    for given in ignored_params or ():
+        fqn = aliases.get(given) if isinstance(given, str) else names.get(id(given))
+        if fqn is None:
+            unknown.append(given if isinstance(given, str) else f"a {type(given).__name__} of {_shape(given)}")
+        else:
+            found.add(fqn)
+    if unknown:
+        raise PlanError(
+            message(
+                "ignored_params",
+                f"{listing(unknown)} not in the model",
+                "They are parameters of the model, or their FQNs",
+                "Take them from model.named_parameters()",
+            )
+        )
+    return found
+
+
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "no shape"

@@ -1,0 +1,107 @@
+"""Carrying out a plan: the only module that calls ``fully_shard``. No decisions are made here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.agree import agree_on_plan
+from shardkit.fit import check_fit, check_unsharded
+from shardkit.mesh import build_mesh, check_mesh, device_type, ensure_process_group
+from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.tree import ModelTree
+
+
+def apply_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Shards ``model`` as ``plan`` says, in place, and returns it.
+
+    Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their plans, in one
+    all-gather of 32 bytes. Parameters on the meta device stay there, for ``materialize``.
+
+    Args:
+        model: the model that the plan was made for; its parameters become DTensors, its classes FSDPModules.
+        plan: what ``plan_model`` returned, perhaps edited with ``dataclasses.replace``.
+        mesh: the mesh to shard on, of the plan's shape; None builds one over all ranks.
+
+    Raises:
+        PlanError: the plan does not hold, does not fit the model or the mesh, or differs between ranks. Raised on
+            every rank, with the model unchanged.
+    """
+    return apply_decided(model, lambda: plan, mesh)
+
+
+def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: DeviceMesh | None = None) -> nn.Module:
+    """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all."""
+    ensure_process_group()
+    groups = [None] if mesh is None else mesh.get_all_groups()
+
+    def decide_and_check() -> ShardingPlan:
+        plan = decide()
+        check_mesh(mesh, plan.mesh)
+        tree = ModelTree(model)
+        check_unsharded(tree, mesh)
+        check_fit(tree, plan, mesh.device_type if mesh else device_type())
+        return plan
+
+    plan = agree_on_plan(decide_and_check, groups)
+    _carry_out(model, plan, mesh or build_mesh(plan.mesh))
+    return model
+
+
+def _carry_out(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
+    ignored = {model.get_parameter(fqn) for fqn in plan.ignored}
+    _make_contiguous(model, plan)
+    for unit in plan.units:
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        _prepare(modules, unit)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=unit.mp_policy,
+            offload_policy=unit.offload_policy,
+            ignored_params=ignored,
+        )
+    _prefetch(model, plan)
+    for method in plan.forward_methods:
+        register_fsdp_forward_method(model, method)
+
+
+def _prepare(modules: Sequence[nn.Module], unit: ShardUnit) -> None:
+    """What must come before sharding, in this order: checkpointing, then compilation.
+
+    The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
+    ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
+    ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
+    """
+    for module in modules:
+        if unit.checkpoint_activations:
+            recomputed = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            module.forward = functools.wraps(module.forward)(recomputed)
+        if unit.compile:
+            module.forward = torch.compile(module.forward)
+
+
+def _make_contiguous(model: nn.Module, plan: ShardingPlan) -> None:
+    """torch refuses to shard a parameter that is not contiguous, as channels_last weights are."""
+    for unit in plan.units:
+        for fqn in unit.params:
+            param = model.get_parameter(fqn)
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()
+
+
+def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
+    if not plan.prefetch:
+        return
+    units = [model.get_submodule(unit.modules[0]) for unit in plan.execution_order() if unit.modules != ("",)]
+    sharded: list[FSDPModule] = [module for module in units if isinstance(module, FSDPModule)]
+    for index, module in enumerate(sharded):
+        module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + plan.prefetch])
+        module.set_modules_to_backward_prefetch(sharded[max(0, index - plan.prefetch) : index][::-1])

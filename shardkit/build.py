@@ -1,0 +1,139 @@
+"""From rules and settings to a plan: one pass, pure and local."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from shardkit.default import default_units
+from shardkit.errors import PlanError, listing, message
+from shardkit.ownership import assign, split_problem, unit_of_entries
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.tree import ModelTree
+from shardkit.units import Rule, Selection, select
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings for the whole model, which a rule may override for its units."""
+
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    checkpoint_activations: bool
+    compile: bool
+
+
+def build_plan(
+    tree: ModelTree,
+    mesh: MeshSpec,
+    rules: Sequence[Rule] | None,
+    settings: Settings,
+    ignored: Collection[str] = (),
+    prefetch: int = 0,
+) -> ShardingPlan:
+    """The plan for a model.
+
+    Args:
+        tree: the model.
+        mesh: shape and axis names, in ranks.
+        rules: the user's, or None for the default rule.
+        settings: what holds where no rule says otherwise.
+        ignored: FQNs of parameters to leave alone.
+        prefetch: units to gather ahead.
+
+    Raises:
+        PlanError: the rules do not fit the model or each other, or the plan does not hold.
+    """
+    left_alone = frozenset(ignored)
+    selections, notes = default_units(tree, left_alone) if rules is None else (_with_root(select(tree, rules)), [])
+    selections = _children_first(tree, selections)
+    ownership = assign(tree, [selection.entries for selection in selections], left_alone)
+    if ownership.split:
+        raise PlanError("\n".join(split_problem(tree, fqn) for fqn in ownership.split))
+    units = [
+        _unit(tree, selection, params, settings) for selection, params in zip(selections, ownership.params, strict=True)
+    ]
+    plan = ShardingPlan(
+        units=tuple(units),
+        mesh=mesh,
+        params=tuple(tree.spec(fqn) for fqn in tree.params),
+        ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
+        prefetch=prefetch,
+        forward_methods=("generate",) if callable(getattr(tree.modules[0], "generate", None)) else (),
+        notes=(*notes, *_ignored_notes(tree, left_alone)),
+    )
+    plan.check()
+    return plan
+
+
+def _with_root(selections: list[Selection]) -> list[Selection]:
+    """The selections with the root among them; its own rule may have selected it already."""
+    rooted = any(0 in selection.entries for selection in selections)
+    return selections if rooted else [*selections, Selection((0,), reshard=False)]
+
+
+def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
+    """The order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
+    around = unit_of_entries(tree, [selection.entries for selection in selections])
+    inner: list[set[int]] = [set() for _ in selections]
+    for index, selection in enumerate(selections):
+        for entry in selection.entries:
+            if entry:
+                inner[around[tree.parents[entry]]].add(index)
+    order: dict[int, None] = {}
+    root = next(index for index, selection in enumerate(selections) if 0 in selection.entries)
+
+    def visit(unit: int, path: frozenset[int]) -> None:
+        if unit in path:
+            raise PlanError(_interlocked(tree, selections[unit]))
+        for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
+            visit(below, path | {unit})
+        order[unit] = None
+
+    visit(root, frozenset())
+    return [selections[index] for index in order]
+
+
+def _interlocked(tree: ModelTree, selection: Selection) -> str:
+    names = [tree.fqns[entry] or "(root)" for entry in selection.entries]
+    return message(
+        f"group({', '.join(map(repr, names))})",
+        "has a module that lies inside another one of the same unit, or of a unit inside it",
+        "The modules of one unit lie beside each other",
+        "Leave the inner module out",
+    )
+
+
+def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
+    chosen = selection.overrides
+    is_root, is_block = selection.entries == (0,), _is_block(tree, selection)
+    # Only the root returns to the user; blocks that return output_dtype make their activations larger.
+    mp_policy = settings.mp_policy if is_root else replace(settings.mp_policy, output_dtype=None)
+    reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
+    return ShardUnit(
+        modules=tuple(tree.fqns[entry] for entry in selection.entries),
+        params=tuple(params),
+        reshard_after_forward=selection.reshard if reshard is None else reshard,
+        mp_policy=chosen.get("mp_policy", mp_policy),
+        offload_policy=chosen.get("offload_policy", settings.offload_policy),
+        checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and is_block),
+        compile=chosen.get("compile", settings.compile and is_block),
+    )
+
+
+def _is_block(tree: ModelTree, selection: Selection) -> bool:
+    """Whether settings that are for blocks reach it: one module, with submodules, other than the root.
+
+    Recomputing a lone embedding, norm or head saves nothing, and recomputing the root saves nothing either.
+    """
+    entry = selection.entries[0]
+    return len(selection.entries) == 1 and entry != 0 and tree.ends[entry] > entry + 1
+
+
+def _ignored_notes(tree: ModelTree, ignored: frozenset[str]) -> Iterable[str]:
+    trained = [fqn for fqn in ignored if tree.params[fqn].requires_grad]
+    if trained:
+        yield f"{listing(sorted(trained), 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"

@@ -1,0 +1,160 @@
+"""Whether a plan, a model and a mesh fit each other: everything that can be refused before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit.errors import PlanError, listing, message
+from shardkit.ownership import assign, split_problem
+from shardkit.plan import ShardingPlan
+from shardkit.tree import ModelTree
+
+
+def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None) -> None:
+    """Raises PlanError when the model has no parameters, or is sharded already; local.
+
+    Args:
+        tree: the model.
+        mesh: the data-parallel mesh; parameters that are DTensors on its other axes are tensor-parallel.
+    """
+    problems = [problem for rule in (_no_params, _sharded_modules) for problem in rule(tree)]
+    problems += _sharded_params(tree, mesh)
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
+def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
+    """Raises one PlanError that lists why ``plan`` cannot be applied to the model on ``device``; local."""
+    plan.check()
+    problems = [*_other_params(tree, plan), *_missing_modules(tree, plan)]
+    if not problems:
+        problems = [*_other_owners(tree, plan), *_devices(tree, plan, device), *_caches(tree, plan)]
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
+def _no_params(tree: ModelTree) -> Iterator[str]:
+    if not tree.params:
+        name = type(tree.modules[0]).__name__
+        yield message("model", f"{name} has no parameters", "There must be something to shard", "Pass the whole model")
+
+
+def _sharded_modules(tree: ModelTree) -> Iterator[str]:
+    sharded = [fqn or "(root)" for fqn, module in zip(tree.fqns, tree.modules, strict=True) if _is_sharded(module)]
+    if sharded:
+        yield message(
+            listing(sharded, 6),
+            "sharded already",
+            "A model is sharded once, by one plan",
+            "Shard it in one place only; to change the plan, build the model again",
+        )
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None) -> Iterator[str]:
+    names = set(mesh.mesh_dim_names or ()) if mesh is not None else set()
+    found = [
+        fqn
+        for fqn, param in tree.params.items()
+        if isinstance(param, DTensor) and (not names or names & set(param.device_mesh.mesh_dim_names or ()))
+    ]
+    if found:
+        yield message(
+            listing(found, 6),
+            "a DTensor already",
+            "Parameters may be DTensors only on other axes of the mesh, as tensor parallelism leaves them",
+            'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"]',
+        )
+
+
+def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    mine = {fqn: tree.spec(fqn) for fqn in tree.params}
+    rule, fix = "A plan is for one model", "Make the plan from this model with plan_model"
+    for title, fqns in (
+        ("the plan has no", mine.keys() - plan.specs.keys()),
+        ("the model has no", plan.specs.keys() - mine.keys()),
+    ):
+        if fqns:
+            yield message("plan", f"{title} parameter {listing(sorted(fqns))}", rule, fix)
+    for fqn in tree.params:
+        if fqn in plan.specs and plan.specs[fqn] != mine[fqn]:
+            was = ", ".join(f"{name} {value}" for name, value in _changed(plan.specs[fqn], mine[fqn]))
+            now = ", ".join(f"{name} {value}" for name, value in _changed(mine[fqn], plan.specs[fqn]))
+            yield message(fqn, f"{now} in the model and {was} in the plan", rule, fix)
+
+
+def _changed(spec: object, other: object) -> list[tuple[str, object]]:
+    mine, theirs = spec._asdict(), other._asdict()  # type: ignore[attr-defined]
+    return [(name, value) for name, value in mine.items() if theirs[name] != value]
+
+
+def _missing_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    missing = [fqn for unit in plan.units for fqn in unit.modules if fqn not in tree.places]
+    if missing:
+        yield message(
+            "plan",
+            f"the model has no module {listing(missing)}",
+            "A plan is for one model",
+            "Make it from this model",
+        )
+
+
+def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    units = [[tree.places[fqn] for fqn in unit.modules] for unit in plan.units]
+    ownership = assign(tree, units, plan.ignored)
+    yield from (split_problem(tree, fqn) for fqn in ownership.split)
+    for unit, params in zip(plan.units, ownership.params, strict=True):
+        if not ownership.split and set(params) != set(unit.params):
+            yield message(
+                unit.name,
+                f"would own {listing(params, 6) or 'nothing'}, not {listing(unit.params, 6) or 'nothing'}",
+                "Each parameter belongs to the innermost unit around it",
+                "Make the plan with plan_model",
+            )
+
+
+def _devices(tree: ModelTree, plan: ShardingPlan, device: str) -> Iterator[str]:
+    elsewhere = [
+        fqn
+        for fqn, param in tree.params.items()
+        if param.device.type not in ("cpu", "meta", device) and fqn not in plan.ignored
+    ]
+    if elsewhere:
+        yield message(
+            listing(elsewhere, 6),
+            f"on {tree.params[elsewhere[0]].device}, and the mesh is on {device}",
+            "Parameters are on the mesh's device, on the CPU or on meta",
+            "Move the model, or pass a mesh on its device",
+        )
+    pinned = [
+        unit.name
+        for unit in plan.units
+        if isinstance(unit.offload_policy, CPUOffloadPolicy) and unit.offload_policy.pin_memory
+    ]
+    if pinned and not torch.accelerator.is_available():
+        yield message(
+            "offload_policy",
+            f"CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there is no accelerator",
+            "Memory is pinned for copies to an accelerator",
+            "Use CPUOffloadPolicy(pin_memory=False)",
+        )
+
+
+def _caches(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """transformers' models fill a key-value cache in training too; recomputing a block fills it twice."""
+    config = getattr(tree.modules[0], "config", None)
+    if any(unit.checkpoint_activations for unit in plan.units) and getattr(config, "use_cache", False) is True:
+        yield message(
+            "checkpoint_activations",
+            "model.config.use_cache is True",
+            "A block that is recomputed must not change what it is given, and here it would append to the cache twice",
+            "Set model.config.use_cache = False before training",
+        )

@@ -1,0 +1,135 @@
+"""MeshSpec and DeviceMesh: the only module that builds meshes, or a process group where there is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardkit.errors import PlanError, listing, message
+from shardkit.plan import MeshSpec
+
+_PLACE = ("RANK", "WORLD_SIZE")  # what torchrun tells a rank of itself; some hosts set MASTER_ADDR for good
+_LAUNCHER_VARIABLES = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
+
+logger = logging.getLogger("shardkit")
+
+
+def device_type() -> str:
+    """The device type that ranks of this process compute on: the accelerator's, else ``"cpu"``."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+
+
+def ensure_process_group() -> None:
+    """Initialize torch.distributed where it is not: from torchrun's variables, or as a single process.
+
+    Collective under torchrun: every rank must call. With an accelerator the rank's own device is selected, and
+    both it and the CPU get a backend, so that offloaded shards can be reduced.
+
+    Raises:
+        PlanError: some of torchrun's variables are set and some are not.
+    """
+    if dist.is_initialized():
+        return
+    launched = any(name in os.environ for name in _PLACE)
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if launched and missing:
+        raise PlanError(
+            message(
+                "process group",
+                f"{listing(missing)} not set, though {listing(name for name in _PLACE if name in os.environ)} is",
+                "A rank is told its place by all four variables, a process alone by none",
+                "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself",
+            )
+        )
+    if device_type() != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device_type())
+    if launched:
+        dist.init_process_group(backend)
+        return
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore(),  # type: ignore[attr-defined]  # public, but not in __all__
+        rank=0,
+        world_size=1,
+    )
+    logger.warning("shardkit: no process group and no torchrun, so this process trains alone (world size 1)")
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
+    """The MeshSpec of what a user passed as ``mesh``; local. None is all ranks in one axis.
+
+    Raises:
+        PlanError: a mesh without names for its two axes, or with more than two, or no mesh at all.
+    """
+    if isinstance(mesh, MeshSpec):
+        return mesh
+    if mesh is None:
+        return MeshSpec.sharded(_world_size())
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            message(
+                "mesh",
+                f"a {type(mesh).__name__}",
+                "It is a DeviceMesh, a MeshSpec or None for all ranks",
+                "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)",
+            )
+        )
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
+        raise PlanError(
+            message(
+                "mesh",
+                f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}",
+                "Data-parallel meshes have one axis, or two with names",
+                'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of two axes',
+            )
+        )
+    return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
+
+
+def build_mesh(spec: MeshSpec) -> DeviceMesh:
+    """The DeviceMesh over all ranks that ``spec`` describes. Collective: every rank must call."""
+    return init_device_mesh(device_type(), spec.shape, mesh_dim_names=spec.axis_names)
+
+
+def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
+    """Raises PlanError unless ``mesh``, or all ranks, have the shape of ``spec``, on a device there is; local."""
+    world = dist.get_world_size()
+    if mesh is None and spec.size != world:
+        raise PlanError(
+            message(
+                "mesh",
+                f"{spec} needs {spec.size} ranks, and there are {world}",
+                "A plan is applied on as many ranks as it was made for",
+                f"Start {spec.size} processes, or make the plan with mesh=MeshSpec.sharded({world})",
+            )
+        )
+    if mesh is None:
+        return
+    if spec_of(mesh) != spec:
+        raise PlanError(
+            message(
+                "mesh",
+                f"{spec_of(mesh)} for a plan made for {spec}",
+                "A plan is applied on a mesh of the shape and axis names it was made for",
+                "Make the plan with this mesh",
+            )
+        )
+    if mesh.device_type not in ("cpu", device_type()):
+        raise PlanError(
+            message(
+                "mesh",
+                f"its device type is {mesh.device_type!r}, and this process has {device_type()!r}",
+                "A mesh is on a device that every rank has",
+                f"Use init_device_mesh({device_type()!r}, ...)",
+            )
+        )

@@ -1,0 +1,160 @@
+"""What must hold of a plan in itself, without a model or a process group; one generator per rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardkit.errors import listing, message
+
+if TYPE_CHECKING:
+    from shardkit.plan.types import ShardingPlan
+
+
+def problems(plan: ShardingPlan) -> list[str]:
+    """Everything wrong with ``plan``, one error message each; empty when it can be applied."""
+    return [problem for rule in _RULES for problem in rule(plan)]
+
+
+def is_world_size(reshard_after_forward: bool | int) -> bool:
+    """Whether ``reshard_after_forward`` is a number of ranks.
+
+    The one place that tells them apart: ``isinstance(True, int)`` and ``True == 1`` hold in Python.
+    """
+    return isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+
+
+def ancestors(fqn: str) -> list[str]:
+    """The FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none for the root."""
+    parts = fqn.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)] if fqn else []
+
+
+def _structure(plan: ShardingPlan) -> Iterator[str]:
+    roots = [index for index, unit in enumerate(plan.units) if "" in unit.modules]
+    if roots != [len(plan.units) - 1] or plan.units[-1].modules != ("",):
+        yield message(
+            "units",
+            f"the root is unit {listing(map(str, roots)) or 'of none'} of {len(plan.units)}",
+            "The root is sharded last, once and alone",
+            'Make ShardUnit(modules=("",), ...) the last unit',
+        )
+    if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
+        yield message("prefetch", f"{plan.prefetch!r}", "It is a number of units, 0 or more", "Use prefetch=1 or 0")
+
+
+def _children_first(plan: ShardingPlan) -> Iterator[str]:
+    seen: set[str] = set()
+    for unit in plan.units:
+        for fqn in unit.modules:
+            outer = next((name for name in (*ancestors(fqn), fqn) if name in seen), None)
+            if outer is not None:
+                problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
+                yield message(
+                    fqn or "(root)",
+                    problem,
+                    "fully_shard is called once per module, children before parents",
+                    "Put each module in one unit, and inner units before outer ones",
+                )
+        seen.update(unit.modules)
+
+
+def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
+    for unit in plan.units:
+        together = set(unit.modules)
+        for fqn in unit.modules:
+            outer = [name or "(root)" for name in ancestors(fqn) if name in together]
+            if outer:
+                yield message(
+                    unit.name,
+                    f"{fqn} is inside {outer[0]}",
+                    "The modules of one unit lie beside each other",
+                    f"Leave out {fqn}",
+                )
+
+
+def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
+    owners: dict[str, list[str]] = {spec.fqn: [] for spec in plan.params}
+    for unit in plan.units:
+        for fqn in unit.params:
+            owners.setdefault(fqn, []).append(unit.name)
+    ignored = set(plan.ignored)
+    for fqn, names in owners.items():
+        if len(names) + (fqn in ignored) != 1 or fqn not in plan.specs:
+            where = listing(names + ["ignored"] * (fqn in ignored)) or "no unit"
+            yield message(
+                fqn,
+                f"is in {where}",
+                "Every parameter of the model belongs to exactly one unit or is ignored",
+                "Make the plan with plan_model",
+            )
+
+
+def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
+    for unit in plan.units:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for spec in (plan.specs[fqn] for fqn in unit.params if fqn in plan.specs):
+            if spec.trainable:
+                by_dtype.setdefault(spec.dtype, []).append(spec.fqn)
+        if len(by_dtype) > 1:
+            found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
+            yield message(
+                unit.name,
+                f"trains parameters of {len(by_dtype)} dtypes ({found})",
+                "What trains in one unit has one dtype, since its gradients are reduced together",
+                "Cast them to one dtype, or give the modules of one dtype a unit of their own",
+            )
+
+
+def _no_scalars(plan: ShardingPlan) -> Iterator[str]:
+    for unit in plan.units:
+        for spec in (plan.specs[fqn] for fqn in unit.params if fqn in plan.specs):
+            if spec.shape == ():
+                yield message(
+                    spec.fqn,
+                    "is a scalar, shape ()",
+                    "Parameters are sharded over dim 0, so they need at least one dim",
+                    "Give it shape (1,), or pass it in ignored_params and reduce its gradient yourself",
+                )
+
+
+def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
+    size = plan.mesh.shard_size
+    fits = [n for n in range(2, size) if size % n == 0]
+    for unit in plan.units:
+        value = unit.reshard_after_forward
+        if not isinstance(value, int):
+            yield message(
+                unit.name,
+                f"reshard_after_forward={value!r}",
+                "It is True, False or a number of ranks",
+                "Use True",
+            )
+        elif is_world_size(value) and value not in fits:
+            yield message(
+                unit.name,
+                f"reshard_after_forward={value} does not divide the {size} ranks of axis "
+                f"{plan.mesh.axis_names[-1]}, or is 1 or all of them",
+                "As an int it is the number of ranks to reshard to, a true divisor of the shard axis",
+                f"Use {listing([*map(str, fits), 'True'])} or False",
+            )
+        elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
+            yield message(
+                unit.name,
+                f"reshard_after_forward={value} with tensor-parallel parameters",
+                "torch cannot reshard DTensor parameters to a smaller world",
+                "Use True or False",
+            )
+
+
+_RULES = (
+    _structure,
+    _children_first,
+    _disjoint_modules,
+    _every_param_once,
+    _one_trainable_dtype,
+    _no_scalars,
+    _world_size_to_reshard_to,
+)

@@ -1,0 +1,203 @@
+"""A plan as text for people: the table, the difference of two plans, and the torch code it stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardkit.errors import listing
+from shardkit.plan.serialize import mp_policy_to_dict, plan_to_dict
+
+if TYPE_CHECKING:
+    from shardkit.plan.types import ParamSpec, ShardingPlan, ShardUnit
+
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number, as in layers.0
+
+
+def count(elements: int) -> str:
+    """Elements in short: ``8.03 B``, ``218.1 M``, ``1,024``."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if elements >= 10 * size or (elements >= size and size > 1000):
+            return f"{elements / size:.4g} {unit}"
+    return f"{elements:,}"
+
+
+def nbytes(size: float) -> str:
+    """Bytes in short, in powers of 1024: ``29.9 GiB``."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def table(plan: ShardingPlan) -> str:
+    """The whole plan on a screen: a row per unit, equal neighbours folded, then what holds for all."""
+
+    def looks(unit: ShardUnit) -> tuple[object, ...]:
+        return (*calls(unit), [spec[1:4] for spec in plan.specs_of(unit)])
+
+    rows = [_row(plan, units) for units in fold(plan.units, looks)]
+    titles = (
+        "unit",
+        "parameters",
+        "bytes",
+        "dtype",
+        "computes in",
+        "reshards",
+        "lives on",
+        "recomputed",
+        "compiled",
+    )
+    shown = [column for column in range(len(titles)) if any(row[column] for row in rows)]
+    lines = _align([[titles[column] for column in shown], *([row[column] for column in shown] for row in rows)])
+    return "\n".join([_headline(plan), "", *lines, "", *_footer(plan)])
+
+
+def _headline(plan: ShardingPlan) -> str:
+    numel = sum(spec.numel for spec in plan.params)
+    per_rank = sum(_local_bytes(plan, spec) for unit in plan.units for spec in plan.specs_of(unit))
+    return (
+        f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
+        f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"
+    )
+
+
+def _local_bytes(plan: ShardingPlan, spec: ParamSpec) -> int:
+    """Bytes of the largest local shard: torch splits dim 0 like ``torch.chunk``, so rank 0 has it."""
+    if not spec.shape or not spec.shape[0]:
+        return spec.nbytes
+    rows = -(-spec.shape[0] // plan.mesh.shard_size)
+    return spec.nbytes // spec.shape[0] * rows
+
+
+def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
+    unit, specs = units[0], plan.specs_of(units[0])
+    each = " each" if len(units) > 1 else ""
+    mp_policy = unit.mp_policy
+    return [
+        unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
+        count(sum(spec.numel for spec in specs)) + each if specs else "-",
+        nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
+        _dtypes(specs),
+        "" if mp_policy == MixedPrecisionPolicy() else _computes_in(mp_policy),
+        _reshards(unit.reshard_after_forward),
+        "CPU" if unit.offloads else "",
+        "yes" if unit.checkpoint_activations else "",
+        "yes" if unit.compile else "",
+    ]
+
+
+def _reshards(value: bool | int) -> str:
+    if value is True or value is False:
+        return "after forward" if value else "after backward"
+    return f"to {value} ranks"
+
+
+def _computes_in(mp_policy: MixedPrecisionPolicy) -> str:
+    names = mp_policy_to_dict(mp_policy)
+    computes = str(names.get("param_dtype", "stored dtype"))
+    return f"{computes}, reduces in {names['reduce_dtype']}" if "reduce_dtype" in names else computes
+
+
+def _dtypes(specs: Sequence[ParamSpec]) -> str:
+    trained = sorted({str(spec.dtype)[6:] for spec in specs if spec.trainable})
+    frozen = sorted({str(spec.dtype)[6:] for spec in specs if not spec.trainable})
+    return ", ".join([*trained, *(f"{name} frozen" for name in frozen)])
+
+
+def _footer(plan: ShardingPlan) -> list[str]:
+    counts = plan.collectives()
+    lines = [f"tied: {' = '.join((spec.fqn, *spec.aliases))}" for spec in plan.params if spec.aliases]
+    if plan.units and plan.units[-1].params:
+        lines.append(f"the root keeps: {listing(plan.units[-1].params, 6)}")
+    if plan.ignored:
+        lines.append(f"ignored: {listing(plan.ignored, 6)}")
+    if plan.prefetch:
+        lines.append(f"prefetch: {plan.prefetch} units ahead")
+    lines.append(
+        f"one forward and backward: {counts.all_gathers} all-gathers, "
+        f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces"
+    )
+    return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = {0, *(column for column, title in enumerate(rows[0]) if title not in ("parameters", "bytes"))}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list[list[ShardUnit]]:
+    """Runs of units that differ only in one counted path component, as ``layers.0``, ``layers.1``, ..."""
+    runs: list[list[ShardUnit]] = []
+    open_runs: dict[str, tuple[int, list[ShardUnit]]] = {}
+    for unit in units:
+        pattern, index = counted(unit)
+        run_key = f"{pattern} {key(unit)!r}"
+        last, run = open_runs.get(run_key, (None, []))
+        if index is None or last != index - 1:
+            run = []
+            runs.append(run)
+        run.append(unit)
+        if index is not None:
+            open_runs[run_key] = (index, run)
+    return runs
+
+
+def counted(unit: ShardUnit) -> tuple[str, int | None]:
+    """The unit's name with its last number as ``#``, and that number; None when its modules share none."""
+    found = [list(_INDEX.finditer(fqn)) for fqn in unit.modules]
+    indices = {int(matches[-1].group()) if matches else None for matches in found}
+    index = indices.pop() if len(indices) == 1 else None
+    if index is None:
+        return unit.name, None
+    ends = [matches[-1].span() for matches in found]
+    patterns = [fqn[:start] + "#" + fqn[end:] for fqn, (start, end) in zip(unit.modules, ends, strict=True)]
+    return ", ".join(patterns), index
+
+
+def calls(unit: ShardUnit) -> tuple[object, ...]:
+    """What two units must share to stand in one loop of the code."""
+    return (
+        repr(unit.reshard_after_forward),
+        unit.mp_policy,
+        repr(unit.offload_policy),
+        unit.checkpoint_activations,
+        unit.compile,
+    )
+
+
+def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
+    """One line per difference, ``-`` for ``plan`` and ``+`` for ``other``, sorted by what differs."""
+    mine, theirs = _facts(plan), _facts(other)
+    lines = []
+    for fact in sorted(mine.keys() | theirs.keys()):
+        if mine.get(fact) != theirs.get(fact):
+            lines += [f"{sign} {fact}: {facts[fact]}" for sign, facts in (("-", mine), ("+", theirs)) if fact in facts]
+    return "\n".join(lines)
+
+
+def _facts(plan: ShardingPlan) -> dict[str, str]:
+    """The plan as one string per thing that two plans can differ in."""
+    data = plan_to_dict(plan)
+    facts = {
+        "mesh": str(plan.mesh),
+        "prefetch": str(plan.prefetch),
+        "ignored": str(list(plan.ignored)),
+        "forward methods": str(list(plan.forward_methods)),
+    }
+    for unit, fields in zip(plan.units, data["units"], strict=True):
+        facts[f"unit {unit.name}"] = ", ".join(f"{key}={value}" for key, value in fields.items() if key != "modules")
+    facts["order of units"] = str([unit.name for unit in plan.units])
+    for spec in plan.params:
+        facts[f"parameter {spec.fqn}"] = repr(spec[1:])
+    return facts

@@ -1,0 +1,270 @@
+"""ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardkit.errors import PlanError, message
+from shardkit.plan import check, python, serialize, table
+from shardkit.plan.check import ancestors
+
+ROOT = ""
+
+
+@dataclass
+class Collectives:
+    """How many collectives one forward and backward runs, on each rank.
+
+    ``plan.collectives()`` predicts one of these, ``shardkit.testing.comm_counts()`` counts one.
+    """
+
+    all_gathers: int = 0
+    reduce_scatters: int = 0
+    all_reduces: int = 0
+
+
+class ParamSpec(NamedTuple):
+    """What a plan knows of one parameter.
+
+    Attributes:
+        fqn: its name in ``model.named_parameters()``.
+        shape: its whole, unsharded shape, in elements.
+        dtype: the dtype it is stored and optimized in.
+        trainable: its ``requires_grad``.
+        aliases: the further FQNs under which a tied parameter is registered.
+        tensor_parallel: whether it was a DTensor already, on another axis of the mesh.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+    tensor_parallel: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter, as stored."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Shape and axis names of a device mesh, in ranks; needs no process group.
+
+    One axis shards (FSDP). Two axes replicate over the first and shard over the second (HSDP), torch's own
+    order; ``(n, 1)`` replicates only, like DDP.
+
+    Example:
+        >>> MeshSpec.hybrid(2, 4).size
+        8
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        sizes_fit = all(isinstance(size, int) and size >= 1 for size in self.shape)
+        if len(self.shape) not in (1, 2) or len(self.axis_names) != len(self.shape) or not sizes_fit:
+            raise PlanError(
+                message(
+                    "mesh",
+                    f"shape {self.shape} with axis names {self.axis_names}",
+                    "A mesh has one or two axes of at least one rank, each with a name",
+                    "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)",
+                )
+            )
+
+    @classmethod
+    def sharded(cls, ranks: int) -> MeshSpec:
+        """All ``ranks`` shard: FSDP."""
+        return cls((ranks,), ("dp_shard",))
+
+    @classmethod
+    def hybrid(cls, replicate: int, shard: int) -> MeshSpec:
+        """``replicate`` copies, each sharded over ``shard`` ranks: HSDP."""
+        return cls((replicate, shard), ("dp_replicate", "dp_shard"))
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which each parameter is sharded."""
+        return self.shape[-1]
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there is a replicate axis, so that gradients are all-reduced over it."""
+        return len(self.shape) == 2
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """One future ``fully_shard`` call: the modules that share one all-gather.
+
+    Attributes:
+        modules: FQNs, ``""`` is the root; more than one is torch's list form, ``fully_shard([a, b])``.
+        params: FQNs of the parameters this call will own, in torch's order; a tied one once.
+        reshard_after_forward: resolved, never None; an int is the number of ranks to reshard to.
+        mp_policy: torch's own class.
+        offload_policy: torch's own class.
+        checkpoint_activations: recompute the forward of each of the modules in backward.
+        compile: compile the forward of each of the modules, after checkpointing and before sharding.
+    """
+
+    modules: tuple[str, ...]
+    params: tuple[str, ...]
+    reshard_after_forward: bool | int = True
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    checkpoint_activations: bool = False
+    compile: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.modules, self.params))  # torch's OffloadPolicy is not hashable
+
+    @property
+    def name(self) -> str:
+        """The unit as tables and errors call it."""
+        names = [fqn or "(root)" for fqn in self.modules]
+        return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether its shards, gradients and optimizer state live on the CPU."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Every decision of a sharding, made before any of it is carried out; plain data, pure and local.
+
+    ``print(plan)`` is a table, ``plan.diff(other)`` compares, ``plan.to_python()`` writes the torch code,
+    ``plan.to_dict()`` and ``from_dict`` go through JSON.
+
+    Attributes:
+        units: the ``fully_shard`` calls in the order they are made, children first and the root last.
+        mesh: shape and axis names of the data-parallel mesh.
+        params: what is known of each parameter of the model, in the model's order.
+        ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
+        prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
+        forward_methods: methods of the root, besides forward, that gather its parameters when called.
+        notes: what the reader should know of how the plan came about; not compared.
+    """
+
+    units: tuple[ShardUnit, ...]
+    mesh: MeshSpec
+    params: tuple[ParamSpec, ...] = ()
+    ignored: tuple[str, ...] = ()
+    prefetch: int = 0
+    forward_methods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """The parameters by FQN."""
+        return {spec.fqn: spec for spec in self.params}
+
+    def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
+        """The parameters that ``unit`` owns."""
+        return [self.specs[fqn] for fqn in unit.params]
+
+    def trains(self, unit: ShardUnit) -> bool:
+        """Whether ``unit`` owns a parameter that trains."""
+        return any(spec.trainable for spec in self.specs_of(unit))
+
+    def check(self) -> None:
+        """Raises one PlanError that lists everything wrong with the plan in itself; pure and local."""
+        problems = check.problems(self)
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    def collectives(self) -> Collectives:
+        """The collectives of one forward and one backward with gradients, counted per rank; pure and local.
+
+        Holds for eager torch when the units run in the model's order, each once per forward; a unit that runs
+        twice is gathered again.
+
+        Source: ``FSDPState`` and ``FSDPParamGroup`` of torch 2.13, tested equal to what
+        ``shardkit.testing.comm_counts`` counts.
+        """
+        counts = Collectives()
+        sharded = self.mesh.shard_size > 1
+        in_backward = self._gathered_in_backward()
+        for unit in self.units:
+            if unit.params:
+                trains = self.trains(unit)
+                counts.all_gathers += sharded * (1 + (unit.name in in_backward))
+                counts.reduce_scatters += sharded and trains
+                counts.all_reduces += self.mesh.replicates and trains
+        return counts
+
+    def _gathered_in_backward(self) -> set[str]:
+        """Names of the units that are resharded after forward and gathered again in backward.
+
+        Backward does not reach units that come before the first trainable parameter, since what they return
+        needs no gradient. Prefetching, always at least one unit ahead, still gathers the last of them.
+        """
+        order = {spec.fqn: place for place, spec in enumerate(self.params)}
+        first_trained = min((order[spec.fqn] for spec in self.params if spec.trainable), default=None)
+        if first_trained is None:
+            return set()
+        units = [unit for unit in self.execution_order() if unit.params]
+        before = [unit for unit in units if max(order[fqn] for fqn in unit.params) < first_trained]
+        skipped = {unit.name for unit in before[: -max(1, self.prefetch)]}
+        return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
+
+    def execution_order(self) -> list[ShardUnit]:
+        """The units in the order in which a forward most likely runs them: the model's own, parents first."""
+        first: dict[str, int] = {}
+        for place, spec in enumerate(self.params):
+            for fqn in ancestors(spec.fqn):
+                first.setdefault(fqn, place)
+        return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
+
+    def digest(self) -> bytes:
+        """32 bytes that two ranks share exactly when their plans are equal (SHA-256 of the JSON form)."""
+        data = {key: value for key, value in self.to_dict().items() if key != "notes"}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data: strings, numbers, lists and dicts."""
+        return serialize.plan_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ShardingPlan:
+        """The plan that ``to_dict`` wrote.
+
+        Raises:
+            PlanError: a key is missing or unknown, or a value has the wrong type.
+        """
+        return serialize.plan_from_dict(data)
+
+    def diff(self, other: ShardingPlan) -> str:
+        """One line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
+        return table.diff(self, other)
+
+    def to_python(self) -> str:
+        """Plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does."""
+        return python.python(self)
+
+    def __str__(self) -> str:
+        return table.table(self)

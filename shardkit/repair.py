@@ -1,0 +1,124 @@
+"""Repairs of the default rule's units where torch would refuse them: split ties, and mixed dtypes that train.
+
+A user's own rules are never repaired; there the same finding is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from shardkit.errors import listing
+from shardkit.ownership import assign, unit_of_entries
+from shardkit.tree import ModelTree
+from shardkit.units import Selection, has_forward
+
+
+def join_ties(
+    tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
+) -> tuple[list[Selection], list[str]]:
+    """Units in which every tied parameter is in one unit: the modules that share it, gathered together.
+
+    Where one of them is around another, or is the root, the outer one owns the parameter.
+    """
+    notes: list[str] = []
+    for _ in range(len(tree.ties) + len(selections) + 1):  # each round joins a tie or dissolves a unit
+        split = assign(tree, [selection.entries for selection in selections], ignored).split
+        if not split:
+            return selections, notes
+        for entries in _components(split.values())[:1]:  # joining one may mend others
+            selections, note = _join(tree, selections, entries)
+            notes.append(note)
+    raise AssertionError(f"ties {split} are still split")  # our own invariant: the root takes all in the end
+
+
+def split_dtypes(
+    tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
+) -> tuple[list[Selection], list[str]]:
+    """Units whose parameters that train have one dtype: modules of another dtype become units of their own.
+
+    A module that itself registers parameters of two dtypes cannot be split; ``plan.check`` names it.
+    """
+    notes: list[str] = []
+    pending = list(selections)
+    while pending:
+        selection = pending.pop(0)
+        owned = assign(tree, [each.entries for each in selections], ignored).params[selections.index(selection)]
+        for dtype, entries in _minorities(tree, selection, owned).items():
+            new = Selection(tuple(entries), reshard=selection.reshard)
+            selections = [*selections, new]
+            pending.append(new)
+            names = listing((tree.fqns[entry] for entry in entries), 4)
+            notes.append(f"{names}: of {str(dtype)[6:]} in a unit of another dtype, so gathered as a unit of their own")
+    return selections, notes
+
+
+def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict[torch.dtype, list[int]]:
+    """The modules below a unit to take out of it, by the dtype of the parameters that they register."""
+    trained = [fqn for fqn in owned if tree.params[fqn].requires_grad]
+    elements: Counter[torch.dtype] = Counter()
+    for fqn in trained:
+        elements[tree.params[fqn].dtype] += tree.params[fqn].numel()
+    if len(elements) < 2:
+        return {}
+    own = {param.dtype for entry in selection.entries for _, param in tree.owned[entry] if param.requires_grad}
+    kept = own.pop() if own else max(elements, key=lambda dtype: elements[dtype])
+    wanted = {id(tree.params[fqn]) for fqn in trained}
+    found: dict[torch.dtype, list[int]] = defaultdict(list)
+    for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
+        dtypes = {param.dtype for _, param in tree.owned[entry] if id(param) in wanted}
+        if len(dtypes) == 1 and kept not in dtypes and entry not in selection.entries:
+            found[dtypes.pop()].append(entry)
+    return {dtype: _outermost(tree, entries) for dtype, entries in found.items()}
+
+
+def _components(groups: Iterable[list[int]]) -> list[set[int]]:
+    """The groups, those that share an entry merged."""
+    merged: list[set[int]] = []
+    for group in groups:
+        touching = [other for other in merged if other & set(group)]
+        merged = [other for other in merged if other not in touching]
+        merged.append(set(group).union(*touching))
+    return merged
+
+
+def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tuple[list[Selection], str]:
+    """The selections with one that holds all of the ``sharing`` entries, and a note of it."""
+    modules = _outermost(tree, {_callable_ancestor(tree, entry) for entry in sharing})
+    around = unit_of_entries(tree, [selection.entries for selection in selections])
+    owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
+    if 0 in modules:
+        gone = [each for each in owning if 0 not in each.entries]
+        note = f"{_names(tree, gone)}: shares a parameter with the root, so the root gathers it"
+        return [each for each in selections if each not in gone], note
+    gone = [each for each in owning if any(_inside(tree, modules, entry) for entry in each.entries)]
+    entries = _outermost(tree, {*modules, *(entry for each in gone for entry in each.entries)})
+    joined = Selection(tuple(entries), reshard=all(each.reshard for each in gone))
+    kept = [each for each in selections if each not in gone]
+    return [joined, *kept], f"{_names(tree, [joined])}: share a parameter, so they are one unit"
+
+
+def _names(tree: ModelTree, selections: Iterable[Selection]) -> str:
+    return listing(tree.fqns[entry] for each in selections for entry in each.entries)
+
+
+def _inside(tree: ModelTree, modules: Iterable[int], entry: int) -> bool:
+    return any(tree.contains(module, entry) for module in modules)
+
+
+def _outermost(tree: ModelTree, entries: Iterable[int]) -> list[int]:
+    """The entries without those that are inside another, in order; pre-order puts the outer one first."""
+    found: list[int] = []
+    for entry in sorted(entries):
+        if not _inside(tree, found, entry):
+            found.append(entry)
+    return found
+
+
+def _callable_ancestor(tree: ModelTree, entry: int) -> int:
+    """The innermost module around ``entry``, itself included, that is called in forward."""
+    while entry and not has_forward(tree.modules[entry]):
+        entry = tree.parents[entry]
+    return entry
