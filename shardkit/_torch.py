@@ -6,13 +6,15 @@ When a new torch breaks shardkit, this file is where to look first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# testing: sees every collective that is dispatched. The module has an underscore, yet the class is the documented
+# testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an underscore, yet the class is the documented
 # way to intercept operators, and CommDebugMode is built on it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -76,3 +78,97 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches, after which no result refers to a mesh of a destroyed process group.
+
+    They are keyed by meshes that compare equal although their groups differ, so the next world of the same shape
+    would get tensors on the last one's mesh: "Could not resolve the process group registered under the name 5"
+    (torch 2.11 and 2.13).
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+# meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
+neg_view = torch._neg_view
+# meta: TorchFunctionMode is active inside __torch_dispatch__ too; only the private context switches it off.
+no_torch_function = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Run without the dispatch and function modes that are active, ours among them."""
+    with torch.utils._python_dispatch._disable_current_modes(), no_torch_function():
+        yield
+
+
+def has_own_dispatch(cls: type) -> bool:
+    """Whether a tensor class wraps other tensors (DTensor, quantized weights) instead of a storage of its own."""
+    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl and (
+        cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
+
+
+def has_tag(op: Any, name: str) -> bool:
+    """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
+    return getattr(torch.Tag, name) in op.tags
+
+
+@contextmanager
+def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
+    """In this context ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
+
+    It draws again and again until every value is in range (torch 2.13), so seen as aten calls it would need the
+    values at once. Should torch rename the function, then just that happens: slower, and still exact.
+    """
+    name = "_no_grad_trunc_normal_"
+    original = getattr(torch.nn.init, name, None)
+    if original is None:
+        yield
+        return
+
+    def sampler(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.untyped_storage().device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        record(original, tensor, *args, **kwargs)
+        return tensor
+
+    setattr(torch.nn.init, name, sampler)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.init, name, original)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random ops on the device use when they are given none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]
+
+
+def accelerator_state() -> Tensor | None:
+    """State of the present accelerator's default generator; None without one, or before it is first used."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", bool)():
+        return None
+    return default_generator(accelerator).get_state()
+
+
+def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """The sharded parameters of this one FSDP module that live on the CPU whatever their mesh's device is."""
+    return [param.sharded_param for param in _fsdp_params(module) if param.offload_to_cpu]
+
+
+def reread_sharded_parameters(module: FSDPModule) -> None:
+    """Tell FSDP2 that local shards of this one module were replaced, as its ``_apply`` does after ``to_empty``.
+
+    ``_apply`` itself would also rewrap every parameter, and so drop the attributes that users set on them.
+    """
+    for param in _fsdp_params(module):
+        param.reset_sharded_param()
