@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardkit._torch import TorchDispatchMode, fake_store
+from shardkit._torch import TorchDispatchMode, fake_store, forget_meshes
 from shardkit.errors import ShardkitError, message
 from shardkit.plan import Collectives
 
@@ -56,6 +56,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # the body may have destroyed it
             dist.destroy_process_group()
+        forget_meshes()
 
 
 def _check_fake_world(world_size: int, rank: int) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing.util  # noqa: F401  # its own exit hook must be registered before ours, to run after it
 import os
 import pickle
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,10 +26,11 @@ MOST_GROUPS = 64
 class RankPool:
     """``world_size`` processes in one process group, started at the first call and reused.
 
-    The ranks find each other through a file, so no port is used. They run with one thread each, the parent's
-    import path, working directory and environment, the variables RANK, LOCAL_RANK, WORLD_SIZE and
-    LOCAL_WORLD_SIZE, and all seeds 0 at the start of every call. What they print is printed here afterwards, each
-    line after ``[rank N]``. After any failure the processes are killed, and the next call starts new ones.
+    The ranks find each other through a file, so no port is used. They run with one thread each; with the parent's
+    import path, working directory and environment, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; with
+    all seeds 0 at the start of every call. What they print is printed here afterwards, each line after
+    ``[rank N]``. After any failure the processes are killed, and the next call starts new ones. They end with
+    ``close`` or with this process, also when it is killed.
 
     Args:
         world_size: number of ranks, all on this machine.
@@ -61,7 +59,6 @@ class RankPool:
         self.timeout = timeout
         self._ranks: Ranks | None = None
         self._lock = threading.Lock()
-        _pools.add(self)
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         """Call ``function(*args, **kwargs)`` on every rank and return what each returned, in the order of ranks.
@@ -139,12 +136,3 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         problem = f"an argument cannot be pickled ({error})"
         raise ShardkitError(message(target.name, problem, rule, fix)) from None
     return Call(target, arguments, sys.path, os.getcwd(), dict(os.environ))
-
-
-_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for pool in list(_pools):
-        pool.close()

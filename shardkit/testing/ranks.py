@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util  # its exit hook waits for children; registered first, it runs after ours
 import os
 import pickle
 import shutil
@@ -23,13 +25,13 @@ from shardkit.testing.report import Died, Raised, Stuck
 from shardkit.testing.worker import STACK_SIGNAL, Call, Returned, Seat, Started, exit_with_parent, serve
 
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
-# 4 ranks are ready 0.1 s after it is (2 s), against 2.5 to 5 s for each spawn of 4 on 2 cores. macOS's system
-# libraries do not survive a fork.
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+# 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s for each spawn of 4, on 2 cores.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
 TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # imported there too, where this process has them
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs: a slow disk is not the test's fault
 GRACE = 1.0  # seconds that the other ranks have to report too, once one has failed
 STACK_LIMIT = 1.0  # seconds to wait for the stack of a rank that is stuck
+LAST_LINES = 10  # of the output of a rank that died, for its report
 STACK_PAUSE = 0.05  # a stack file that has not grown for so long is complete
 
 Outcome = Returned | Raised | Died | Stuck
@@ -47,7 +49,8 @@ class Rank:
     @classmethod
     def start(cls, seat: Seat) -> Rank:
         """Start the process; it joins the group on its own."""
-        context = _context()
+        # CUDA does not survive a fork either, and an import may have asked it for its devices.
+        context = _context("spawn" if seat.backend == "nccl" else START_METHOD)
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
         process.start()
@@ -61,7 +64,8 @@ class Rank:
                 return pickle.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, OSError):
             self.process.join(GRACE)
-        return Died(self.process.exitcode)
+        last = self.seat.output.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return Died(self.process.exitcode, "\n".join([_call_stack(self.seat.stack.read_text()), *last]))
 
     def send(self, request: str) -> None:
         """Have it run the call in the file ``request``."""
@@ -71,7 +75,8 @@ class Rank:
     def stack(self) -> str:
         """Its Python stack now, most recent call last; empty when it gives none."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, STACK_SIGNAL)
+        with contextlib.suppress(ProcessLookupError):  # it may die as we look
+            os.kill(self.process.pid, STACK_SIGNAL)
         deadline, size = time.monotonic() + STACK_LIMIT, 0
         while time.monotonic() < deadline:
             wait([self.process.sentinel], STACK_PAUSE)
@@ -96,9 +101,13 @@ class Ranks:
     def __init__(self, world_size: int, backend: str) -> None:
         self.directory = tempfile.mkdtemp(prefix="shardkit-ranks-")
         self.ranks: list[Rank] = []
+        _running.add(self)
         try:
             for rank in range(world_size):
-                self.ranks.append(Rank.start(Seat(rank, world_size, backend, self.directory)))
+                seat = Seat(rank, world_size, backend, self.directory)
+                seat.output.touch()
+                seat.stack.touch()
+                self.ranks.append(Rank.start(seat))
         except BaseException:
             self.kill()
             raise
@@ -128,6 +137,18 @@ class Ranks:
             rank.process.close()
             rank.connection.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        _running.discard(self)
+
+
+_running: set[Ranks] = set()
+_owner = os.getpid()
+
+
+@atexit.register
+def _kill_all() -> None:
+    if os.getpid() == _owner:  # not in a fork of the process that they belong to
+        for ranks in list(_running):
+            ranks.kill()
 
 
 def _collect(ranks: list[Rank], timeout: float) -> list[Outcome]:
@@ -189,8 +210,8 @@ def _call_stack(dump: str) -> str:
 
 
 @cache
-def _context() -> SpawnContext | ForkServerContext:
-    if START_METHOD == "spawn":
+def _context(method: str) -> SpawnContext | ForkServerContext:
+    if method == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(

@@ -35,10 +35,11 @@ class Died:
 
     Attributes:
         exit_code: negative is the number of the signal that killed it; None is not known.
+        detail: the Python stack, if it crashed, and the last it printed.
     """
 
     exit_code: int | None
-    detail: str = ""
+    detail: str
 
     @property
     def title(self) -> str:

@@ -98,8 +98,12 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _load(target: Target) -> ModuleType:
-    if target.module in sys.modules:
-        return sys.modules[target.module]
+    loaded = sys.modules.get(target.module)
+    if loaded is not None and (target.module == "__main__" or getattr(loaded, "__file__", None) == target.file):
+        return loaded
+    if loaded is not None:  # another test_model.py, from another directory
+        assert target.file is not None
+        return _load_file(target.module, target.file)
     if target.rewritten:
         _rewrite_asserts(target.module)
     try:

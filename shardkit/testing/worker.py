@@ -54,7 +54,7 @@ class Seat:
 
     @property
     def stack(self) -> Path:
-        """The file that the rank's Python stack goes to on ``STACK_SIGNAL``."""
+        """The file that the rank's Python stack goes to, on ``STACK_SIGNAL`` or in a crash."""
         return Path(self.directory, f"stack{self.rank}")
 
     @property
@@ -114,7 +114,11 @@ def serve(seat: Seat, connection: Connection) -> None:
     global _seat
     _seat = seat
     _settle(seat)
-    _join_group(seat)
+    try:
+        _join_group(seat)
+    except Exception as error:
+        connection.send_bytes(pickle.dumps(_raised(error)))
+        return
     group = dist.group.WORLD
     while True:
         try:
@@ -133,8 +137,9 @@ def _settle(seat: Seat) -> None:
     """Make this process a quiet rank: output to a file, a stack on demand, and no life after the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us
     sys.stdout, sys.stderr = _redirect(1, seat.output), _redirect(2, seat.output)
-    # Never closed: faulthandler writes to it whenever the signal comes.
-    faulthandler.register(STACK_SIGNAL, file=open(seat.stack, "w"), all_threads=True)  # noqa: SIM115
+    stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler writes to it whenever it must
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    faulthandler.enable(file=stack)
     threading.Thread(target=exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
 
@@ -173,13 +178,13 @@ def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessG
     try:
         _follow(call, seat)
         function = call.target.find()
-        args, kwargs = pickle.loads(call.arguments)
         gc.freeze()  # what was imported stays: collecting after the call need not look at it
+        args, kwargs = pickle.loads(call.arguments)
         _reset_seeds()
         connection.send_bytes(pickle.dumps(Started()))
         value = _pickled(function(*args, **kwargs))
     except BaseException as error:  # SystemExit and pytest's skip are no Exceptions
-        return Raised(type(error).__name__, _without_our_frames(error), _skip_reason(error))
+        return _raised(error)
     return Returned(value, dist.get_pg_count() if dist.group.WORLD is group else 0)
 
 
@@ -212,11 +217,12 @@ def _pickled(value: Any) -> bytes:
         raise ShardkitError(text) from None
 
 
-def _without_our_frames(error: BaseException) -> str:
+def _raised(error: BaseException) -> Raised:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Raised(type(error).__name__, text, _skip_reason(error))
 
 
 def _skip_reason(error: BaseException) -> str | None:

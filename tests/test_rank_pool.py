@@ -1,0 +1,364 @@
+"""RankPool: what it reports when ranks misbehave, that the next call is fine, and that no process is left."""
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import ShardkitError
+from shardkit.testing import RankFailure, RankPool, pool, ranks
+
+LIMIT = 2.0  # seconds for calls that hang on purpose
+ENOUGH = 20  # seconds for a process to end that has been told to
+
+
+# --- RankPool: calls that work --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=30) as ranks_of_two:
+        yield ranks_of_two
+
+
+def rank_and(*args, **kwargs):
+    return dist.get_rank(), args, kwargs
+
+
+def pid_of_rank():
+    return os.getpid()
+
+
+def random_numbers():
+    import numpy
+
+    return torch.rand(1).item(), random.random(), numpy.random.rand()
+
+
+def speak():
+    print("from Python")
+    os.system("echo out of a child process")
+    print("to stderr", file=sys.stderr)
+
+
+def surroundings():
+    return os.getcwd(), os.environ.get("SHARDKIT_TEST_WORD"), os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+def destroy_group():
+    dist.destroy_process_group()
+
+
+def make_group():
+    dist.new_group([0, 1])
+
+
+def test_results_come_in_the_order_of_ranks_with_all_arguments():
+    with RankPool(4) as four:
+        assert four.run(rank_and, 1, "two", key=[3]) == [(n, (1, "two"), {"key": [3]}) for n in range(4)]
+
+
+def test_processes_stay_from_call_to_call(pair):
+    assert pair.run(pid_of_rank) == pair.run(pid_of_rank)
+
+
+def test_tensors_travel_both_ways(pair):
+    sent = torch.arange(4.0)
+    for _, (received,), _ in pair.run(rank_and, sent):
+        assert torch.equal(received, sent)
+
+
+def test_a_large_argument_travels(pair):
+    assert [len(args[0]) for _, args, _ in pair.run(rank_and, bytes(10_000_000))] == [10_000_000] * 2
+
+
+def test_a_function_of_any_importable_module_can_be_run(pair):
+    assert pair.run(max, 3, 4) == [4, 4]
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_every_call_starts_from_the_same_seeds_on_every_rank(pair):
+    first = pair.run(random_numbers)
+    assert first[0] == first[1]
+    assert pair.run(random_numbers) == first
+
+
+def test_what_ranks_print_is_shown_after_their_rank(pair, capsys):
+    pair.run(speak)
+    shown = capsys.readouterr().out.splitlines()
+    for rank in range(2):
+        for line in ("from Python", "out of a child process", "to stderr"):
+            assert f"[rank {rank}] {line}" in shown
+    assert len(shown) == 6
+
+
+def test_ranks_follow_the_directory_and_environment(pair, monkeypatch, tmp_path):
+    pair.run(pid_of_rank)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDKIT_TEST_WORD", "now")
+    assert pair.run(surroundings) == [(str(tmp_path), "now", str(rank), "2") for rank in range(2)]
+    monkeypatch.delenv("SHARDKIT_TEST_WORD")
+    assert pair.run(surroundings)[0][1] is None
+
+
+def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
+    pair.run(destroy_group)
+    assert pair.run(dist.get_world_size) == [2, 2]
+
+
+def test_ranks_with_many_groups_are_replaced(pair, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_GROUPS", 2)
+    before = pair.run(pid_of_rank)
+    pair.run(make_group)
+    assert pair.run(pid_of_rank) == before  # two groups: the pool's own and one more
+    pair.run(make_group)
+    assert set(pair.run(pid_of_rank)).isdisjoint(before)
+
+
+def test_spawned_ranks_work_like_forked_ones(monkeypatch):
+    monkeypatch.setattr(ranks, "START_METHOD", "spawn")  # the method of macOS, and of NCCL anywhere
+    with RankPool(2) as spawned:
+        assert spawned.run(rank_and) == [(0, (), {}), (1, (), {})]
+
+
+# --- RankPool: calls that fail --------------------------------------------------------------------------------------
+
+
+def raise_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def raise_on_every_rank(by_rank):
+    raise ValueError(f"rank {dist.get_rank()}" if by_rank else "all")
+
+
+def hang_on_rank_1():
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def kill_rank_1():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crash_on_rank_1():
+    if dist.get_rank() == 1:
+        print("last words")
+        os.abort()
+    dist.barrier()
+
+
+def exit_on_rank_1(code, exit_function):
+    if dist.get_rank() == 1:
+        exit_function(code)
+    dist.barrier()
+
+
+def return_a_lambda():
+    return lambda: None
+
+
+class CannotBeUnpickled:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def return_the_unpicklable():
+    return CannotBeUnpickled()
+
+
+def make_a_pool():
+    RankPool(2)
+
+
+def failure_of(ranks_of_two, function, *args, title):
+    """The failure's message; checks its first line, and that the next call works in new processes."""
+    before = ranks_of_two.run(pid_of_rank)
+    with pytest.raises(RankFailure, match=title) as failure:
+        ranks_of_two.run(function, *args)
+    assert set(ranks_of_two.run(pid_of_rank)).isdisjoint(before)
+    assert ranks_of_two.run(rank_and) == [(0, (), {}), (1, (), {})]
+    return str(failure.value)
+
+
+def test_a_rank_that_raises_is_reported_with_its_traceback(pair):
+    text = failure_of(pair, raise_on_rank_1, title="raise_on_rank_1: rank 1 raised KeyError; rank 0 did not finish")
+    assert text.count("KeyError: 'lost'") == 1
+    assert 'raise KeyError("lost")' in text
+    assert "worker.py" not in text  # our own frames say nothing
+    assert "in barrier" in text  # where rank 0 waited
+
+
+def test_the_same_error_of_all_ranks_is_shown_once(pair):
+    text = failure_of(pair, raise_on_every_rank, False, title="ranks 0, 1 raised ValueError")
+    assert text.count("ValueError: all") == 1
+
+
+def test_different_errors_are_all_shown(pair):
+    text = failure_of(pair, raise_on_every_rank, True, title="rank 0 raised ValueError; rank 1 raised ValueError")
+    assert text.count("ValueError: rank 0") == text.count("ValueError: rank 1") == 1
+
+
+def test_a_hang_is_reported_in_time_with_the_stack_of_each_rank():
+    with RankPool(4, timeout=LIMIT) as four:
+        four.run(rank_and)
+        start = time.monotonic()
+        with pytest.raises(RankFailure) as failure:
+            four.run(hang_on_rank_1)
+        assert LIMIT <= time.monotonic() - start < LIMIT + 5
+        assert four.run(dist.get_rank) == [0, 1, 2, 3]
+    waiting, hanging = str(failure.value).split("--- rank 1 did not finish within 2 s ---")
+    assert "--- ranks 0, 2, 3 did not finish within 2 s ---" in waiting
+    assert "in barrier" in waiting
+    assert "in hang_on_rank_1" in hanging
+    assert "in wait" in hanging
+
+
+def test_a_killed_rank_is_named_with_its_signal(pair):
+    failure_of(pair, kill_rank_1, title="kill_rank_1: rank 1 was killed by SIGKILL")
+
+
+def test_a_crashed_rank_is_shown_with_its_stack_and_last_words(pair):
+    text = failure_of(pair, crash_on_rank_1, title="crash_on_rank_1: rank 1 was killed by SIGABRT")
+    assert "in crash_on_rank_1" in text
+    assert "last words" in text
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_exits_is_named_with_its_code(pair, code):
+    failure_of(pair, exit_on_rank_1, code, os._exit, title=f"rank 1 exited with code {code}")
+
+
+def test_sys_exit_is_an_error_like_others(pair):
+    failure_of(pair, exit_on_rank_1, 0, sys.exit, title="rank 1 raised SystemExit")
+
+
+def test_a_return_value_that_cannot_be_pickled_is_named(pair):
+    text = failure_of(pair, return_a_lambda, title="ranks 0, 1 raised ShardkitError")
+    assert "return value: a function cannot be pickled" in text
+
+
+def test_a_return_value_that_cannot_be_unpickled_does_not_harm_the_next_call(pair):
+    with pytest.raises(ValueError, match="not a number"):
+        pair.run(return_the_unpicklable)
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_an_argument_that_cannot_be_pickled_is_refused_before_the_ranks_see_it(pair):
+    before = pair.run(pid_of_rank)
+    with pytest.raises(ShardkitError, match="rank_and: an argument cannot be pickled"):
+        pair.run(rank_and, lambda: None)
+    assert pair.run(pid_of_rank) == before
+
+
+def test_a_function_that_ranks_cannot_find_is_refused(pair):
+    with pytest.raises(ShardkitError, match="<lambda>: other processes cannot find it"):
+        pair.run(lambda: None)
+
+
+def test_an_unknown_backend_is_reported():
+    with RankPool(2, backend="carrier_pigeon") as pigeons, pytest.raises(RankFailure, match="carrier_pigeon"):
+        pigeons.run(dist.get_rank)
+
+
+def test_a_pool_in_a_rank_is_refused(pair):
+    with pytest.raises(RankFailure, match=r"RankPool: this is rank . of a pool of 2 already"):
+        pair.run(make_a_pool)
+
+
+@pytest.mark.parametrize(("world_size", "timeout"), [(0, 60), (2, 0)])
+def test_a_pool_of_nothing_is_refused(world_size, timeout):
+    with pytest.raises(ShardkitError, match="Both must be above zero"):
+        RankPool(world_size, timeout=timeout)
+
+
+def test_a_second_call_at_the_same_time_is_refused(pair, tmp_path):
+    os.mkfifo(tmp_path / "signal")
+    first = threading.Thread(target=pair.run, args=(wait_for_fifo, str(tmp_path / "signal")))
+    first.start()
+    opened = (tmp_path / "signal").open("w")  # returns when a rank reads, so the first call runs
+    with opened, pytest.raises(ShardkitError, match="a call runs already"):
+        pair.run(dist.get_rank)
+    first.join()
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def wait_for_fifo(path):
+    if dist.get_rank() == 0:
+        with open(path) as fifo:
+            fifo.read()
+    dist.barrier()
+
+
+# --- RankPool: no process is left behind ----------------------------------------------------------------------------
+
+
+def ended(pids):
+    """Whether all processes end, waiting for them."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(handle):
+            if not select.select([handle], [], [], ENOUGH)[0]:
+                return False
+    return True
+
+
+def test_close_ends_the_processes_and_the_pool_can_be_used_again():
+    reopened = RankPool(2)
+    pids = reopened.run(pid_of_rank)
+    reopened.close()
+    assert ended(pids)
+    assert set(reopened.run(pid_of_rank)).isdisjoint(pids)
+    reopened.close()
+    reopened.close()
+
+
+SCRIPT = """
+import os, signal, sys
+from shardkit.testing import RankPool
+
+def pid_of_rank():
+    return os.getpid()
+
+def hang():
+    print("hanging")
+    signal.pause()
+
+if __name__ == "__main__":
+    pool = RankPool(2)
+    print(*pool.run(pid_of_rank), flush=True)
+    if sys.argv[1] == "hang":
+        pool.run(hang)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for processes that are not its children by pidfd")
+@pytest.mark.parametrize(("what", "how"), [("return", None), ("hang", signal.SIGINT), ("hang", signal.SIGKILL)])
+def test_no_rank_outlives_its_parent(tmp_path, what, how):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, script, what], stdout=-1, stderr=-1, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if how is not None:
+            parent.send_signal(how)
+        _, errors = parent.communicate(timeout=ENOUGH)
+    assert ended(pids)
+    assert parent.returncode == (-how if how else 0), errors
+    assert how is not signal.SIGINT or errors.strip().endswith("KeyboardInterrupt")
