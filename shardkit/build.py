@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -24,6 +25,11 @@ class Settings:
     offload_policy: OffloadPolicy
     checkpoint_activations: bool
     compile: bool
+
+    @cached_property
+    def inner_mp_policy(self) -> MixedPrecisionPolicy:
+        """For all but the root: only it returns to the user, and blocks that return output_dtype keep more."""
+        return replace(self.mp_policy, output_dtype=None)
 
 
 def build_plan(
@@ -83,14 +89,15 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         for entry in selection.entries:
             if entry:
                 inner[around[tree.parents[entry]]].add(index)
-    order: dict[int, None] = {}
+    order: dict[int, None] = {}  # a dict is an ordered set
     root = next(index for index, selection in enumerate(selections) if 0 in selection.entries)
 
     def visit(unit: int, path: frozenset[int]) -> None:
         if unit in path:
             raise PlanError(_interlocked(tree, selections[unit]))
-        for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
-            visit(below, path | {unit})
+        if inner[unit]:
+            for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
+                visit(below, path | {unit})
         order[unit] = None
 
     visit(root, frozenset())
@@ -109,9 +116,8 @@ def _interlocked(tree: ModelTree, selection: Selection) -> str:
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
     chosen = selection.overrides
-    is_root, is_block = selection.entries == (0,), _is_block(tree, selection)
-    # Only the root returns to the user; blocks that return output_dtype make their activations larger.
-    mp_policy = settings.mp_policy if is_root else replace(settings.mp_policy, output_dtype=None)
+    is_block = _is_block(tree, selection)
+    mp_policy = settings.mp_policy if selection.entries == (0,) else settings.inner_mp_policy
     reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),

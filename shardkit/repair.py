@@ -24,13 +24,15 @@ def join_ties(
     Where one of them is around another, or is the root, the outer one owns the parameter.
     """
     notes: list[str] = []
+    if not tree.ties:
+        return selections, notes
     for _ in range(len(tree.ties) + len(selections) + 1):  # each round joins a tie or dissolves a unit
         split = assign(tree, [selection.entries for selection in selections], ignored).split
         if not split:
             return selections, notes
         for entries in _components(split.values())[:1]:  # joining one may mend others
-            selections, note = _join(tree, selections, entries)
-            notes.append(note)
+            selections, new_notes = _join(tree, selections, entries)
+            notes += new_notes
     raise AssertionError(f"ties {split} are still split")  # our own invariant: the root takes all in the end
 
 
@@ -41,28 +43,34 @@ def split_dtypes(
 
     A module that itself registers parameters of two dtypes cannot be split; ``plan.check`` names it.
     """
-    notes: list[str] = []
-    pending = list(selections)
-    while pending:
-        selection = pending.pop(0)
-        owned = assign(tree, [each.entries for each in selections], ignored).params[selections.index(selection)]
-        for dtype, entries in _minorities(tree, selection, owned).items():
-            new = Selection(tuple(entries), reshard=selection.reshard)
-            selections = [*selections, new]
-            pending.append(new)
-            names = listing((tree.fqns[entry] for entry in entries), 4)
-            notes.append(f"{names}: of {str(dtype)[6:]} in a unit of another dtype, so gathered as a unit of their own")
-    return selections, notes
+    taken_out: list[int] = []
+    if len({param.dtype for param in tree.params.values()}) < 2:
+        return selections, []
+    while True:
+        params = assign(tree, [selection.entries for selection in selections], ignored).params
+        new = [
+            Selection(tuple(entries), reshard=selection.reshard)
+            for selection, owned in zip(selections, params, strict=True)
+            for entries in _minorities(tree, selection, owned).values()
+        ]
+        if not new:
+            break
+        selections = [*selections, *new]  # one of these may itself be around a third dtype
+        taken_out += [entry for selection in new for entry in selection.entries]
+    names = listing((tree.fqns[entry] for entry in sorted(taken_out)), 4)
+    return selections, [f"{names}: train in another dtype than what is around them, so are units of their own"] * bool(
+        taken_out
+    )
 
 
 def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict[torch.dtype, list[int]]:
     """The modules below a unit to take out of it, by the dtype of the parameters that they register."""
     trained = [fqn for fqn in owned if tree.params[fqn].requires_grad]
+    if len({tree.params[fqn].dtype for fqn in trained}) < 2:
+        return {}
     elements: Counter[torch.dtype] = Counter()
     for fqn in trained:
         elements[tree.params[fqn].dtype] += tree.params[fqn].numel()
-    if len(elements) < 2:
-        return {}
     own = {param.dtype for entry in selection.entries for _, param in tree.owned[entry] if param.requires_grad}
     kept = own.pop() if own else max(elements, key=lambda dtype: elements[dtype])
     wanted = {id(tree.params[fqn]) for fqn in trained}
@@ -84,20 +92,20 @@ def _components(groups: Iterable[list[int]]) -> list[set[int]]:
     return merged
 
 
-def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tuple[list[Selection], str]:
-    """The selections with one that holds all of the ``sharing`` entries, and a note of it."""
+def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tuple[list[Selection], list[str]]:
+    """The selections with one that holds all of the ``sharing`` entries, and a note where a unit is given up."""
     modules = _outermost(tree, {_callable_ancestor(tree, entry) for entry in sharing})
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
     if 0 in modules:
         gone = [each for each in owning if 0 not in each.entries]
         note = f"{_names(tree, gone)}: shares a parameter with the root, so the root gathers it"
-        return [each for each in selections if each not in gone], note
+        return [each for each in selections if each not in gone], [note]
     gone = [each for each in owning if any(_inside(tree, modules, entry) for entry in each.entries)]
     entries = _outermost(tree, {*modules, *(entry for each in gone for entry in each.entries)})
     joined = Selection(tuple(entries), reshard=all(each.reshard for each in gone))
     kept = [each for each in selections if each not in gone]
-    return [joined, *kept], f"{_names(tree, [joined])}: share a parameter, so they are one unit"
+    return [joined, *kept], []
 
 
 def _names(tree: ModelTree, selections: Iterable[Selection]) -> str:

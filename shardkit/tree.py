@@ -6,7 +6,7 @@ path, so a module or parameter that is reachable under several names keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -46,44 +46,44 @@ class ModelTree:
         self.parents: list[int] = []
         self.ends: list[int] = []
         self.post_order: list[int] = []
-        self.owned: list[list[tuple[str, nn.Parameter]]] = []
+        self.owned: list[Sequence[tuple[str, nn.Parameter]]] = []
         self._walk("", model, -1, set())
+        self.places = {fqn: entry for entry, fqn in enumerate(self.fqns)}
         self.names: dict[int, list[str]] = {}
         self.params: dict[str, nn.Parameter] = {}
-        for entry, pairs in enumerate(self.owned):
-            for name, param in pairs:
-                self._add_param(self.join(entry, name), param)
-        self.places = {fqn: entry for entry, fqn in enumerate(self.fqns)}
+        self._name_params()
         self.ties = {names[0] for names in self.names.values() if len(names) > 1}
 
     def _walk(self, fqn: str, module: nn.Module, parent: int, path: set[int]) -> None:
         if id(module) in path:
             return  # a module that is its own descendant: torch's named_modules() stops here too
         entry = len(self.fqns)
+        own, children = module._parameters, module._modules
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
-        self.ends.append(entry)
-        self.owned.append([pair for pair in module._parameters.items() if pair[1] is not None])  # type: ignore[misc]
-        if module._modules:
+        self.owned.append([(name, param) for name, param in own.items() if param is not None] if own else ())
+        self.ends.append(entry + 1)
+        if children:
             path.add(id(module))
             prefix = fqn + "." if fqn else ""
-            for name, child in module._modules.items():
+            for name, child in children.items():
                 if child is not None:
                     self._walk(prefix + name, child, entry, path)
             path.discard(id(module))
-        self.ends[entry] = len(self.fqns)
+            self.ends[entry] = len(self.fqns)
         self.post_order.append(entry)
 
-    def _add_param(self, fqn: str, param: nn.Parameter) -> None:
-        names = self.names.setdefault(id(param), [])
-        if not names:
-            self.params[fqn] = param
-        names.append(fqn)
-
-    def join(self, entry: int, name: str) -> str:
-        """The FQN of the parameter ``name`` of the module at ``entry``."""
-        return f"{self.fqns[entry]}.{name}" if self.fqns[entry] else name
+    def _name_params(self) -> None:
+        for fqn, pairs in zip(self.fqns, self.owned, strict=True):
+            prefix = fqn + "." if fqn else ""
+            for name, param in pairs:
+                names = self.names.get(id(param))
+                if names is None:
+                    self.names[id(param)] = [prefix + name]
+                    self.params[prefix + name] = param
+                else:
+                    names.append(prefix + name)
 
     def children(self, entry: int) -> Iterator[int]:
         """The entries directly below ``entry``, in order."""

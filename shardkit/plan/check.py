@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,17 +78,15 @@ def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
-    owners: dict[str, list[str]] = {spec.fqn: [] for spec in plan.params}
-    for unit in plan.units:
-        for fqn in unit.params:
-            owners.setdefault(fqn, []).append(unit.name)
-    ignored = set(plan.ignored)
-    for fqn, names in owners.items():
-        if len(names) + (fqn in ignored) != 1 or fqn not in plan.specs:
-            where = listing(names + ["ignored"] * (fqn in ignored)) or "no unit"
+    placed = Counter(chain(plan.ignored, *(unit.params for unit in plan.units)))
+    if placed == Counter(plan.specs.keys()):
+        return
+    for fqn in placed | Counter(plan.specs.keys()):
+        where = [unit.name for unit in plan.units if fqn in unit.params] + ["ignored"] * (fqn in plan.ignored)
+        if len(where) != 1 or fqn not in plan.specs:
             yield message(
                 fqn,
-                f"is in {where}",
+                f"is in {listing(where) or 'no unit'}",
                 "Every parameter of the model belongs to exactly one unit or is ignored",
                 "Make the plan with plan_model",
             )
@@ -94,11 +94,11 @@ def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
 
 def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
     for unit in plan.units:
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for spec in (plan.specs[fqn] for fqn in unit.params if fqn in plan.specs):
-            if spec.trainable:
+        trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
+        if len({spec.dtype for spec in trained}) > 1:
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for spec in trained:
                 by_dtype.setdefault(spec.dtype, []).append(spec.fqn)
-        if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
             yield message(
                 unit.name,
@@ -110,8 +110,8 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
 
 def _no_scalars(plan: ShardingPlan) -> Iterator[str]:
     for unit in plan.units:
-        for spec in (plan.specs[fqn] for fqn in unit.params if fqn in plan.specs):
-            if spec.shape == ():
+        for spec in plan.specs_of(unit):
+            if not spec.shape:
                 yield message(
                     spec.fqn,
                     "is a scalar, shape ()",

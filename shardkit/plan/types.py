@@ -185,7 +185,7 @@ class ShardingPlan:
 
     def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
         """The parameters that ``unit`` owns."""
-        return [self.specs[fqn] for fqn in unit.params]
+        return [self.specs[fqn] for fqn in unit.params if fqn in self.specs]
 
     def trains(self, unit: ShardUnit) -> bool:
         """Whether ``unit`` owns a parameter that trains."""
