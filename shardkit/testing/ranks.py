@@ -27,6 +27,7 @@ from shardkit.testing.worker import STACK_SIGNAL, Call, Returned, Seat, Started,
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
 # 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s for each spawn of 4, on 2 cores.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
+# A process has one fork server: one that the program has started already serves as well, only slower.
 TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # imported there too, where this process has them
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs: a slow disk is not the test's fault
 GRACE = 1.0  # seconds that the other ranks have to report too, once one has failed
@@ -64,7 +65,7 @@ class Rank:
                 return pickle.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, OSError):
             self.process.join(GRACE)
-        last = self.seat.output.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        last = self._new_output().decode(errors="replace").splitlines()[-LAST_LINES:]
         return Died(self.process.exitcode, "\n".join([_call_stack(self.seat.stack.read_text()), *last]))
 
     def send(self, request: str) -> None:
@@ -87,12 +88,15 @@ class Rank:
 
     def print_output(self) -> None:
         """Print what it has printed since the last time, each line after its rank."""
-        with self.seat.output.open("rb") as output:
-            output.seek(self.printed)
-            new = output.read()
+        new = self._new_output()
         self.printed += len(new)
         for line in new.decode(errors="replace").splitlines():
             print(f"[rank {self.seat.rank}] {line}")
+
+    def _new_output(self) -> bytes:
+        with self.seat.output.open("rb") as output:
+            output.seek(self.printed)
+            return output.read()
 
 
 class Ranks:
@@ -132,10 +136,11 @@ class Ranks:
         """End the processes, however stuck they are, and remove their files."""
         for rank in self.ranks:
             rank.process.kill()
-        for rank in self.ranks:
+        while self.ranks:  # emptied, for a second kill may follow one that Ctrl-C interrupted
+            rank = self.ranks[-1]
             rank.process.join()
-            rank.process.close()
             rank.connection.close()
+            self.ranks.pop().process.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         _running.discard(self)
 
