@@ -1,0 +1,209 @@
+"""A model and its sharded copy, trained side by side on every rank.
+
+Each rank feeds its own batch to both copies. The plain one's gradients are averaged over the ranks by all-reduces
+here. Two ways to weigh the ranks:
+
+- ``one_counts``: in step t only rank t % world counts, the others multiply their loss by zero. A sum of one number
+  and zeros is exact in any order, and so is the mean over 4 ranks, so nothing may differ by a single bit: losses,
+  gradients, parameters and buffers. (``torch.equal`` holds 0.0 and -0.0 equal, which sums may exchange.)
+- ``all_count``: all ranks do, and sums over ranks round differently in a different order. The plain copy takes
+  over the sharded one's parameters after each step, so that each step shows the error of one sum, which is bounded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from zoo import ZOO, Entry
+
+from shardkit import ShardingPlan, plan_model, shard_model
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """A CPU mesh of all ranks: ``(4,)``, ``(2, 2)`` or ``(4, 1)``. Kept, since each one makes process groups."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+
+
+def one_counts(
+    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 4, **options: Any
+) -> None:
+    """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal."""
+    entry, plain, sharded = _copies(name, mesh, options)
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (plain, sharded)]
+    start = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        counts = float(rank == step % world)
+        _backward(entry, plain, sharded, step, counts)
+        _assert_equal("gradient", step, _grads(plain), _grads(sharded))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        _assert_equal("parameter", step, dict(plain.named_parameters()), dict(sharded.named_parameters()))
+        _assert_equal("buffer", step, dict(plain.named_buffers()), dict(sharded.named_buffers()))
+    moved = [fqn for fqn, param in plain.named_parameters() if not torch.equal(param, start[fqn])]
+    assert moved, "nothing was trained"
+
+
+def all_count(name: str, mesh: tuple[int, ...] = (4,), steps: int = 2, **options: Any) -> None:
+    """The same with a batch of every rank in the mean: gradients differ by no more than sums of 4 may."""
+    entry, plain, sharded = _copies(name, mesh, options)
+    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+    for step in range(steps):
+        sizes = _backward(entry, plain, sharded, step, 1.0)
+        ours = _grads(sharded)
+        for fqn, grad in _grads(plain).items():
+            _assert_within_bound(f"gradient of {fqn} in step {step}", grad, _full(ours[fqn]), sizes[fqn])
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        _take_over(plain, sharded)
+
+
+def _copies(name: str, mesh: tuple[int, ...], options: dict[str, Any]) -> tuple[Entry, nn.Module, nn.Module]:
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    plain = entry.build()
+    torch.manual_seed(0)
+    sharded = entry.build()
+    plan = plan_model(sharded, mesh=mesh_of(mesh), ignored_params=entry.ignored, **options)
+    shard_model(sharded, mesh=mesh_of(mesh), plan=plan)
+    if entry.uneven:
+        sharded.set_reduce_scatter_unused_params(True)  # torch >= 2.13; see _sum_over_ranks_
+    if entry.crossing:
+        _add_up_gradients_at_unit_inputs(plain, plan)
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+    assert _ties(sharded) == _ties(plain)
+    assert any(isinstance(param, DTensor) for param in sharded.parameters()), "nothing was sharded"
+    return entry, plain, sharded
+
+
+def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> None:
+    """Give the plain model a node of its graph where each unit begins, as FSDP2 does: ``Entry.crossing``."""
+
+    def viewed(value: Any) -> Any:
+        return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+    def pass_views(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(viewed, (args, kwargs))
+
+    for fqn in {fqn for unit in plan.units for fqn in unit.modules}:
+        plain.get_submodule(fqn).register_forward_pre_hook(pass_views, with_kwargs=True)
+
+
+def _ties(model: nn.Module) -> set[tuple[str, ...]]:
+    """The names of each parameter, in groups."""
+    groups: dict[nn.Parameter, list[str]] = {}
+    for fqn, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(param, []).append(fqn)
+    return {tuple(fqns) for fqns in groups.values()}
+
+
+def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, step: int, counts: float) -> dict[str, Tensor]:
+    """Both backwards, and the mean of the plain gradients over the ranks; returns the mean of their sizes."""
+    batch = entry.batch(step * dist.get_world_size() + dist.get_rank())
+    expected = entry.loss(plain, batch)
+    (expected * (counts / dist.get_world_size())).backward()
+    loss = entry.loss(sharded, batch)
+    (loss * counts).backward()
+    _raise_together([] if expected.isfinite() else [f"the plain loss in step {step} is {expected}"])
+    same = torch.equal(loss, expected)
+    _raise_together([] if same else [f"loss in step {step}: {loss.item()!r} for {expected.item()!r}"])
+    for fqn in entry.ignored:  # as the training loop of a user must
+        grad = sharded.get_parameter(fqn).grad
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return _sum_over_ranks_(plain, zeros=entry.uneven)
+
+
+def _sum_over_ranks_(model: nn.Module, zeros: bool) -> dict[str, Tensor]:
+    """Replace gradients by their sum over the ranks, where any rank has one; return the sums of their sizes.
+
+    A parameter that no rank uses keeps None, or with ``zeros`` gets zeros, which is what FSDP2 does when it is
+    told that the ranks may use different ones.
+    """
+    params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
+    present = torch.tensor([zeros or param.grad is not None for param in params.values()], dtype=torch.uint8)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    params = {fqn: param for (fqn, param), used in zip(params.items(), present, strict=True) if used}
+    sizes: dict[str, Tensor] = {}
+    for dtype in sorted({param.dtype for param in params.values()}, key=str):
+        group = {fqn: param for fqn, param in params.items() if param.dtype == dtype}
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.values()]
+        both = torch.stack([torch.cat([g.flatten() for g in grads]), torch.cat([g.flatten().abs() for g in grads])])
+        dist.all_reduce(both)
+        for (fqn, param), total, size in zip(group.items(), *_split(both, grads), strict=True):
+            param.grad, sizes[fqn] = total.view_as(param), size.view_as(param)
+    return sizes
+
+
+def _split(both: Tensor, likes: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    return [flat.split([like.numel() for like in likes]) for flat in both]
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _assert_equal(what: str, step: int, plain: dict[str, Tensor], sharded: dict[str, Tensor]) -> None:
+    """Each rank compares the part that it holds, so that together they compare all."""
+    problems = [f"{what} {fqn} in one copy alone" for fqn in plain.keys() ^ sharded.keys()]
+    for fqn in plain.keys() & sharded.keys():
+        expected, actual = plain[fqn].detach(), sharded[fqn].detach()
+        if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+            problems.append(f"{what} {fqn}: {actual.shape}, {actual.dtype}")
+            continue
+        if isinstance(actual, DTensor):
+            expected, actual = _part_of(expected, actual), actual.to_local()
+        if not torch.equal(actual, expected):
+            problems.append(f"{what} {fqn} differs by up to {(actual - expected).abs().max().item()}")
+    _raise_together([f"step {step}: {problem}" for problem in problems])
+
+
+def _part_of(full: Tensor, dtensor: DTensor) -> Tensor:
+    """What this rank holds of ``full`` when it is sharded as ``dtensor`` is."""
+    for axis, placement in enumerate(dtensor.placements):
+        if placement.is_shard():
+            parts = full.chunk(dtensor.device_mesh.size(axis), placement.dim)
+            index = dtensor.device_mesh.get_local_rank(axis)
+            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+def _raise_together(problems: list[str]) -> None:
+    """Fail on all ranks if any found a problem, so that none is left waiting in a collective."""
+    found = torch.tensor(len(problems))
+    dist.all_reduce(found)
+    assert not found, "\n".join(problems) or "another rank differs"
+
+
+def _assert_within_bound(what: str, expected: Tensor, actual: Tensor, size: Tensor) -> None:
+    """Two sums of n numbers, each with n - 1 roundings of at most half an eps of what was summed so far."""
+    roundings = 2 * (dist.get_world_size() - 1)
+    bound = roundings * torch.finfo(expected.dtype).eps / 2 * size
+    excess = ((actual - expected).abs() - bound).max().item()
+    assert excess <= 0, f"{what} is {excess} beyond the bound"
+
+
+@torch.no_grad()
+def _take_over(plain: nn.Module, sharded: nn.Module) -> None:
+    for (fqn, param), (other_fqn, other) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+        assert fqn == other_fqn
+        param.copy_(_full(other))

@@ -1,0 +1,318 @@
+"""Tiny random transformers models: real modelling code, weights of a few thousand elements, no dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+from zoo_entry import Batch, Entry, floats, integers
+
+tf.logging.set_verbosity_error()  # it recommends kernels and masks, not what a test of tiny models needs
+
+VOCAB, LENGTH, BATCH = 67, 6, 2
+IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GQA = {**SIZES, "num_key_value_heads": 1}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def _entry(
+    head: str,
+    config: str,
+    batch: Callable[[int], Batch],
+    *,
+    crossing: bool = False,
+    ignored: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Entry:
+    """``head(config(**arguments))``; classes by name, since transformers imports a model when it is asked for."""
+
+    def build() -> torch.nn.Module:
+        return getattr(tf, head)(getattr(tf, config)(**arguments)).train()
+
+    return Entry(build, batch, _loss, ignored=ignored, crossing=crossing)
+
+
+def _tokens(seed: int) -> Batch:
+    ids = integers(seed, VOCAB, BATCH, LENGTH)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _pairs(seed: int) -> Batch:
+    return {
+        "input_ids": integers(seed, VOCAB, BATCH, LENGTH),
+        "labels": integers(seed + 1000, VOCAB, BATCH, LENGTH - 1),
+    }
+
+
+def _images(seed: int) -> Batch:
+    return {"pixel_values": floats(seed, BATCH, 3, 16, 16), "labels": integers(seed, 2, BATCH)}
+
+
+def _segments(seed: int) -> Batch:
+    return {"pixel_values": floats(seed, BATCH, 3, 32, 32), "labels": integers(seed, 3, BATCH, 32, 32)}
+
+
+def _mel(seed: int) -> Batch:
+    return {"input_features": floats(seed, BATCH, 8, 24), "labels": integers(seed, VOCAB, BATCH, LENGTH)}
+
+
+def _waves(seed: int) -> Batch:
+    return {"input_values": floats(seed, BATCH, 400), "labels": integers(seed, 9, BATCH, 3) + 1}
+
+
+def _image_text(seed: int) -> Batch:
+    # CLIP reads a text's features at its end token, the largest id.
+    ids = torch.cat([integers(seed, VOCAB - 1, BATCH, LENGTH - 1), torch.full((BATCH, 1), VOCAB - 1)], 1)
+    return {"input_ids": ids, "pixel_values": floats(seed, BATCH, 3, 16, 16), "return_loss": True}
+
+
+TRANSFORMERS = {
+    "llama": _entry("LlamaForCausalLM", "LlamaConfig", _tokens, **GQA),
+    "llama_tied": _entry("LlamaForCausalLM", "LlamaConfig", _tokens, **GQA, tie_word_embeddings=True),
+    "mistral": _entry("MistralForCausalLM", "MistralConfig", _tokens, **GQA, sliding_window=4),
+    "gemma2": _entry("Gemma2ForCausalLM", "Gemma2Config", _tokens, **GQA, head_dim=8),
+    "falcon": _entry("FalconForCausalLM", "FalconConfig", _tokens, **SIZES),
+    "opt": _entry(
+        "OPTForCausalLM",
+        "OPTConfig",
+        _tokens,
+        **SIZES,
+        ffn_dim=20,
+        word_embed_proj_dim=8,
+        dropout=0.0,
+        do_layer_norm_before=False,
+    ),
+    "gpt2": _entry(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        _tokens,
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "qwen3_moe": _entry(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _tokens,
+        **GQA,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        output_router_logits=True,
+    ),
+    "mixtral": _entry("MixtralForCausalLM", "MixtralConfig", _tokens, **GQA, num_local_experts=3),
+    "mamba": _entry(
+        "MambaForCausalLM",
+        "MambaConfig",
+        _tokens,
+        vocab_size=VOCAB,
+        hidden_size=16,
+        state_size=4,
+        num_hidden_layers=2,
+        time_step_rank=2,
+    ),
+    "jamba": _entry(
+        "JambaForCausalLM",
+        "JambaConfig",
+        _tokens,
+        **{**GQA, "num_hidden_layers": 4},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+        mamba_dt_rank=2,
+    ),
+    "t5": _entry(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        _pairs,
+        crossing=True,
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=20,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ),
+    "bart": _entry(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        _pairs,
+        crossing=True,
+        vocab_size=VOCAB,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=20,
+        decoder_ffn_dim=20,
+        max_position_embeddings=32,
+        dropout=0.0,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+    ),
+    "bert": _entry("BertForMaskedLM", "BertConfig", _tokens, **SIZES, **NO_DROPOUT),
+    "albert": _entry(
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        _tokens,
+        **SIZES,
+        embedding_size=8,
+        **NO_DROPOUT,
+        classifier_dropout_prob=0.0,
+    ),
+    "modernbert": _entry(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        _tokens,
+        **SIZES,
+        attn_implementation="eager",
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    ),
+    "distilbert": _entry(
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        _tokens,
+        vocab_size=VOCAB,
+        dim=16,
+        hidden_dim=20,
+        n_layers=2,
+        n_heads=2,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+    ),
+    "deberta": _entry(
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        _tokens,
+        **SIZES,
+        **NO_DROPOUT,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        max_relative_positions=8,
+    ),
+    "vit": _entry("ViTForImageClassification", "ViTConfig", _images, **SIZES, **NO_DROPOUT, **IMAGE),
+    "swin": _entry(
+        "SwinForImageClassification",
+        "SwinConfig",
+        _images,
+        image_size=16,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 2],
+        num_heads=[1, 2],
+        window_size=2,
+        drop_path_rate=0.0,
+    ),
+    "convnext": _entry(
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        _images,
+        hidden_sizes=[8, 12],
+        depths=[2, 2],
+        num_stages=2,
+        patch_size=2,
+    ),
+    "segformer": _entry(
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        _segments,
+        num_labels=3,
+        hidden_sizes=[8, 8, 8, 8],
+        depths=[1, 2, 1, 1],
+        num_attention_heads=[1, 1, 2, 2],
+        decoder_hidden_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    ),
+    "whisper": _entry(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        _mel,
+        crossing=True,
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=20,
+        decoder_ffn_dim=20,
+        max_source_positions=12,
+        max_target_positions=16,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    ),
+    "wav2vec2": _entry(
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        _waves,
+        vocab_size=12,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=20,
+        conv_dim=(8, 8),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 4),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        hidden_dropout=0.0,
+        activation_dropout=0.0,
+        attention_dropout=0.0,
+        feat_proj_dropout=0.0,
+        final_dropout=0.0,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        ctc_loss_reduction="mean",
+        pad_token_id=0,
+    ),
+    "clip": _entry(
+        "CLIPModel",
+        "CLIPConfig",
+        _image_text,
+        ignored=("logit_scale",),
+        text_config={**SIZES, "eos_token_id": VOCAB - 1, "bos_token_id": 1},
+        vision_config={**SIZES, **IMAGE},
+        projection_dim=8,
+    ),
+}
