@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an underscore, yet the class is the documented
-# way to intercept operators, and CommDebugMode is built on it.
+# testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an
+# underscore, yet the class is the documented way to intercept operators, and CommDebugMode is built on it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 MINIMUM_TORCH = (2, 11)
@@ -107,9 +107,8 @@ def no_modes() -> Iterator[None]:
 
 def has_own_dispatch(cls: type) -> bool:
     """Whether a tensor class wraps other tensors (DTensor, quantized weights) instead of a storage of its own."""
-    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl and (
-        cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    )
+    own = getattr(cls, "__torch_dispatch__", None)
+    return own not in (torch._C._disabled_torch_dispatch_impl, getattr(Tensor, "__torch_dispatch__", None))
 
 
 def has_tag(op: Any, name: str) -> bool:
@@ -132,7 +131,7 @@ def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
 
     def sampler(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.untyped_storage().device.type != "meta":
-            return original(tensor, *args, **kwargs)
+            return cast(Tensor, original(tensor, *args, **kwargs))
         record(original, tensor, *args, **kwargs)
         return tensor
 
@@ -149,7 +148,7 @@ def default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
-    return module.default_generators[index]
+    return cast(torch.Generator, module.default_generators[index])
 
 
 def accelerator_state() -> Tensor | None:
