@@ -1,0 +1,229 @@
+"""materialize: give each rank its shards of the values that ordinary construction would have had."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit.errors import ShardkitError, listing, message
+from shardkit.meta.consensus import agree, digest_of
+from shardkit.meta.context import is_plain_meta, records
+from shardkit.meta.own import Initialiser, Recorded, record_initialisers
+from shardkit.meta.replay import Player
+from shardkit.meta.rng import settle
+from shardkit.meta.schedule import Final
+from shardkit.meta.shards import Cutter, Target, install
+from shardkit.meta.tape import Tape, closure, find_storage, leaves, view_of
+from shardkit.meta.undefined import Definedness
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+    *,
+    init: Initialiser | None = None,
+) -> nn.Module:
+    """Give a sharded meta model its values: those that ordinary construction would have had, bit for bit.
+
+    Every meta parameter and buffer (persistent or not), and every meta tensor in a plain attribute of a module,
+    gets this rank's part of the value that the same code would have computed without ``init_on_meta``. Parameters
+    stay the same objects, with their ``requires_grad``, ties and attributes. Real tensors are left alone.
+    In place. Each rank replays the whole construction and keeps its shards, so it costs about one construction
+    in time, and about one largest full tensor in host memory beyond the shards.
+
+    **Collective: every rank of the model's meshes must call.** It communicates only once, three numbers for each
+    mesh axis, to check that all ranks are to make the same model.
+
+    Args:
+        model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its first forward.
+        device: where the values are computed. None is where the model was built, the CPU as a rule. ``"cuda"``
+            is faster, and equals construction on that device, whose generators draw other numbers. The shards
+            end up on their mesh's device, or on the CPU when they are offloaded, whatever this is.
+        seed: values as after ``torch.manual_seed(seed)``. None: as in the state that torch's generator had when
+            ``init_on_meta`` was entered. Python's and numpy's random numbers were drawn during ``init_on_meta``.
+        init: called with each module, children first, as ``model.apply(init)`` right after construction, with
+            full-size parameters to write to in place (recorded, so no memory is used for them). What it does not
+            write keeps the constructed value.
+
+    A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets what its own
+    ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute.
+
+    torch's default generator ends where ordinary construction leaves it, unless someone drew from it or seeded it
+    since ``init_on_meta`` and no ``seed`` was given; then it is left alone.
+
+    Returns:
+        the model.
+
+    Raises:
+        ShardkitError: the model is not sharded, or not on meta (any more); ranks have different seeds or different
+            constructions; values would stay undefined. Nothing was changed.
+
+    Example::
+
+        with init_on_meta():
+            model = Transformer(config)
+        shard_model(model)
+        materialize(model)
+    """
+    _check_model(model)
+    targets = _targets(model)
+    problem, replay = None, None
+    try:
+        tapes = _resolve(model, targets, init, chained=seed is None)
+        replay = _replay(model, targets, tapes, device, seed)
+        digest = digest_of(tapes, targets, seed)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem, digest = error, 0
+    agree(model, digest, problem)
+    assert replay is not None
+    replay.run()
+    install(model, targets)
+    settle(tapes, replay.ends, replay.device, seeded=seed is not None)
+    for module in model.modules():
+        records.pop(module, None)
+    return model
+
+
+# ---- what is to be made ---------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ShardkitError(
+            message("model", f"a {type(model).__name__} is no nn.Module", "materialize takes a sharded model", "")
+        )
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardkitError(
+            message(
+                "model",
+                "no module of it is sharded",
+                "materialize makes only this rank's shards, so it needs to know them",
+                "Call shard_model(model) or fully_shard first",
+            )
+        )
+    if not _targets(model):
+        raise ShardkitError(
+            message(
+                "model",
+                "none of its parameters and buffers is on the meta device",
+                "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')",
+                "Leave the call out if the model has its values already",
+            )
+        )
+
+
+def _targets(model: nn.Module) -> list[Target]:
+    found: dict[int, Target] = {}
+    for path, module in model.named_modules():
+        prefix = path + "." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.device.type == "meta":
+                target = found.setdefault(id(tensor), Target(tensor))
+                target.fqns.append(prefix + name)
+                target.slots.append((module, name))
+    for path, module in model.named_modules():
+        for name, tensor in _plain_attributes(module):
+            if id(tensor) not in found:
+                found[id(tensor)] = Target(tensor, [f"{path}.{name}".lstrip(".") + " (an attribute)"])
+    return list(found.values())
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # Parameters in attributes are references to what fully_shard replaced (LSTM._flat_weights): not state.
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            for leaf in leaves(value) if isinstance(value, (Tensor, list, tuple, dict)) else ():
+                if is_plain_meta(leaf) and not isinstance(leaf, nn.Parameter):
+                    yield name, leaf
+
+
+def _resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *, chained: bool) -> list[Tape]:
+    """Find what was recorded for each target, record what was not, and return the tapes to replay."""
+    for target in targets:
+        target.recorded = _recorded(target)
+    missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
+    if missing or init is not None:
+        known = {id(t.tensor): t.recorded for t in targets if t.recorded is not None}
+        recorded = record_initialisers(model, known, missing, init)
+        for target in targets:
+            target.recorded = recorded.get(id(target.tensor), target.recorded)
+    tapes = closure({t.recorded[0] for t in targets if t.recorded is not None}, chained=chained)
+    _check_targets(targets, tapes)
+    return tapes
+
+
+def _recorded(target: Target) -> Recorded | None:
+    """What the tape knows of a tensor: by its storage, or by its places in modules where it has a new one."""
+    if is_plain_meta(target.tensor):
+        found = find_storage(target.tensor)
+        if found is not None:
+            return found[0], view_of(target.tensor, found[1])
+    by_place = [records[module][name] for module, name in target.slots if name in records.get(module, {})]
+    if any(record != by_place[0] for record in by_place):
+        raise ShardkitError(
+            message(
+                target.fqns[0],
+                f"it was tied to {listing(target.fqns[1:])} after init_on_meta",
+                "Each of them was recorded with a value of its own",
+                "Tie them inside init_on_meta()",
+            )
+        )
+    return by_place[0] if by_place else None
+
+
+def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
+    is_defined = Definedness(tapes)
+    undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
+    if undefined:
+        raise ShardkitError(
+            message(
+                listing((fqn for t in undefined for fqn in t.fqns), most=len(undefined) + 1000),
+                "would stay uninitialised: neither the construction nor an initialiser of the model writes all of it",
+                "materialize leaves no memory undefined",
+                "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them",
+            )
+        )
+    changed = [t for t in targets if t.recorded is not None and t.recorded[1].size != tuple(t.tensor.shape)]
+    if changed:
+        raise ShardkitError(
+            message(
+                listing(fqn for t in changed for fqn in t.fqns),
+                "the shape is not the one that was recorded",
+                "What computes initial values, and their shapes, belongs inside init_on_meta()",
+                "Move the change there",
+            )
+        )
+    stale = [op for tape in tapes for op in tape.ops if op.is_stale()]
+    if stale:
+        raise ShardkitError(
+            message(
+                "model",
+                f"{len(stale)} real tensors that init_on_meta recorded as constants were changed since",
+                "They must stay as they were until materialize",
+                "Clone what you want to change",
+            )
+        )
+    referenced = [t for t in targets if weakref.getweakrefs(t.tensor)]
+    if referenced:
+        raise ShardkitError(
+            message(
+                listing(fqn for t in referenced for fqn in t.fqns),
+                "something holds a weak reference to it",
+                "torch cannot give a new content to such a tensor object (torch.utils.swap_tensors)",
+                "Make the reference after materialize",
+            )
+        )
+
+
+def _replay(
+    model: nn.Module, targets: list[Target], tapes: list[Tape], device: torch.device | str | None, seed: int | None
+) -> Player:
+    cutter = Cutter(model)
+    finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
+    return Player(tapes, finals, device=torch.device(device or tapes[0].device), seed=seed)

@@ -1,0 +1,137 @@
+"""Initialisers of the user's and of the model's own, recorded like a construction.
+
+Each gets full-size tensors to write to, as it expects, although the model is sharded: meta stand-ins take the
+parameters' places for the time of the call, and what happens to them goes on the tape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit.meta.context import recording
+from shardkit.meta.record import Recorder
+from shardkit.meta.tape import Tape, View
+
+Recorded = tuple[Tape, View]
+# A parameter or buffer: the dict of its module that holds it, its name there, and the tensor.
+Slot = tuple[dict[str, Any], str, Tensor]
+Initialiser = Callable[[nn.Module], Any]
+
+_RESET = ("reset_parameters", "_reset_parameters")
+_WHOLE_MODEL = ("init_weights", "initialize_weights", "_init_weights")
+
+
+def record_initialisers(
+    model: nn.Module, known: dict[int, Recorded], missing: set[int], init: Initialiser | None
+) -> dict[int, Recorded]:
+    """Run ``init``, or the model's own initialisers, on stand-ins for all parameters and buffers.
+
+    Args:
+        model: the sharded model; unchanged when this returns.
+        known: what recorded tensors are, by ``id`` of the model's present tensor. ``init`` goes on from these
+            values, as ``model.apply(init)`` does after construction; the model's own initialisers leave them.
+        missing: ``id`` of each meta tensor that no construction was recorded for.
+        init: called with each module, children first, as by ``Module.apply``.
+
+    Returns:
+        what the missing tensors, and with ``init`` the known ones, are now.
+    """
+    slots = list(_slots(model))
+    wanted = missing | known.keys() if init is not None else missing
+    with recording() as recorder:
+        stand_ins = {id(tensor): _stand_in(tensor) for _, _, tensor in slots}
+        if init is not None:
+            stand_ins |= {id(t): _continuation(t, known[id(t)]) for _, _, t in slots if id(t) in known}
+        with _swapped_in(model, slots, stand_ins), torch.no_grad():
+            if init is not None:
+                model.apply(init)
+            else:
+                _run_own(model, missing, slots)
+            # By place, not by stand-in: an initialiser may assign a new tensor.
+            return {id(t): _view(recorder, tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted}
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensors, name, tensor
+
+
+def _view(recorder: Recorder, tensor: Tensor | None) -> Recorded:
+    assert tensor is not None
+    return recorder.tape, recorder.view(tensor)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _continuation(tensor: Tensor, recorded: Recorded) -> Tensor:
+    tape, view = recorded
+    return _like(tensor, view.of(tape.storages[view.storage]).to(tensor.dtype))
+
+
+def _like(tensor: Tensor, stand_in: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+    stand_in.__dict__.update(tensor.__dict__)  # marks that initialisers look for
+    return stand_in
+
+
+@contextmanager
+def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor]) -> Iterator[None]:
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (tensors, dict(tensors)) for m in model.modules() for tensors in (m._parameters, m._buffers)
+    ]
+    try:
+        for tensors, name, tensor in slots:
+            tensors[name] = stand_ins[id(tensor)]
+        yield
+    finally:
+        for tensors, old in before:
+            tensors.clear()
+            tensors.update(old)
+
+
+def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
+    """``reset_parameters`` of modules that own missing tensors, then what initialises whole models."""
+    owners = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
+
+    def reset(module: nn.Module) -> None:
+        if id(module._parameters) in owners or id(module._buffers) in owners:
+            method = _method(module, _RESET)
+            if method is not None and _num_required(method) == 0:
+                method()
+
+    model.apply(reset)
+    _initialise_whole(model)
+
+
+def _initialise_whole(module: nn.Module) -> None:
+    """The outermost ``init_weights()``, or ``_init_weights(module)`` over all modules below it."""
+    method = _method(module, _WHOLE_MODEL)
+    if method is None or _num_required(method) > 1:
+        for child in module.children():
+            _initialise_whole(child)
+    elif _num_required(method) == 0:
+        method()
+    else:
+        module.apply(method)
+
+
+def _method(module: nn.Module, names: tuple[str, ...]) -> Callable[..., Any] | None:
+    return next((method for name in names if callable(method := getattr(module, name, None))), None)
+
+
+def _num_required(method: Callable[..., Any]) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    return sum(p.default is inspect.Parameter.empty and p.kind in kinds for p in parameters)

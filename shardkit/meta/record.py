@@ -1,0 +1,310 @@
+"""Recording: construction runs on meta tensors, and every aten call is noted on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardkit import _torch
+from shardkit.meta.replay import evaluate
+from shardkit.meta.rng import Watch
+from shardkit.meta.tape import (
+    PART,
+    UPDATE,
+    WHOLE,
+    Op,
+    Tape,
+    View,
+    closure,
+    find_storage,
+    leaves,
+    map_leaves,
+    view_of,
+)
+
+aten = torch.ops.aten
+
+# In-place ops that overwrite what they are called on without reading it.
+_FILLS = {
+    "fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_",
+    "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_",
+}  # fmt: skip
+# Ops that make memory and write nothing to it.
+_EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+
+
+class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every aten call on its tape and runs it on the meta device only.
+
+    Tensors made while it is active are meta tensors. Real tensors that come from outside stay real, and ops
+    among them alone run as always; where one meets a meta tensor it enters the tape as a constant.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._watches: dict[int, Watch] = {}
+        self._constants: dict[int, _Constant] = {}  # by identity of the real storage
+        self.watch(None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one aten call: noted and on meta, or for real where only real tensors take part."""
+        with _torch.no_torch_function():  # the Disguise is for the model's code, not for ours
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
+            return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
+        if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
+            return args[0] if args[0].is_meta else self._twin(args[0])
+        if _makes_tensor(func, tensors):
+            return self.record(func, args, kwargs)
+        return self._run_for_real(func, args, kwargs)
+
+    # ---- recording one call -------------------------------------------------------------------------------
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call, run it on meta, and return what it returns."""
+        real_of: dict[int, Tensor] = {}
+        args, kwargs = map_leaves(lambda leaf: self._on_meta(leaf, real_of), (args, kwargs))
+        if _torch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
+            return func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        op = self._describe(func, args, kwargs)
+        known = {view.storage for view in op.views}
+        out = self._run_on_meta(func, args, kwargs)
+        op.outs = tuple(self._new_view(leaf, known) for leaf in leaves(out) if isinstance(leaf, Tensor))
+        if op.writes or op.random or any(op.outs):  # else a view, or a change of sizes and strides
+            self._append(op)
+            self._sync(op, args, kwargs, real_of)
+        return map_leaves(lambda leaf: real_of.get(id(leaf), leaf), out)
+
+    def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Note a whole Python function that fills ``tensor`` at random, as one op."""
+        view = self.view(tensor)
+        kind = WHOLE if view.covers(self.tape.num_bytes(view.storage)) else PART
+        generator = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
+        default = torch.get_default_dtype()
+        self._append(
+            Op(
+                func,
+                (view, *args),
+                kwargs,
+                writes=((view, kind),),
+                default_dtype=default,
+                random=True,
+                generator=generator,
+            )
+        )
+
+    def view(self, tensor: Tensor) -> View:
+        """A meta tensor as a View; its storage is numbered when it is not known."""
+        found = find_storage(tensor)
+        if found is None:
+            # Made where no mode sees it (by a storage's own methods), or on meta before recording began.
+            view = view_of(tensor, self.tape.add(tensor.untyped_storage()))
+            whole = View(view.storage, (self.tape.num_bytes(view.storage),), (1,), 0, torch.uint8)
+            self._append(Op(None, outs=(whole,), undefined=True))
+            return view
+        tape, number = found
+        if tape is not self.tape:
+            self.tape.parents.add(tape)
+        return view_of(tensor, number)
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The real value of a meta tensor at this point of the construction, computed from the tape."""
+        view = self.view(tensor)
+        return evaluate(closure([self.tape], chained=True), [view])[0]
+
+    def watch(self, generator: torch.Generator | None) -> Watch:
+        """The watch over a generator, from its first use on."""
+        key = id(generator if generator is not None else torch.default_generator)
+        if key not in self._watches:
+            self._watches[key] = watch = Watch(self.tape, generator)
+            self.tape.streams[key] = watch.stream
+            if isinstance(watch.stream.entry, Tape):
+                self.tape.predecessors.add(watch.stream.entry)
+        return self._watches[key]
+
+    def close(self) -> None:
+        """End of the recording: generators are left as the user should find them."""
+        for watch in self._watches.values():
+            watch.close()
+
+    def abandon(self) -> None:
+        """Recording failed: generators go back to where they were."""
+        for watch in self._watches.values():
+            watch.restore()
+
+    # ---- parts of record ----------------------------------------------------------------------------------
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        reads, writes = self._accesses(func, args, kwargs)
+        names = _argument_names(func)
+        generator = kwargs.get("generator")
+        on_meta = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return Op(
+            func,
+            on_meta[0],
+            {k: v for k, v in on_meta[1].items() if k not in ("device", "pin_memory")},
+            reads=tuple(reads),
+            writes=tuple(writes),
+            default_dtype=torch.get_default_dtype(),
+            undefined=_name(func) in _EMPTY,
+            on_device="device" in names,
+            random=_torch.has_tag(func, "nondeterministic_seeded"),
+            generator=generator,
+        )
+
+    def _accesses(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[View], list[tuple[View, str]]]:
+        """What the call reads, and what it writes and how."""
+        reads: list[View] = []
+        written: list[tuple[View, bool]] = []
+        arguments = func._schema.arguments
+        given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+        for argument, value in given:
+            views = [self.view(leaf) for leaf in leaves(value) if isinstance(leaf, Tensor)]
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += [(view, argument.is_out or _name(func) in _FILLS) for view in views]
+            elif not (_name(func) in _EMPTY or _name(func).endswith("_like") or _name(func).startswith("new_")):
+                reads += views  # the others look at sizes only
+        if _torch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
+            return [], []
+        return reads, [(view, self._kind(view, overwrites, reads)) for view, overwrites in written]
+
+    def _kind(self, view: View, overwrites: bool, reads: list[View]) -> str:
+        if not overwrites or any(read.storage == view.storage for read in reads):
+            return UPDATE
+        tape = next(t for t in closure([self.tape], chained=False) if view.storage in t.storages)
+        return WHOLE if view.covers(tape.num_bytes(view.storage)) else PART
+
+    def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "device" in _argument_names(func):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if not _torch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError:
+                pass  # no meta kernel, or an index by mask
+        # The shapes follow from values: compute the call for real, once, and keep the shapes.
+        kwargs.pop("device", None)
+        real = func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+        return map_leaves(_meta_like, real)
+
+    def _append(self, op: Op) -> None:
+        if op.random:
+            watch = self.watch(op.generator)
+            op.reset = watch.reset()
+            self.tape.ops.append(op)
+            watch.step()
+        else:
+            self.tape.ops.append(op)
+
+    def _new_view(self, tensor: Tensor, known: set[int]) -> View | None:
+        found = find_storage(tensor)
+        if found is not None:
+            return None
+        return view_of(tensor, self.tape.add(tensor.untyped_storage()))
+
+    # ---- real tensors -------------------------------------------------------------------------------------
+
+    def _real(self, leaf: Any) -> Any:
+        return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _on_meta(self, leaf: Any, real_of: dict[int, Tensor]) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            return leaf
+        twin = self._twin(leaf)
+        real_of[id(twin)] = leaf
+        return twin
+
+    def _twin(self, real: Tensor) -> Tensor:
+        """A meta tensor for a real one, its storage recorded as a constant."""
+        storage = real.untyped_storage()
+        constant = self._constants.get(id(storage))
+        if constant is None:
+            self._constants[id(storage)] = constant = self._constant(real, storage)
+        return view_of(real, constant.number).of(constant.meta)
+
+    def _constant(self, real: Tensor, storage: torch.UntypedStorage) -> _Constant:
+        num_bytes = storage.nbytes()
+        meta = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+        number = self.tape.add(meta)
+        whole = View(number, (num_bytes,), (1,), 0, torch.uint8)
+        op = Op(None, outs=(whole,), value=whole.of(storage), version=_version(real))
+        # By reference, so that a checkpoint loaded here is not held twice; but not memory that torch does not
+        # own (numpy's), or whose changes it does not count (inference tensors).
+        if not storage.resizable() or op.version is None:
+            op.value, op.version = whole.of(storage).clone(), None
+        self.tape.ops.append(op)
+        return _Constant(number, meta, storage, real, op)
+
+    def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in leaves(value):
+                    self._forget(tensor)
+        return func(*args, **kwargs)
+
+    def _forget(self, real: Tensor) -> None:
+        """A real tensor is about to change: what the tape has of it is kept by copy, and read anew later."""
+        constant = self._constants.pop(id(real.untyped_storage()), None)
+        if constant is not None and constant.op.version is not None:
+            assert constant.op.value is not None
+            constant.op.value, constant.op.version = constant.op.value.clone(), None
+
+    def _sync(self, op: Op, args: Any, kwargs: Any, real_of: dict[int, Tensor]) -> None:
+        """Bring real tensors up to date that a recorded call wrote to (``real.normal_()``)."""
+        written = {view for view, _ in op.writes}
+        for leaf in leaves((args, kwargs)):
+            if id(leaf) in real_of and self.view(leaf) in written:
+                real = real_of[id(leaf)]
+                value = self.value(leaf)
+                self._forget(real)
+                real.detach().copy_(value)
+
+
+@dataclass(slots=True)
+class _Constant:
+    number: int
+    meta: torch.UntypedStorage
+    storage: torch.UntypedStorage  # kept alive, so that its identity stays its own
+    real: Tensor
+    op: Op
+
+
+# ---- facts about aten calls -----------------------------------------------------------------------------------
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+def _argument_names(func: Any) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
+
+
+def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
+    """Whether a call belongs on the tape: it has to do with meta tensors, with chance, or makes new memory."""
+    if any(tensor.is_meta for tensor in tensors) or _torch.has_tag(func, "nondeterministic_seeded"):
+        return True
+    return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _meta_like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")

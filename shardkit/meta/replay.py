@@ -1,0 +1,280 @@
+"""Replay: run a tape on a real device, with one full tensor alive at a time as far as the tape allows.
+
+Random ops run in the order of recording, since each moves the generator on; all else runs when something needs
+it. A random op whose result is overwritten later still draws its numbers, into memory that is dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardkit import _torch
+from shardkit.meta.schedule import Buffer, Final, Schedule
+from shardkit.meta.tape import WHOLE, Op, Stream, Tape, View, leaves, map_leaves
+
+
+class Player:
+    """Runs tapes on a device and hands out final values.
+
+    Args:
+        tapes: in the order of recording.
+        finals: the values wanted.
+        device: where everything is computed.
+        seed: begin with ``torch.manual_seed(seed)``; None: with the state that the first tape found.
+        draw_all: draw every recorded random number, so that ``ends`` holds the states after construction; else
+            stop as soon as all final values are taken.
+    """
+
+    def __init__(
+        self,
+        tapes: list[Tape],
+        finals: list[Final],
+        *,
+        device: torch.device,
+        seed: int | None = None,
+        draw_all: bool = True,
+    ) -> None:
+        self._tapes, self.device, self._seed, self._draw_all = tapes, device, seed, draw_all
+        self._storages = {number: tape for tape in tapes for number in tape.storages}
+        self._schedule = Schedule([op for tape in tapes for op in tape.ops], finals)
+        self._done = [False] * len(self._schedule.ops)
+        self._generators: dict[int, torch.Generator] = {}
+        self.ends: dict[Tape, dict[int, Tensor]] = {}
+
+    def run(self) -> None:
+        """Replay. The default generator is used, and put back to its state at the end."""
+        after = self._schedule.finals_after
+        last = len(self._schedule.ops) if self._draw_all else max(after, default=-1)
+        with _default_state_kept(self.device), _default_dtype_kept(), torch.no_grad():
+            self._take(-1)
+            index = 0
+            for tape in self._tapes:
+                marks = self._begin(tape)
+                for op in tape.ops:
+                    if index > last:
+                        return
+                    if op.random:
+                        self._draw(index, op, marks[_key(op.generator)])
+                        self._take(index)
+                    index += 1
+                self._end(tape, marks)
+
+    # ---- generators ---------------------------------------------------------------------------------------
+
+    def _begin(self, tape: Tape) -> dict[int, _Marks]:
+        """Put each generator of a tape where it was when the tape began."""
+        marks = {}
+        for key, stream in tape.streams.items():
+            generator = self._generator(stream.generator)
+            if self._seed is not None and stream.generator is None:
+                if tape is self._tapes[0]:
+                    generator.manual_seed(self._seed)
+            else:
+                _set_state(generator, self._entry(stream, key))
+            marks[key] = _Marks(generator, {0: generator.get_state()}, _positions(tape, key))
+        return marks
+
+    def _entry(self, stream: Stream, key: int) -> Tensor:
+        if isinstance(stream.entry, Tensor):
+            on_device = stream.generator is None and self.device.type != "cpu"
+            return stream.entry_on_device if on_device and stream.entry_on_device is not None else stream.entry
+        if stream.entry in self.ends:
+            return self.ends[stream.entry][key]
+        final = stream.entry.streams[key].final
+        assert final is not None, "a predecessor was replayed neither before nor now"
+        return final
+
+    def _end(self, tape: Tape, marks: dict[int, _Marks]) -> None:
+        for key, stream in tape.streams.items():
+            marks[key].go_to(stream.end)
+        self.ends[tape] = {key: mark.generator.get_state() for key, mark in marks.items()}
+
+    def _generator(self, generator: torch.Generator | None) -> torch.Generator:
+        if generator is None:
+            return _torch.default_generator(self.device)
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = torch.Generator(generator.device)
+        return self._generators[id(generator)]
+
+    def _draw(self, index: int, op: Op, marks: _Marks) -> None:
+        if op.reset is not None:
+            marks.go_to(op.reset)
+        if self._schedule.needed[index]:
+            for wait in self._schedule.waits[index]:
+                self._need(wait)
+            self._run(index)
+        else:
+            self._run_for_its_draws(op)
+        marks.step()
+
+    # ---- values -------------------------------------------------------------------------------------------
+
+    def _take(self, index: int) -> None:
+        """Hand out the values that are final after random op ``index``."""
+        for final, buffer in self._schedule.finals_after.get(index, ()):
+            self._need(buffer.changes[-1])
+            assert buffer.real is not None
+            final.take(final.view.of(buffer.real))
+            self._release(buffer)
+
+    def _need(self, index: int) -> None:
+        """Run an op that draws nothing, after all that it waits for (a stack, as chains may be long)."""
+        stack = [index]
+        while stack:
+            waiting = [wait for wait in self._schedule.waits[stack[-1]] if not self._done[wait]]
+            if waiting:
+                stack += waiting
+            else:
+                index = stack.pop()
+                if not self._done[index]:
+                    assert not self._schedule.ops[index].random, "a random op out of turn"
+                    self._run(index)
+
+    def _run(self, index: int) -> None:
+        op, touched = self._schedule.ops[index], self._schedule.buffers[index]
+        for view, kind in op.writes:
+            if kind == WHOLE:
+                touched[view.storage].real = self._allocate(view.storage)
+        if op.func is None or op.undefined:
+            made = next(view for view in op.outs if view is not None)
+            touched[made.storage].real = self._constant(op, made)
+        else:
+            real = {number: buffer.real for number, buffer in touched.items() if buffer.real is not None}
+            results = [leaf for leaf in leaves(self._call(op, real)) if isinstance(leaf, Tensor)]
+            for out, result in zip(op.outs, results, strict=True) if any(op.outs) else ():
+                if out is not None:
+                    touched[out.storage].real = self._as_recorded(out, result)
+        self._done[index] = True
+        for buffer in {id(b): b for b in touched.values()}.values():
+            self._release(buffer)
+
+    def _run_for_its_draws(self, op: Op) -> None:
+        self._call(op, {})
+
+    def _call(self, op: Op, real: dict[int, torch.UntypedStorage]) -> Any:
+        """Make the recorded call. Storages missing in ``real`` are such as it does not read."""
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, View):
+                if value.storage not in real:
+                    real[value.storage] = self._allocate(value.storage)
+                return self._fit(value, real[value.storage])
+            return self._generator(value) if isinstance(value, torch.Generator) else value
+
+        assert op.func is not None
+        if torch.get_default_dtype() != op.default_dtype:
+            torch.set_default_dtype(op.default_dtype)
+        kwargs = map_leaves(leaf, op.kwargs)
+        if op.on_device:
+            kwargs["device"] = self.device
+        return op.func(*map_leaves(leaf, op.args), **kwargs)
+
+    def _constant(self, op: Op, out: View) -> torch.UntypedStorage:
+        if op.value is None:
+            return self._allocate(out.storage)
+        return op.value.to(self.device, copy=True).untyped_storage()
+
+    def _allocate(self, number: int) -> torch.UntypedStorage:
+        # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
+        num_bytes = self._storages[number].num_bytes(number)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _fit(self, view: View, storage: torch.UntypedStorage) -> Tensor:
+        if storage.nbytes() < view.num_bytes():  # resize_ was called on it
+            storage.resize_(self._storages[view.storage].num_bytes(view.storage))
+        return view.of(storage)
+
+    def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
+        """The storage of a result, laid out as the meta kernel had it: later views count on that."""
+        same = (out.size, out.stride, out.offset) == (
+            tuple(result.size()),
+            result.stride(),
+            result.storage_offset(),
+        )
+        if same and out.conj == result.is_conj() and out.neg == result.is_neg():
+            return result.untyped_storage()
+        storage = self._allocate(out.storage)
+        out.of(storage).copy_(result)
+        return storage
+
+    def _release(self, buffer: Buffer) -> None:
+        buffer.uses -= 1
+        if buffer.uses == 0:
+            buffer.real = None
+
+
+@dataclass
+class _Marks:
+    """A generator during the replay of one tape, with the states that the tape goes back to."""
+
+    generator: torch.Generator
+    states: dict[int, Tensor]  # by the number of random ops before
+    kept: set[int]
+    num_ops: int = 0
+
+    def step(self) -> None:
+        self.num_ops += 1
+        if self.num_ops in self.kept:
+            self.states[self.num_ops] = self.generator.get_state()
+
+    def go_to(self, where: Tensor | int) -> None:
+        if isinstance(where, Tensor):
+            _set_state(self.generator, where)
+        elif where != self.num_ops:
+            self.generator.set_state(self.states[where])
+
+
+def _positions(tape: Tape, key: int) -> set[int]:
+    """The positions that a tape goes back to, as numbers of random ops of that generator."""
+    wheres = [op.reset for op in tape.ops if op.random and _key(op.generator) == key]
+    return {where for where in (*wheres, tape.streams[key].end) if isinstance(where, int)}
+
+
+def _key(generator: torch.Generator | None) -> int:
+    return id(generator if generator is not None else torch.default_generator)
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    """A state of a CPU generator, or what it means on another device: the seed that it began with."""
+    if generator.device.type == "cpu" or state.numel() == generator.get_state().numel():
+        generator.set_state(state)
+    else:
+        generator.manual_seed(torch.Generator().set_state(state).initial_seed())
+
+
+@contextmanager
+def _default_state_kept(device: torch.device) -> Iterator[None]:
+    generator = _torch.default_generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
+    """Values of recorded tensors as they are at the end of the tapes, on the CPU. Draws no more than needed."""
+    values: dict[int, Tensor] = {}
+
+    def final(index: int, view: View) -> Final:
+        return Final(view, lambda value: values.__setitem__(index, value.clone()))
+
+    finals = [final(index, view) for index, view in enumerate(views)]
+    with _torch.no_modes():
+        Player(tapes, finals, device=torch.device("cpu"), draw_all=False).run()
+    return [values[index] for index in range(len(finals))]

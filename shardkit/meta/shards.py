@@ -1,0 +1,122 @@
+"""Values into place: this rank's part of each full tensor, put under the tensor objects that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit import _torch
+from shardkit.meta.tape import Tape, View
+
+
+@dataclass(eq=False)
+class Target:
+    """One meta tensor of the model, under all its names."""
+
+    tensor: Tensor
+    fqns: list[str] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # none for plain attributes
+    recorded: tuple[Tape, View] | None = None
+    value: Tensor | None = None
+
+    @property
+    def view(self) -> View:
+        """What the tape has for it, once that is known."""
+        assert self.recorded is not None
+        return self.recorded[1]
+
+
+class Cutter:
+    """Keeps of a full value what this rank needs, on the device where it belongs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._offloaded = {id(p) for module in sharded for p in _torch.offloaded_parameters(module)}
+        self._home = device_of(next(meshes(model)))
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
+
+    def cut(self, target: Target, full: Tensor) -> None:
+        """Set ``target.value`` from the full value, which may be freed afterwards."""
+        tensor = target.tensor
+        if isinstance(tensor, DTensor):
+            target.value = self._shard(full, tensor)
+        elif full.dtype != tensor.dtype:
+            target.value = full.to(device=self._home, dtype=tensor.dtype, copy=True)
+        else:
+            target.value = self._whole(full, target.view)
+
+    def _shard(self, full: Tensor, like: DTensor) -> Tensor:
+        mesh, placements = like.device_mesh, like.placements
+        device = torch.device("cpu") if id(like) in self._offloaded else device_of(mesh)
+        part = _local_part(full, like)
+        local = torch.empty(part.shape, dtype=like.dtype, device=device).copy_(part)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+    def _whole(self, full: Tensor, view: View) -> Tensor:
+        if view.storage not in self._storages:
+            storage = full.untyped_storage()
+            same = storage.device == self._home
+            self._storages[view.storage] = storage if same else _moved(storage, self._home)
+        return view.of(self._storages[view.storage])
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    there.copy_(storage, non_blocking=False)
+    return there
+
+
+def _local_part(full: Tensor, like: DTensor) -> Tensor:
+    """The part of a full tensor that this rank has, as a view.
+
+    A strided placement says that FSDP2 cut what another mesh axis (tensor parallelism) had cut before, so these
+    are applied last, each in torch.chunk's way (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``).
+    """
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside its parameters' mesh"
+    axes = sorted(range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor"))
+    for axis in axes:
+        dim = getattr(like.placements[axis], "dim", None)
+        if dim is not None:
+            size = full.size(dim)
+            step = -(-size // like.device_mesh.size(axis))
+            start = min(step * coordinate[axis], size)
+            full = full.narrow(dim, start, min(step, size - start))
+    return full
+
+
+def install(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes do."""
+    for target in targets:
+        tensor, value = target.tensor, target.value
+        assert value is not None
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        value.__dict__.update(tensor.__dict__)
+        target.value = None
+        torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _torch.reread_sharded_parameters(module)
+
+
+def meshes(model: nn.Module) -> Iterator[DeviceMesh]:
+    """The different meshes of a model's parameters, in order."""
+    seen: list[DeviceMesh] = []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh not in seen:
+            seen.append(parameter.device_mesh)
+            yield parameter.device_mesh
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

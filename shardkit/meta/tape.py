@@ -1,0 +1,230 @@
+"""The tape: what ordinary construction would have computed, as plain records of aten calls.
+
+A tensor on the tape is a ``View``: which storage, and where in it. That is all that views, in-place initialisers,
+deep copies and ties need to be exact, because two tensors share memory here just when they share it in an
+ordinary construction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardkit import _torch
+
+# One count for all tapes, so that tapes can be joined: a storage has the same number in each.
+_storage_ids = itertools.count()
+_serials = itertools.count()
+
+# How an op writes to a view. "update" keeps or reads what was there (mul_, index_put_); "part" overwrites the
+# view without reading it; "whole" does so and the view is all of its storage, so the old content is dead.
+UPDATE, PART, WHOLE = "update", "part", "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as the tape sees it. Sizes, strides and offset in elements of ``dtype``."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor that has this view of a real (or meta) storage, which must be large enough."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return _torch.neg_view(tensor) if self.neg else tensor
+
+    def num_bytes(self) -> int:
+        """Bytes that a storage needs so that this view fits."""
+        if 0 in self.size:
+            return 0
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def covers(self, num_bytes: int) -> bool:
+        """Whether every byte of a storage of ``num_bytes`` is in this view, each once."""
+        expected = 1
+        for stride, size in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected * self.dtype.itemsize == num_bytes
+
+
+@dataclass(slots=True)
+class Op:
+    """One recorded call. Tensors in ``args`` and ``kwargs`` are Views; ``outs`` are the new storages it made."""
+
+    func: Callable[..., Any] | None  # None: a constant, ``value``, or undefined memory when that is None too
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[View | None, ...] = ()  # None where an output is one of the inputs, or a view of one
+    reads: tuple[View, ...] = ()
+    writes: tuple[tuple[View, str], ...] = ()
+    default_dtype: torch.dtype = torch.float32
+    undefined: bool = False  # makes memory that nobody has written: empty, empty_like, ...
+    on_device: bool = False  # takes a device argument, given at replay
+    random: bool = False
+    generator: torch.Generator | None = None  # None with random=True: torch's default generator
+    # Where the generator was put by the user since the last random op: a state, or the number of random ops
+    # after which it had stood where it was put back to (fork_rng, get_rng_state and set_rng_state).
+    reset: Tensor | int | None = None
+    value: Tensor | None = None
+    version: int | None = None  # of ``value``, to notice a later change; None where torch keeps none
+
+    def is_stale(self) -> bool:
+        """Whether this is a constant that was changed since it was recorded."""
+        return self.value is not None and self.version is not None and self.value._version != self.version
+
+    @property
+    def views(self) -> Iterator[View]:
+        """Every tensor that the op touches."""
+        yield from self.reads
+        yield from (view for view, _ in self.writes)
+        yield from (view for view in self.outs if view is not None)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One generator's part in a tape."""
+
+    generator: torch.Generator | None  # None: torch's default one
+    entry: Tensor | Tape  # its state at first use; a Tape: where that earlier tape leaves it
+    entry_on_device: Tensor | None = None  # state of the accelerator's default generator, if it had one by then
+    end: Tensor | int = 0  # the state at the end: itself, or a number of random ops as in Op.reset
+    final: Tensor | None = None  # the true state at the end, once replayed
+
+
+class Tape:
+    """Everything that one ``init_on_meta`` recorded, kept alive by the modules that were built in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # torch's default device during the recording
+        self.serial = next(_serials)
+        self.ops: list[Op] = []
+        self.storages: dict[int, torch.UntypedStorage] = {}  # strong: a freed one's identity would be reused
+        self._ids: dict[int, int] = {}
+        self.parents: set[Tape] = set()  # earlier tapes whose storages this one uses
+        self.predecessors: set[Tape] = set()  # earlier tapes that this one's generators go on from
+        self.streams: dict[int, Stream] = {}  # by id of the generator
+        _live.add(self)
+
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """Number a storage that was not known."""
+        number = next(_storage_ids)
+        self.storages[number] = storage
+        self._ids[id(storage)] = number
+        return number
+
+    def find(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage, if this tape knows it."""
+        return self._ids.get(id(storage))
+
+    def update_digest(self, digest: Any, numbers: dict[int, int], *, with_entry: bool) -> None:
+        """Add to a hash what decides the values: the ops, with storages renamed by ``numbers``, and entry states."""
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return (numbers[leaf.storage], leaf.size, leaf.stride, leaf.offset, leaf.dtype, leaf.conj, leaf.neg)
+            return "generator" if isinstance(leaf, torch.Generator) else leaf
+
+        for op in self.ops:
+            name = getattr(op.func, "__name__", None)
+            outs = map_leaves(plain, op.outs)
+            digest.update(repr((name, map_leaves(plain, op.args), map_leaves(plain, op.kwargs), outs)).encode())
+            for tensor in (op.value, op.reset):
+                if isinstance(tensor, Tensor):
+                    hash_bytes(digest, tensor)
+                else:
+                    digest.update(repr(tensor).encode())
+        for stream in self.streams.values() if with_entry else ():
+            if isinstance(stream.entry, Tensor):
+                hash_bytes(digest, stream.entry)
+
+    def num_bytes(self, number: int) -> int:
+        """Size of a storage in bytes, as it was at the end."""
+        return self.storages[number].nbytes()
+
+
+_live: weakref.WeakSet[Tape] = weakref.WeakSet()
+
+
+def find_storage(tensor: Tensor) -> tuple[Tape, int] | None:
+    """The tape that knows a meta tensor's storage, and the storage's number there."""
+    storage = tensor.untyped_storage()
+    for tape in list(_live):
+        number = tape.find(storage)
+        if number is not None:
+            return tape, number
+    return None
+
+
+def view_of(tensor: Tensor, number: int) -> View:
+    """A tensor as a View of the storage with that number."""
+    return View(
+        number,
+        tuple(tensor.size()),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def closure(tapes: Iterable[Tape], *, chained: bool) -> list[Tape]:
+    """The tapes, and all tapes whose storages they use, in the order of recording.
+
+    Args:
+        tapes: where to begin.
+        chained: include the tapes whose replay gives the states that the others' generators begin with.
+    """
+    todo, found = list(tapes), set[Tape]()
+    while todo:
+        tape = todo.pop()
+        if tape not in found:
+            found.add(tape)
+            todo.extend(tape.parents)
+            todo.extend(tape.predecessors if chained else ())
+    return sorted(found, key=lambda tape: tape.serial)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` on every leaf of nested lists, tuples and dicts: the only containers that aten calls use."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(fn, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_leaves(fn, item) for key, item in tree.items()}
+    return fn(tree)
+
+
+def hash_bytes(digest: Any, tensor: Tensor) -> None:
+    """Add a tensor of bytes to a hash; without numpy, and without a copy of CPU memory."""
+    tensor = tensor.cpu()
+    if tensor.numel():
+        digest.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of nested lists, tuples and dicts, in order."""
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
