@@ -13,7 +13,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.ownership import assign, split_problem, unit_of_entries
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.tree import ModelTree
-from shardkit.units import Rule, Selection, select
+from shardkit.units import Rule, Selection, check_settings, select
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def build_plan(
     Raises:
         PlanError: the rules do not fit the model or each other, or the plan does not hold.
     """
+    check_settings("", vars(settings))
     left_alone = frozenset(ignored)
     selections, notes = default_units(tree, left_alone) if rules is None else (_with_root(select(tree, rules)), [])
     selections = _children_first(tree, selections)

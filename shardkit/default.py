@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 import torch.nn as nn
 
 from shardkit.repair import join_ties, split_dtypes
@@ -68,8 +69,10 @@ def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[t
 
 
 def _outside(tree: ModelTree, blocks: list[int]) -> list[int]:
-    """The entries that are in no block."""
-    inside = {below for block in blocks for below in tree.subtree(block)}
+    """The entries that are in no block, and in no other item of a list, of which some may not be called."""
+    lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
+    items = [item for entry in lists for item in tree.children(entry)]
+    inside = {below for top in (*blocks, *items) for below in tree.subtree(top)}
     return [entry for entry in range(len(tree.modules)) if entry not in inside]
 
 
@@ -88,6 +91,7 @@ def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int
         return []
     start = blocks[-1] if blocks else 0
     norms = [entry for entry in outside if start < entry < head and _is_norm(tree, entry)]
+    norms = [norm for norm in norms if len(_trained_dtypes(tree, norm) | _trained_dtypes(tree, head)) < 2]
     tied = any(f"{tree.fqns[head]}.weight" in names and len(names) > 1 for names in tree.names.values())
     return [(norms[-1], head)] if norms else [(head,)] if tied else []
 
@@ -96,6 +100,10 @@ def _is_norm(tree: ModelTree, entry: int) -> bool:
     name = type(tree.modules[entry]).__name__.lower()
     leaf = tree.ends[entry] == entry + 1 and bool(tree.owned[entry])
     return leaf and "norm" in name and "batchnorm" not in name
+
+
+def _trained_dtypes(tree: ModelTree, entry: int) -> set[torch.dtype]:
+    return {param.dtype for below in tree.subtree(entry) for _, param in tree.owned[below] if param.requires_grad}
 
 
 def _find_input_embedding(tree: ModelTree, outside: list[int], head: int | None) -> list[int]:

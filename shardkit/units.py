@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -285,13 +285,39 @@ def _check_selection(tree: ModelTree, rule: UnitRule, selection: Selection) -> N
                     f'Take what is in it: by_name("{name}.*")',
                 )
             )
-    unknown = sorted(set(selection.overrides) - set(Overrides.__annotations__))
+    unknown = sorted(set(selection.overrides) - set(_SETTINGS))
     if unknown:
         raise PlanError(
             message(
                 rule.text,
                 f"unknown setting {listing(unknown)}",
-                f"A unit's settings are {listing(Overrides.__annotations__)}",
+                f"A unit's settings are {listing(_SETTINGS)}",
                 "Use one of these",
             )
         )
+    check_settings(rule.text, selection.overrides)
+
+
+_SETTINGS: dict[str, type] = {
+    "reshard_after_forward": int,  # a bool is one; plan.check looks at the value
+    "mp_policy": MixedPrecisionPolicy,
+    "offload_policy": OffloadPolicy,
+    "checkpoint_activations": bool,
+    "compile": bool,
+}
+
+
+def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
+    """Raises PlanError where a setting has another type than torch's; None means the default."""
+    wrong = [
+        message(
+            f"{subject}, {name}" if subject else name,
+            repr(settings[name]),
+            f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks",
+            "Give it one",
+        )
+        for name, kind in _SETTINGS.items()
+        if name in settings and not isinstance(settings[name], (kind, type(None)))
+    ]
+    if wrong:
+        raise PlanError("\n".join(wrong))

@@ -1,0 +1,184 @@
+"""The default rule, on models as people write them: which units, and what is repaired and said."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from small_models import Block, Decoder
+from torch import Tensor
+
+from shardkit import MeshSpec, plan_model
+
+EIGHT = MeshSpec.sharded(8)
+
+
+class Model(nn.Module):
+    """Any model made of the given parts; planning never calls it."""
+
+    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+def names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in plan_model(model, mesh=EIGHT).units]
+
+
+def blocks(number: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(number))
+
+
+class Expert(Block):
+    """A block that only some tokens reach."""
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+class Shared(nn.Module):
+    """A block with a layer that other blocks may share."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.own, self.layer = nn.Linear(3, 3), layer
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+def stage(number: int) -> nn.Module:
+    return Model(blocks=blocks(number), reduce=nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Decoder, ["embed", "layers.0", "layers.1", "layers.2", "[norm, head]", "(root)"]),
+        (lambda: Decoder(tied=True), ["[embed, norm, head]", "layers.0", "layers.1", "layers.2", "(root)"]),
+        (lambda: Decoder(layers=1), ["embed", "layers.0", "[norm, head]", "(root)"]),
+        # An MLP in a Sequential: its layers; a convolutional stem: nothing finer than the root.
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2", "(root)"]),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2)), ["(root)"]),
+        (lambda: nn.Linear(4, 4), ["(root)"]),
+        # Containers: dicts of blocks, Sequential stages, lists of lists, encoder and decoder.
+        (lambda: Model(layers=nn.ModuleDict({"0": Block(), "1": Block()})), ["layers.0", "layers.1", "(root)"]),
+        (lambda: Model(stem=nn.Conv2d(3, 8, 3), a=nn.Sequential(Block(), Block())), ["a.0", "a.1", "(root)"]),
+        (
+            lambda: Model(downs=nn.ModuleList(nn.ModuleList([Block(), nn.Conv2d(3, 3, 3)]) for _ in range(2))),
+            ["downs.0.0", "downs.1.0", "(root)"],
+        ),
+        (
+            lambda: Model(towers=nn.ModuleList([Model(layers=blocks()), Decoder(layers=2)])),
+            ["towers.0.layers.0", "towers.0.layers.1", "towers.1.layers.0", "towers.1.layers.1", "(root)"],
+        ),
+        # Two levels: the outer one, because the inner one may be experts, or heads.
+        (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
+        (lambda: Model(layers=nn.ModuleList([Routed(), Routed()])), ["layers.0", "layers.1", "(root)"]),
+        (lambda: Routed(), ["(root)"]),
+        # The root may use an embedding without calling it where no head has its shape.
+        (lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()), ["layers.0", "layers.1", "(root)"]),
+        (lambda: Model(embed=nn.Embedding(11, 8), head=nn.Linear(8, 11)), ["embed", "(root)"]),
+        (
+            lambda: Model(head=nn.Linear(8, 11), layers=blocks(), norm=nn.LayerNorm(8)),
+            ["layers.0", "layers.1", "(root)"],
+        ),
+    ],
+)
+def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert names(make()) == expected
+
+
+def test_torch_transformer() -> None:
+    units = names(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
+    assert units == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1", "(root)"]
+
+
+def test_classes_that_the_model_declares() -> None:
+    model = Model(only=nn.ModuleList([nn.Linear(4, 4), nn.Conv1d(2, 2, 1)]), other=nn.Linear(40, 40))
+    assert names(model) == ["(root)"]
+    model._no_split_modules = {"Linear"}
+    assert names(model) == ["only.0", "(root)"]
+
+
+def test_a_layer_shared_by_two_blocks_is_a_unit() -> None:
+    shared = nn.Linear(3, 3)
+    assert names(Model(layers=nn.ModuleList([Shared(shared), Shared(shared)]))) == [
+        "layers.0.layer",
+        "layers.0",
+        "layers.1",
+        "(root)",
+    ]
+
+
+def test_layers_that_share_a_weight_are_a_unit() -> None:
+    layers = nn.ModuleList([Shared(nn.Linear(3, 3)) for _ in range(3)])
+    layers[2].layer.weight = layers[0].layer.weight
+    assert names(Model(layers=layers)) == [
+        "[layers.0.layer, layers.2.layer]",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "(root)",
+    ]
+
+
+def test_a_weight_that_the_root_shares_is_the_roots() -> None:
+    model = Model(layers=blocks(3))
+    model.bare = model.layers[1].up.weight
+    plan = plan_model(model, mesh=EIGHT)
+    assert [unit.name for unit in plan.units] == ["layers.0", "layers.2", "(root)"]
+    assert "layers.1: shares a parameter with the root, so the root gathers it" in plan.notes
+
+
+def test_modules_of_another_dtype_are_units_of_their_own() -> None:
+    model = Decoder(layers=2).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.norm.float()
+    model.norm.float()
+    plan = plan_model(model, mesh=EIGHT)
+    assert [unit.name for unit in plan.units] == [
+        *("embed", "layers.0.norm", "layers.0", "layers.1.norm", "layers.1", "norm", "(root)")
+    ]
+    assert [
+        note for note in plan.notes if note.startswith("layers.0.norm, layers.1.norm, norm: train in another dtype")
+    ]
+    assert {spec.dtype for unit in plan.units[1:2] for spec in plan.specs_of(unit)} == {torch.float32}
+
+
+def test_frozen_parameters_of_another_dtype_stay() -> None:
+    model = Decoder(layers=2)
+    for layer in model.layers:
+        layer.down.to(torch.bfloat16).requires_grad_(False)
+    assert names(model) == ["embed", "layers.0", "layers.1", "[norm, head]", "(root)"]
+
+
+def test_a_plan_for_a_large_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = Decoder(layers=100, dim=8192, vocabulary=128_000)
+    plan = plan_model(model, mesh=MeshSpec.hybrid(4, 8))
+    assert sum(spec.nbytes for spec in plan.params) > 2**36
+    assert "layers.0 .. layers.99" in str(plan)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_functional_use_of_a_tied_weight() -> None:
+    class Functional(Decoder):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.linear(super().forward(tokens), self.embed.weight)
+
+    model = Functional()
+    del model.head
+    assert names(model) == ["layers.0", "layers.1", "layers.2", "(root)"]

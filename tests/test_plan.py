@@ -1,0 +1,242 @@
+"""The plan as data: what it prints, compares, writes and reads."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import Block, Decoder, step
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit import (
+    CPUOffloadPolicy,
+    MeshSpec,
+    MixedPrecisionPolicy,
+    PlanError,
+    ShardingPlan,
+    apply_plan,
+    by_class,
+    by_name,
+    group,
+    plan_model,
+)
+from shardkit.plan import is_world_size
+from shardkit.testing import fake_world
+
+EIGHT = MeshSpec.sharded(8)
+EVERYTHING = {
+    "units": [
+        by_name("layers.1", reshard_after_forward=2, compile=True),
+        by_class(Block, checkpoint_activations=True, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        group("norm", "head", reshard_after_forward=False),
+    ],
+    "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+    "ignored_params": ["embed.weight"],
+    "prefetch": 2,
+}
+
+
+def test_the_table_of_a_decoder() -> None:
+    model = Decoder(layers=12, dim=64, vocabulary=1000)
+    assert str(plan_model(model, mesh=MeshSpec.hybrid(2, 4))) == (
+        "ShardingPlan: 328.6 k parameters in 15 units on mesh dp_replicate=2 x dp_shard=4, "
+        "320.9 KiB of 1.3 MiB on each rank\n"
+        "\n"
+        "unit                    parameters          bytes  dtype    reshards\n"
+        "embed                         64 k      250.0 KiB  float32  after forward\n"
+        "layers.0 .. layers.11  16.7 k each  65.2 KiB each  float32  after forward\n"
+        "[norm, head]               64.13 k      250.5 KiB  float32  after backward\n"
+        "(root)                           -              -           after backward\n"
+        "\n"
+        "one forward and backward: 27 all-gathers, 14 reduce-scatters, 14 all-reduces"
+    )
+
+
+def test_the_table_shows_what_differs() -> None:
+    model = Decoder(tied=True)
+    model.layers[0].norm.requires_grad_(False)
+    text = str(plan_model(model, mesh=EIGHT, **EVERYTHING | {"units": EVERYTHING["units"][:2]}))
+    for part in (
+        "to 2 ranks",
+        "bfloat16, reduces in float32",
+        "recomputed",
+        "compiled",
+        "lives on",
+        "CPU",
+        "float32, float32 frozen",
+        "tied: embed.weight = head.weight",
+        "the root keeps: norm.weight, norm.bias",
+        "ignored: embed.weight",
+        "prefetch: 2 units ahead",
+        "note: embed.weight: ignored but trained",
+    ):
+        assert part in text
+
+
+def test_json_round_trip() -> None:
+    plan = plan_model(Decoder(tied=True), mesh=EIGHT, **EVERYTHING)
+    again = ShardingPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.notes == plan.notes
+    assert again.digest() == plan.digest()
+    units = {unit.name: unit for unit in again.units}
+    assert units["layers.1"].reshard_after_forward == 2
+    assert units["layers.0"].offloads
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"version": 99},
+        {"mesh": {"shape": [8, 8, 8], "axis_names": ["a", "b", "c"]}},
+        {"surplus": 1},
+        {"params": [["embed.weight", [1], "float33", True, [], False]]},
+        {"units": [{"modules": [""]}]},
+    ],
+)
+def test_json_that_is_no_plan(edit: dict[str, object]) -> None:
+    with pytest.raises(PlanError):
+        ShardingPlan.from_dict({**plan_model(Decoder(), mesh=EIGHT).to_dict(), **edit})
+
+
+def test_diff_names_each_difference() -> None:
+    plan = plan_model(Decoder(), mesh=EIGHT)
+    assert plan.diff(plan) == ""
+    other = plan_model(Decoder(layers=4), mesh=MeshSpec.hybrid(2, 4), prefetch=1)
+    lines = plan.diff(other).splitlines()
+    assert "- mesh: dp_shard=8" in lines
+    assert "+ mesh: dp_replicate=2 x dp_shard=4" in lines
+    assert any(line.startswith("+ unit layers.3: ") for line in lines)
+    assert any(line.startswith("+ parameter layers.3.up.bias: ") for line in lines)
+    assert "- prefetch: 0" in lines
+    assert plan.digest() != other.digest()
+
+
+def test_a_bool_is_not_a_number_of_ranks() -> None:
+    assert [is_world_size(value) for value in (True, False, 1, 2)] == [False, False, True, True]
+    keeps = plan_model(Decoder(), mesh=EIGHT, reshard_after_forward=False)
+    assert all(unit.reshard_after_forward is False for unit in keeps.units)
+
+
+def sharding(model: nn.Module) -> list[object]:
+    """What ``fully_shard`` calls left behind: placements, groups, policies, resharding and prefetching."""
+    step(model)  # torch decides the rest when the model first runs
+    facts: list[object] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            ahead = [len(states) for states in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)]
+            facts.append((name, len(state._modules), ahead, state._mp_policy))
+            facts += [
+                ([p._param_fqn for p in each.fsdp_params], repr(each.offload_policy), mesh_shape(each))
+                for each in state._fsdp_param_groups
+            ]
+        facts.append(getattr(vars(module).get("forward"), "__name__", None))
+    for name, param in model.named_parameters():
+        local = param.to_local().shape if isinstance(param, DTensor) else None
+        facts.append((name, type(param), getattr(param, "placements", None), local))
+    return facts
+
+
+def mesh_shape(param_group: object) -> tuple[int, ...] | None:
+    info = param_group.post_forward_mesh_info  # type: ignore[attr-defined]
+    return None if info is None else tuple(info.mesh.shape)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"mesh": MeshSpec.hybrid(2, 4), "reshard_after_forward": True},
+        {"reshard_after_forward": 4, "checkpoint_activations": True, "prefetch": 1},
+        {"units": [group("layers.0", "layers.1"), by_name("layers.*.up")], "ignored_params": ["norm.bias"]},
+        {**EVERYTHING, "units": EVERYTHING["units"][1:]},
+    ],
+)
+def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = Decoder(layers=4)
+    by_hand = copy.deepcopy(model)
+    plan = plan_model(model, **{"mesh": EIGHT, **arguments})
+    with fake_world(8):
+        expected = sharding(apply_plan(model, plan))
+    assert "shardkit" not in plan.to_python()
+    with fake_world(8):
+        exec(plan.to_python(), {"model": by_hand})
+        assert sharding(by_hand) == expected
+    assert any(isinstance(param, DTensor) for param in by_hand.parameters())
+
+
+def test_the_torch_code_of_alike_units_is_a_loop() -> None:
+    code = plan_model(Decoder(layers=40), mesh=EIGHT).to_python()
+    assert "for i in range(0, 40):" in code
+    assert code.count("fully_shard(") == 4
+
+
+def random_module(draw: st.DrawFn, depth: int) -> nn.Module:
+    """A tree of containers, blocks and layers, some of them frozen or of another dtype."""
+    kind = draw(st.sampled_from(["linear", "norm", "block", "list", "sequential", "dict"] if depth else ["linear"]))
+    if kind in ("linear", "norm", "block"):
+        module = {"linear": lambda: nn.Linear(3, 5), "norm": lambda: nn.LayerNorm(3), "block": lambda: Block(4)}[kind]()
+        return module.to(draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])))
+    children = [random_module(draw, depth - 1) for _ in range(draw(st.integers(0, 4)))]
+    if kind == "dict":
+        return nn.ModuleDict({f"child{index}": child for index, child in enumerate(children)})
+    return nn.ModuleList(children) if kind == "list" else nn.Sequential(*children)
+
+
+@st.composite
+def random_models(draw: st.DrawFn) -> nn.Module:
+    class Model(nn.Module):
+        def forward(self) -> None:
+            """Never called."""
+
+    model = Model()
+    for index in range(draw(st.integers(1, 4))):
+        model.add_module(f"part{index}", random_module(draw, 3))
+    if draw(st.booleans()):
+        model.bare = nn.Parameter(torch.zeros(3))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for _ in range(draw(st.integers(0, 2)) if linears else 0):
+        first, second = draw(st.sampled_from(linears)), draw(st.sampled_from(linears))
+        if first.weight.shape == second.weight.shape and first.weight.dtype == second.weight.dtype:
+            second.weight = first.weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(draw(st.booleans()))
+    return model
+
+
+@settings(max_examples=150)
+@given(random_models(), st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]), st.booleans())
+def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, checkpoint: bool) -> None:
+    if not list(model.parameters()):
+        return
+    plan = plan_model(model, mesh=mesh, checkpoint_activations=checkpoint)
+    owned = [fqn for unit in plan.units for fqn in unit.params]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+    assert ShardingPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert str(plan).startswith("ShardingPlan: ")
+    with fake_world(mesh.size):
+        apply_plan(model, plan)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    groups = [
+        module._get_fsdp_state()._fsdp_param_groups for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    in_torch = {id(each): len(each.fsdp_params) for found in groups for each in found}
+    assert sorted(in_torch.values()) == sorted(len(unit.params) for unit in plan.units if unit.params)
+
+
+def test_a_plan_can_be_edited() -> None:
+    model = Decoder()
+    plan = plan_model(model, mesh=EIGHT)
+    last = dataclasses.replace(plan.units[3], reshard_after_forward=False)
+    edited = dataclasses.replace(plan, units=(*plan.units[:3], last, *plan.units[4:]))
+    assert edited.collectives().all_gathers == plan.collectives().all_gathers - 1
+    with fake_world(8):
+        apply_plan(model, edited)

@@ -1,0 +1,131 @@
+"""The user's rules: what each selects, how they combine, and what they may set."""
+
+import pytest
+import torch
+import torch.nn as nn
+from small_models import Block, Decoder
+
+from shardkit import MeshSpec, MixedPrecisionPolicy, by_class, by_name, by_size, group, plan_model
+from shardkit.units import Rule
+
+EIGHT = MeshSpec.sharded(8)
+
+
+def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
+    return [unit.name for unit in plan_model(model, units=units, mesh=EIGHT).units]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Block, ["layers.0", "layers.1", "layers.2"]),
+        (by_class(Block, nn.Embedding), ["embed", "layers.0", "layers.1", "layers.2"]),
+        (by_class("Block"), ["layers.0", "layers.1", "layers.2"]),
+        ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+        ("layers.[02]", ["layers.0", "layers.2"]),
+        ("layers.[!02]", ["layers.1"]),
+        ("layers.?.up", ["layers.0.up", "layers.1.up", "layers.2.up"]),
+        ("**.norm", ["layers.0.norm", "layers.1.norm", "layers.2.norm"]),
+        ("l**0", ["layers.0"]),
+        ("layers.0", ["layers.0"]),
+        (by_name("norm", "head"), ["norm", "head"]),
+        (group("norm", "head"), ["[norm, head]"]),
+        (group("layers.*"), ["[layers.0, layers.1, layers.2]"]),
+        (lambda fqn, module: fqn.endswith("up"), ["layers.0.up", "layers.1.up", "layers.2.up"]),
+        (by_size(280), ["layers.0", "layers.1", "layers.2"]),
+        (by_size(144), [f"layers.{layer}{part}" for layer in range(3) for part in (".up", "")]),
+    ],
+)
+def test_what_a_rule_selects(rule: Rule, expected: list[str]) -> None:
+    assert names(Decoder(), rule) == [*expected, "(root)"]
+
+
+class Stack(nn.Module):
+    """Blocks below a module with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(Block(), Block(), Block())
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+def test_by_size_counts_what_no_inner_unit_holds() -> None:
+    model = Stack()
+    assert names(model, by_size(880)) == ["stack", "(root)"]
+    assert names(model, by_size(280)) == ["stack.0", "stack.1", "stack.2", "attention", "(root)"]
+    # 296 elements a block: the first rule takes two, and what is left of the stack is too small
+    assert names(model, [by_name("stack.[01]"), by_size(290)]) == ["stack.0", "stack.1", "stack.2", "(root)"]
+    assert names(model, by_size(64)) == [
+        *("stack.0.up", "stack.0.down", "stack.1.up", "stack.1.down", "stack.2.up", "stack.2.down"),
+        *("attention", "(root)"),  # whole: its out_proj is never called
+    ]
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    rules = [by_name("layers.1", reshard_after_forward=False), by_class(Block, reshard_after_forward=4)]
+    plan = plan_model(Decoder(), units=rules, mesh=EIGHT, reshard_after_forward=True)
+    assert [unit.reshard_after_forward for unit in plan.units] == [4, False, 4, True]
+
+
+def test_inner_units_come_before_outer_ones() -> None:
+    rules = [by_class(Block), by_name("layers.*.up"), group("layers.0.norm", "layers.0.down")]
+    assert names(Decoder(layers=2), rules) == [
+        "[layers.0.norm, layers.0.down]",
+        "layers.0.up",
+        "layers.0",
+        "layers.1.up",
+        "layers.1",
+        "(root)",
+    ]
+
+
+def test_a_callable_may_return_settings() -> None:
+    half = MixedPrecisionPolicy(param_dtype=None)
+
+    def rule(fqn: str, module: nn.Module) -> "bool | dict[str, object]":
+        if isinstance(module, Block):
+            return {"mp_policy": half, "checkpoint_activations": fqn == "layers.1"}
+        return fqn == "norm"
+
+    plan = plan_model(Decoder(), units=rule, mesh=EIGHT)  # type: ignore[arg-type]
+    assert [unit.name for unit in plan.units] == ["layers.0", "layers.1", "layers.2", "norm", "(root)"]
+    assert [unit.checkpoint_activations for unit in plan.units] == [False, True, False, False, False]
+    assert plan.units[0].mp_policy is half
+
+
+def test_an_empty_dict_of_settings_still_selects() -> None:
+    assert names(Decoder(), lambda fqn, module: {} if fqn == "norm" else False) == ["norm", "(root)"]
+
+
+def test_settings_of_the_root_by_name() -> None:
+    plan = plan_model(Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT)
+    assert plan.units[-1].modules == ("",)
+    assert plan.units[-1].reshard_after_forward is True
+
+
+def test_blocks_are_recomputed_and_compiled_but_not_leaves_or_the_root() -> None:
+    plan = plan_model(Decoder(), mesh=EIGHT, checkpoint_activations=True, compile=True)
+    for unit in plan.units:
+        assert unit.checkpoint_activations is unit.compile is unit.name.startswith("layers.")
+
+
+def test_the_output_dtype_is_the_roots() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    plan = plan_model(Decoder(), mesh=EIGHT, mp_policy=policy)
+    assert [unit.mp_policy.output_dtype for unit in plan.units] == [None] * 5 + [torch.float32]
+    assert {unit.mp_policy.param_dtype for unit in plan.units} == {torch.bfloat16}
+
+
+def test_resharding_by_default_and_when_asked() -> None:
+    model = Decoder()
+    reshards = {
+        asked: [unit.reshard_after_forward for unit in plan_model(model, mesh=EIGHT, reshard_after_forward=asked).units]
+        for asked in (None, True, False, 4)
+    }
+    assert reshards[None] == [True, True, True, True, False, False]
+    assert reshards[True] == [True] * 6
+    assert reshards[False] == [False] * 6
+    assert reshards[4] == [4] * 6
