@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from shardkit.errors import ShardkitError
 from shardkit.testing import RankFailure, RankPool, pool, ranks
 
 LIMIT = 2.0  # seconds for calls that hang on purpose
-ENOUGH = 20  # seconds for a process to end that has been told to
+ENOUGH = 60  # seconds for a process to end that has been told to
 
 
 # --- RankPool: calls that work --------------------------------------------------------------------------------------
@@ -303,6 +304,9 @@ def wait_for_fifo(path):
     dist.barrier()
 
 
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children")
+
+
 # --- RankPool: no process is left behind ----------------------------------------------------------------------------
 
 
@@ -331,34 +335,58 @@ def test_close_ends_the_processes_and_the_pool_can_be_used_again():
 
 SCRIPT = """
 import os, signal, sys
+import torch.distributed as dist
 from shardkit.testing import RankPool
 
-def pid_of_rank():
-    return os.getpid()
-
-def hang():
-    print("hanging")
-    signal.pause()
+def hang(fifo):
+    if dist.get_rank() == 0:
+        signal.pause()
+    print("hangs", file=open(fifo, "w"), flush=True)
+    dist.barrier()
 
 if __name__ == "__main__":
     pool = RankPool(2)
-    print(*pool.run(pid_of_rank), flush=True)
-    if sys.argv[1] == "hang":
-        pool.run(hang)
+    print(*pool.run(os.getpid), flush=True)
+    if len(sys.argv) > 1:
+        pool.run(hang, sys.argv[1])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="waits for processes that are not its children by pidfd")
-@pytest.mark.parametrize(("what", "how"), [("return", None), ("hang", signal.SIGINT), ("hang", signal.SIGKILL)])
-def test_no_rank_outlives_its_parent(tmp_path, what, how):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, script, what], stdout=-1, stderr=-1, text=True) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        if how is not None:
-            parent.send_signal(how)
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "script.py"
+
+
+def start(script, *args):
+    return subprocess.Popen([sys.executable, script, *args], stdout=PIPE, stderr=PIPE, text=True)
+
+
+def pids_of(parent):
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    return pids
+
+
+@needs_pidfd
+def test_an_open_pool_ends_with_its_program(script):
+    with start(script) as parent:
+        pids = pids_of(parent)
         _, errors = parent.communicate(timeout=ENOUGH)
     assert ended(pids)
-    assert parent.returncode == (-how if how else 0), errors
-    assert how is not signal.SIGINT or errors.strip().endswith("KeyboardInterrupt")
+    assert (parent.returncode, errors) == (0, "")
+
+
+@needs_pidfd
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_in_a_collective_end_when_their_parent_is_interrupted_or_killed(script, how):
+    with start(script, script.parent / "fifo") as parent:
+        pids = pids_of(parent)
+        with open(script.parent / "fifo") as fifo:
+            assert fifo.readline() == "hangs\n"
+        parent.send_signal(how)
+        _, errors = parent.communicate(timeout=ENOUGH)
+    assert ended(pids)
+    assert parent.returncode == -how
+    assert how is signal.SIGKILL or errors.strip().endswith("KeyboardInterrupt")

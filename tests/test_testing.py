@@ -303,7 +303,10 @@ def test_a_project_needs_nothing_but_the_import(tmp_path):
     for folder in ("here", "there"):  # two modules of one name, neither on sys.path
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test_users_model.py").write_text(USERS_TEST)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "test_users_model.py").touch()  # the only one that a plain import finds
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command += [f"--rootdir={tmp_path}", tmp_path / "here", tmp_path / "there"]
+    run = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True)
     assert "2 failed, 2 passed" in run.stdout, run.stdout + run.stderr
     assert run.stdout.count("AssertionError: assert 2 == 3") == 2

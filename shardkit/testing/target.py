@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -98,26 +99,27 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _load(target: Target) -> ModuleType:
+    if target.rewritten and target.module not in sys.modules:
+        _rewrite_asserts(target.module)
+    if target.module not in sys.modules:
+        try:
+            importlib.import_module(target.module)
+        except ModuleNotFoundError as error:
+            if not f"{target.module}.".startswith(f"{error.name}."):
+                raise
     loaded = sys.modules.get(target.module)
     if loaded is not None and (target.module == "__main__" or getattr(loaded, "__file__", None) == target.file):
         return loaded
-    if loaded is not None:  # another test_model.py, from another directory
-        assert target.file is not None
-        return _load_file(target.module, target.file)
-    if target.rewritten:
-        _rewrite_asserts(target.module)
-    try:
-        return importlib.import_module(target.module)
-    except ModuleNotFoundError as error:
-        if target.file is None or error.name is None or not f"{target.module}.".startswith(f"{error.name}."):
-            raise
-    return _load_file(target.module, target.file)
+    assert target.file is not None
+    return _load_file(target.module, Path(target.file))
 
 
-def _load_file(name: str, file: str) -> ModuleType:
-    """Import a file that ``sys.path`` does not reach: pytest's ``--import-mode=importlib`` loads tests so."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
+def _load_file(name: str, file: Path) -> ModuleType:
+    """Import a file that ``sys.path`` does not reach, or that another of its name hides, as pytest can."""
+    directory = file.parent.parent if file.name == "__init__.py" else file.parent
+    # All finders, for pytest's among them rewrites asserts.
+    specs = (finder.find_spec(name, [str(directory)]) for finder in sys.meta_path)
+    spec = next(spec for spec in specs if spec is not None)
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
