@@ -16,6 +16,8 @@ from shardkit.errors import PlanError as PlanError
 from shardkit.errors import ShardkitError as ShardkitError
 from shardkit.errors import TranslationError as TranslationError
 from shardkit.grads import clip_grad_norm_ as clip_grad_norm_
+from shardkit.meta import init_on_meta as init_on_meta
+from shardkit.meta import materialize as materialize
 from shardkit.optim import check_optimizer as check_optimizer
 from shardkit.plan import MeshSpec as MeshSpec
 from shardkit.plan import ShardingPlan as ShardingPlan

@@ -1,0 +1,175 @@
+"""Carrying out a plan: what changes in the model, what must not, and how a script starts."""
+
+import copy
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+from small_models import Block, Decoder, step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model
+from shardkit.testing import comm_counts, distributed, fake_world
+
+
+def test_it_returns_the_same_model_in_place() -> None:
+    model = Decoder()
+    modules, keys = dict(model.named_modules()), list(model.state_dict())
+    with fake_world(8):
+        assert shard_model(model, checkpoint_activations=True, compile=True) is model
+    assert dict(model.named_modules()) == modules
+    assert list(model.state_dict()) == keys == [name for name, _ in model.named_parameters()]
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, Decoder)
+    assert isinstance(model.head.weight, DTensor)
+
+
+def test_only_the_digest_is_exchanged() -> None:
+    with fake_world(8), comm_counts() as counted:
+        shard_model(Decoder(), mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+    assert (counted.all_gathers, sum(counted.other.values())) in {(1, 0), (0, 1)}
+
+
+def test_prefetching_runs_in_the_models_order() -> None:
+    model = Decoder()
+    with fake_world(8):
+        shard_model(model, prefetch=2)
+    order = [model.embed, *model.layers, model.norm]
+    ahead = [state._modules[0] for state in model.layers[0]._get_fsdp_state()._states_to_forward_prefetch]
+    behind = [state._modules[0] for state in model.layers[2]._get_fsdp_state()._states_to_backward_prefetch]
+    assert ahead == order[2:4]
+    assert behind == order[2:0:-1]
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model.append(nn.Linear(5, 3))
+    model[2].weight = nn.Parameter(torch.arange(15.0).view(5, 3).t())
+    expected = model[2].weight.detach().clone()
+    with fake_world(1):
+        shard_model(model)
+        assert torch.equal(model[2].weight.full_tensor(), expected)
+
+
+def test_parameters_may_be_on_meta() -> None:
+    with torch.device("meta"):
+        model = Decoder()
+    with fake_world(8):
+        shard_model(model, mesh=MeshSpec.hybrid(2, 4))
+    assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
+
+
+@distributed(world_size=4)
+def test_beside_tensor_parallelism() -> None:
+    """A 2x2 mesh: blocks split over "tp" by torch, sharded over "dp" by shardkit, against the plain model."""
+    torch.manual_seed(0)
+    plain = Decoder(dim=12)
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard_model(model, mesh=mesh["dp"])
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            step(each)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        full = param.full_tensor()
+        # Two halves of a product are summed by tp, where the plain model sums once: a few roundings of 2**-24.
+        assert torch.allclose(full, weights[name], rtol=0, atol=2e-6), name
+    assert not torch.equal(plain.layers[0].up.weight, torch.zeros_like(plain.layers[0].up.weight))
+
+
+@distributed(world_size=2, timeout=240)
+def test_compiled_blocks_train_alike() -> None:
+    torch.manual_seed(0)
+    plain = Decoder()
+    for checkpoint in (False, True):
+        model = copy.deepcopy(plain)
+        shard_model(model, units=by_class(Block), compile=True, checkpoint_activations=checkpoint)
+        step(model)
+        reference = copy.deepcopy(plain)
+        step(reference)
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            # inductor fuses and reorders float32 arithmetic; gradients here are near 0.1
+            assert torch.allclose(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-7), name
+        assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+SCRIPT = """
+import torch, torch.nn as nn
+from shardkit import shard_model
+
+torch.manual_seed(0)
+model = shard_model(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weight = model[2].weight.full_tensor()
+if torch.distributed.get_rank() == 0:
+    print(torch.distributed.get_world_size(), weight.sum().item())
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_script(tmp_path: pathlib.Path, *launcher: str) -> tuple[list[str], str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=env | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
+    alone, said = run_script(tmp_path)
+    assert alone[0] == "1"
+    assert said.count("no process group and no torchrun, so this process trains alone") == 1
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    together, said = run_script(tmp_path, *launcher)
+    assert together[0] == "2"
+    assert "trains alone" not in said
+    assert float(together[1]) == pytest.approx(float(alone[1]), abs=1e-6)  # the mean of two equal gradients
+
+
+@distributed(world_size=2)
+def test_generate_gathers_what_it_needs() -> None:
+    """An encoder-decoder: generate() calls the encoder without the root's forward."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, vocab_size=32)
+    config.decoder_start_token_id = 0
+    torch.manual_seed(0)
+    plain = transformers.T5ForConditionalGeneration(config).eval()
+    model = shard_model(copy.deepcopy(plain))
+    tokens = torch.randint(2, 32, (2, 5))
+    asked = {"max_new_tokens": 4, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    expected = plain.generate(tokens, **asked).scores
+    for _ in range(2):
+        scores = model.generate(tokens, **asked).scores
+        assert all(torch.equal(each, wanted) for each, wanted in zip(scores, expected, strict=True))
+        model.train()
+        model(input_ids=tokens, labels=tokens).loss.backward()  # training in between leaves it as it was
+        model.eval()
+
+
+def test_generate_is_in_the_plan() -> None:
+    model = Decoder()
+    model.generate = lambda: None
+    assert plan_model(model, mesh=MeshSpec.sharded(8)).forward_methods == ("generate",)
