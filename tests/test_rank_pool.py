@@ -346,7 +346,7 @@ def hang(fifo):
 
 if __name__ == "__main__":
     pool = RankPool(2)
-    print(*pool.run(os.getpid), flush=True)
+    print(*pool.run(os.getpid), pool._ranks.directory, flush=True)
     if len(sys.argv) > 1:
         pool.run(hang, sys.argv[1])
 """
@@ -363,18 +363,18 @@ def start(script, *args):
     return subprocess.Popen([sys.executable, script, *args], stdout=PIPE, stderr=PIPE, text=True)
 
 
-def pids_of(parent):
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    return pids
+def pids_and_directory(parent):
+    first, second, directory = parent.stdout.readline().split()
+    return [int(first), int(second)], directory
 
 
 @needs_pidfd
 def test_an_open_pool_ends_with_its_program(script):
     with start(script) as parent:
-        pids = pids_of(parent)
+        pids, directory = pids_and_directory(parent)
         _, errors = parent.communicate(timeout=ENOUGH)
     assert ended(pids)
+    assert not os.path.exists(directory)
     assert (parent.returncode, errors) == (0, "")
 
 
@@ -382,11 +382,12 @@ def test_an_open_pool_ends_with_its_program(script):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_in_a_collective_end_when_their_parent_is_interrupted_or_killed(script, how):
     with start(script, script.parent / "fifo") as parent:
-        pids = pids_of(parent)
+        pids, directory = pids_and_directory(parent)
         with open(script.parent / "fifo") as fifo:
             assert fifo.readline() == "hangs\n"
         parent.send_signal(how)
         _, errors = parent.communicate(timeout=ENOUGH)
     assert ended(pids)
+    assert not os.path.exists(directory)
     assert parent.returncode == -how
     assert how is signal.SIGKILL or errors.strip().endswith("KeyboardInterrupt")

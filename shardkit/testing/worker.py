@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -123,8 +124,8 @@ def serve(seat: Seat, connection: Connection) -> None:
     while True:
         try:
             request = Path(connection.recv())
-        except EOFError:
-            os._exit(0)
+        except EOFError:  # the parent is gone; exit_with_parent sees it too, and clears up
+            threading.Event().wait()
         reply = _answer(pickle.loads(request.read_bytes()), seat, connection, group)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,7 +141,7 @@ def _settle(seat: Seat) -> None:
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler writes to it whenever it must
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(seat.directory,), daemon=True).start()
     torch.set_num_threads(1)
 
 
@@ -153,11 +154,12 @@ def _redirect(descriptor: int, path: Path) -> TextIO:
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def exit_with_parent() -> None:
+def exit_with_parent(directory: str) -> None:
     """Wait for the parent's end and end too, also out of a collective that will never finish."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(directory, ignore_errors=True)  # it was killed, or would have done so itself
     os._exit(1)
 
 
