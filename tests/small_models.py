@@ -1,5 +1,7 @@
 """Small plain models for tests of planning; ``tests/zoo.py`` holds the ones that train."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -40,3 +42,10 @@ def step(model: nn.Module, batch: int = 2) -> None:
     """One forward and backward of a Decoder."""
     torch.manual_seed(0)
     model(torch.randint(0, 11, (batch, 5))).square().mean().backward()
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that torch gathers together for a sharded module: several a module since torch 2.12."""
+    state = module._get_fsdp_state()
+    single = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
+    return getattr(state, "_fsdp_param_groups", single)

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import Block, Decoder, step
+from small_models import Block, Decoder, param_groups, step
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -135,7 +135,7 @@ def sharding(model: nn.Module) -> list[object]:
             facts.append((name, len(state._modules), ahead, state._mp_policy))
             facts += [
                 ([p._param_fqn for p in each.fsdp_params], repr(each.offload_policy), mesh_shape(each))
-                for each in state._fsdp_param_groups
+                for each in param_groups(module)
             ]
         facts.append(getattr(vars(module).get("forward"), "__name__", None))
     for name, param in model.named_parameters():
@@ -225,9 +225,7 @@ def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, chec
     with fake_world(mesh.size):
         apply_plan(model, plan)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    groups = [
-        module._get_fsdp_state()._fsdp_param_groups for module in model.modules() if isinstance(module, FSDPModule)
-    ]
+    groups = [param_groups(module) for module in model.modules() if isinstance(module, FSDPModule)]
     in_torch = {id(each): len(each.fsdp_params) for found in groups for each in found}
     assert sorted(in_torch.values()) == sorted(len(unit.params) for unit in plan.units if unit.params)
 
