@@ -40,27 +40,34 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def one_counts(
     name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 4, **options: Any
 ) -> None:
-    """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal."""
-    entry, plain, sharded = _copies(name, mesh, options)
+    """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal.
+
+    With an ``mp_policy`` the plain gradients come from a copy that is cast as FSDP2 casts.
+    """
+    entry, plain, sharded, plan = _copies(name, mesh, options)
+    compute = _cast_copy(entry, plan) if "mp_policy" in options else plain
     optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (plain, sharded)]
     start = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
         counts = float(rank == step % world)
-        _backward(entry, plain, sharded, step, counts)
+        _backward(entry, compute, sharded, step, counts)
+        for param, twin in zip(plain.parameters(), compute.parameters(), strict=True):
+            param.grad = None if twin.grad is None else twin.grad.to(param.dtype)
         _assert_equal("gradient", step, _grads(plain), _grads(sharded))
         for each in optimizers:
             each.step()
             each.zero_grad()
+        _take_over(compute, plain)
         _assert_equal("parameter", step, dict(plain.named_parameters()), dict(sharded.named_parameters()))
-        _assert_equal("buffer", step, dict(plain.named_buffers()), dict(sharded.named_buffers()))
+        _assert_equal("buffer", step, dict(compute.named_buffers()), dict(sharded.named_buffers()))
     moved = [fqn for fqn, param in plain.named_parameters() if not torch.equal(param, start[fqn])]
     assert moved, "nothing was trained"
 
 
 def all_count(name: str, mesh: tuple[int, ...] = (4,), steps: int = 2, **options: Any) -> None:
     """The same with a batch of every rank in the mean: gradients differ by no more than sums of 4 may."""
-    entry, plain, sharded = _copies(name, mesh, options)
+    entry, plain, sharded, _ = _copies(name, mesh, options)
     optimizer = OPTIMIZERS["sgd"](sharded.parameters())
     for step in range(steps):
         sizes = _backward(entry, plain, sharded, step, 1.0)
@@ -69,16 +76,19 @@ def all_count(name: str, mesh: tuple[int, ...] = (4,), steps: int = 2, **options
             _assert_within_bound(f"gradient of {fqn} in step {step}", grad, _full(ours[fqn]), sizes[fqn])
         optimizer.step()
         optimizer.zero_grad()
-        plain.zero_grad()
         _take_over(plain, sharded)
 
 
-def _copies(name: str, mesh: tuple[int, ...], options: dict[str, Any]) -> tuple[Entry, nn.Module, nn.Module]:
+def _copies(
+    name: str, mesh: tuple[int, ...], options: dict[str, Any]
+) -> tuple[Entry, nn.Module, nn.Module, ShardingPlan]:
     entry = ZOO[name]
     torch.manual_seed(0)
     plain = entry.build()
     torch.manual_seed(0)
     sharded = entry.build()
+    if options.get("checkpoint_activations"):
+        _stop_caching(sharded)
     plan = plan_model(sharded, mesh=mesh_of(mesh), ignored_params=entry.ignored, **options)
     shard_model(sharded, mesh=mesh_of(mesh), plan=plan)
     if entry.uneven:
@@ -88,7 +98,37 @@ def _copies(name: str, mesh: tuple[int, ...], options: dict[str, Any]) -> tuple[
     assert list(sharded.state_dict()) == list(plain.state_dict())
     assert _ties(sharded) == _ties(plain)
     assert any(isinstance(param, DTensor) for param in sharded.parameters()), "nothing was sharded"
-    return entry, plain, sharded
+    return entry, plain, sharded, plan
+
+
+def _stop_caching(model: nn.Module) -> None:
+    """What is recomputed must not append to a cache; transformers gives an encoder or decoder its own config."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+
+
+def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
+    """A copy that computes as FSDP2 does: parameters in ``param_dtype``, and the inputs of each unit cast to it."""
+
+    def cast_inputs(dtype: torch.dtype) -> Any:
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return lambda module, args, kwargs: tree_map(cast, (args, kwargs))
+
+    torch.manual_seed(0)
+    model = entry.build()
+    for unit in plan.units:
+        dtype = unit.mp_policy.param_dtype
+        for fqn in unit.params:
+            param = model.get_parameter(fqn)
+            param.data = param.data.to(dtype)
+        for fqn in unit.modules:
+            model.get_submodule(fqn).register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+    if entry.crossing:
+        _add_up_gradients_at_unit_inputs(model, plan)
+    return model
 
 
 def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> None:
@@ -197,13 +237,15 @@ def _raise_together(problems: list[str]) -> None:
 def _assert_within_bound(what: str, expected: Tensor, actual: Tensor, size: Tensor) -> None:
     """Two sums of n numbers, each with n - 1 roundings of at most half an eps of what was summed so far."""
     roundings = 2 * (dist.get_world_size() - 1)
-    bound = roundings * torch.finfo(expected.dtype).eps / 2 * size
+    bound = roundings * torch.finfo(expected.dtype).eps / 2 * size.abs()  # complex beside complex gradients
     excess = ((actual - expected).abs() - bound).max().item()
     assert excess <= 0, f"{what} is {excess} beyond the bound"
 
 
 @torch.no_grad()
-def _take_over(plain: nn.Module, sharded: nn.Module) -> None:
-    for (fqn, param), (other_fqn, other) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
-        assert fqn == other_fqn
-        param.copy_(_full(other))
+def _take_over(model: nn.Module, other: nn.Module) -> None:
+    """Give ``model`` the parameters of ``other``, in its own dtypes, and no gradients."""
+    others = dict(other.named_parameters())
+    for fqn, param in model.named_parameters():
+        param.copy_(_full(others[fqn]))
+        param.grad = None

@@ -16,13 +16,14 @@ IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3}
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
-    "intermediate_size": 20,
+    "intermediate_size": 22,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
 GQA = {**SIZES, "num_key_value_heads": 1}
+MOE = {**GQA, "intermediate_size": 24}  # grouped matmuls take strides of whole 16 bytes
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -120,10 +121,10 @@ TRANSFORMERS = {
         head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=12,
+        moe_intermediate_size=24,
         output_router_logits=True,
     ),
-    "mixtral": _entry("MixtralForCausalLM", "MixtralConfig", _tokens, **GQA, num_local_experts=3),
+    "mixtral": _entry("MixtralForCausalLM", "MixtralConfig", _tokens, **MOE, num_local_experts=3),
     "mamba": _entry(
         "MambaForCausalLM",
         "MambaConfig",
@@ -138,7 +139,7 @@ TRANSFORMERS = {
         "JambaForCausalLM",
         "JambaConfig",
         _tokens,
-        **{**GQA, "num_hidden_layers": 4},
+        **{**MOE, "num_hidden_layers": 4},
         attn_layer_period=2,
         attn_layer_offset=1,
         expert_layer_period=2,

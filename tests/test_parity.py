@@ -1,0 +1,100 @@
+"""A sharded model trains as the plain one does: on every model of the zoo, and under every setting on a few.
+
+``parity`` has the two rank bodies, and says why no bit may differ between losses, gradients, parameters and buffers
+where one rank counts in each step, and how far gradients may be apart where all do.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import parity
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO
+
+from shardkit import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, shard_model
+from shardkit.testing import distributed
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS = {
+    "hsdp": {"mesh": (2, 2)},
+    "ddp-like": {"mesh": (4, 1)},
+    "reshard": {"reshard_after_forward": True},
+    "keep": {"reshard_after_forward": False, "optimizer": "sgd"},
+    "reshard-to-2": {"reshard_after_forward": 2},
+    "checkpoint": {"checkpoint_activations": True, "optimizer": "sgd"},
+    "checkpoint-hsdp-prefetch": {"checkpoint_activations": True, "mesh": (2, 2), "prefetch": 2},
+    "prefetch": {"prefetch": 3},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "bf16": {"mp_policy": BFLOAT16},
+    "bf16-hsdp-keep": {"mp_policy": BFLOAT16, "mesh": (2, 2), "reshard_after_forward": False},
+}
+# Tied, encoder-decoder with a shared embedding, frozen: what the settings may disturb.
+VARIETY = ["nanogpt_tied", "t5", "frozen"]
+uneven_needs_a_setter = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch >= 2.13"
+)
+MODELS = [pytest.param(name, marks=uneven_needs_a_setter) if ZOO[name].uneven else name for name in ZOO]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(world_size=4, backend="gloo")
+def test_default_rule(name):
+    parity.one_counts(name)
+
+
+@pytest.mark.parametrize("name", VARIETY)
+@pytest.mark.parametrize("setting", SETTINGS)
+@distributed(world_size=4, backend="gloo")
+def test_settings(setting, name):
+    parity.one_counts(name, steps=3, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("name", ["resnet", "narrow", "mixed_dtypes", "shared_weight"])
+@distributed(world_size=4, backend="gloo")
+def test_hsdp(name):
+    parity.one_counts(name, mesh=(2, 2), optimizer="sgd", steps=3)
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (4, 1)])
+@pytest.mark.parametrize("name", ["narrow", "mixed_dtypes", "nanogpt_tied"])
+@distributed(world_size=4, backend="gloo")
+def test_mean_over_ranks_that_all_count(name, mesh):
+    parity.all_count(name, mesh)
+
+
+# The harness itself can fail.
+
+
+def divide_wrongly_and_shard(model: nn.Module, **arguments: object) -> nn.Module:
+    """Gradients are divided by 4.001 instead of 4, which gloo can do after the sum alone."""
+    shard_model(model, **arguments)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(4.001)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def nudge_and_shard(model: nn.Module, **arguments: object) -> nn.Module:
+    """The lowest bit of one weight is changed."""
+    with torch.no_grad():
+        weight = next(model.parameters()).view(-1)
+        weight[0] = torch.nextafter(weight[0], torch.tensor(torch.inf))
+    return shard_model(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong", "seen"),
+    [
+        (parity.one_counts, divide_wrongly_and_shard, "step 0: gradient"),
+        (parity.all_count, divide_wrongly_and_shard, "beyond the bound"),
+        (parity.one_counts, nudge_and_shard, "step 0: parameter|another rank differs"),
+    ],
+)
+@distributed(world_size=4, backend="gloo")
+def test_a_wrong_gradient_or_bit_is_seen(body, wrong, seen):
+    with mock.patch.object(parity, "shard_model", wrong), pytest.raises(AssertionError, match=seen):
+        body("mlp")
