@@ -9,13 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.consensus import agree, digest_of
 from shardkit.meta.context import is_plain_meta, records
 from shardkit.meta.own import Initialiser, Recorded, record_initialisers
 from shardkit.meta.replay import Player
-from shardkit.meta.rng import settle
+from shardkit.meta.rng import settle, undone_on_error
 from shardkit.meta.schedule import Final
 from shardkit.meta.shards import Cutter, Target, install
 from shardkit.meta.tape import Tape, closure, find_storage, leaves, view_of
@@ -74,13 +75,14 @@ def materialize(
     _check_model(model)
     targets = _targets(model)
     problem, replay = None, None
-    try:
-        tapes = _resolve(model, targets, init, chained=seed is None)
-        replay = _replay(model, targets, tapes, device, seed)
-        digest = digest_of(tapes, targets, seed)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem, digest = error, 0
-    agree(model, digest, problem)
+    with undone_on_error():
+        try:
+            tapes = _resolve(model, targets, init, chained=seed is None)
+            replay = _replay(model, targets, tapes, device, seed)
+            digest = digest_of(tapes, targets, seed)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem, digest = error, 0
+        agree(model, digest, problem)
     assert replay is not None
     replay.run()
     install(model, targets)
@@ -129,8 +131,11 @@ def _targets(model: nn.Module) -> list[Target]:
                 target.slots.append((module, name))
     for path, module in model.named_modules():
         for name, tensor in _plain_attributes(module):
-            if id(tensor) not in found:
-                found[id(tensor)] = Target(tensor, [f"{path}.{name}".lstrip(".") + " (an attribute)"])
+            if id(tensor) in found:
+                found[id(tensor)].attributes.append((module, name))
+            else:
+                target = found[id(tensor)] = Target(tensor, [f"{path}.{name}".lstrip(".") + " (an attribute)"])
+                target.attributes.append((module, name))
     return list(found.values())
 
 
@@ -199,17 +204,7 @@ def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
                 "Move the change there",
             )
         )
-    stale = [op for tape in tapes for op in tape.ops if op.is_stale()]
-    if stale:
-        raise ShardkitError(
-            message(
-                "model",
-                f"{len(stale)} real tensors that init_on_meta recorded as constants were changed since",
-                "They must stay as they were until materialize",
-                "Clone what you want to change",
-            )
-        )
-    referenced = [t for t in targets if weakref.getweakrefs(t.tensor)]
+    referenced = [t for t in targets if isinstance(t.tensor, DTensor) and weakref.getweakrefs(t.tensor)]
     if referenced:
         raise ShardkitError(
             message(
@@ -226,4 +221,14 @@ def _replay(
 ) -> Player:
     cutter = Cutter(model)
     finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
-    return Player(tapes, finals, device=torch.device(device or tapes[0].device), seed=seed)
+    player = Player(tapes, finals, device=torch.device(device or tapes[-1].device), seed=seed)
+    if player.stale:
+        raise ShardkitError(
+            message(
+                "model",
+                f"{len(player.stale)} real tensors that init_on_meta recorded as constants were changed since",
+                "They must stay as they were until materialize",
+                "Clone what you want to change",
+            )
+        )
+    return player

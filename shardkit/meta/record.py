@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
+from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
 from shardkit.meta.rng import Watch
 from shardkit.meta.tape import (
@@ -60,6 +62,12 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            raise ShardkitError(
+                message(
+                    "init_on_meta", "a DTensor is used inside", "The construction is that of one rank", "Shard after it"
+                )
+            )
         if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
@@ -240,11 +248,12 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         meta = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
         number = self.tape.add(meta)
         whole = View(number, (num_bytes,), (1,), 0, torch.uint8)
-        op = Op(None, outs=(whole,), value=whole.of(storage), version=_version(real))
         # By reference, so that a checkpoint loaded here is not held twice; but not memory that torch does not
         # own (numpy's), or whose changes it does not count (inference tensors).
-        if not storage.resizable() or op.version is None:
-            op.value, op.version = whole.of(storage).clone(), None
+        if storage.resizable() and not real.is_inference():
+            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=real._version)
+        else:
+            op = Op(None, outs=(whole,), value=whole.of(storage).clone())
         self.tape.ops.append(op)
         return _Constant(number, meta, storage, real, op)
 
@@ -258,9 +267,9 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, real: Tensor) -> None:
         """A real tensor is about to change: what the tape has of it is kept by copy, and read anew later."""
         constant = self._constants.pop(id(real.untyped_storage()), None)
-        if constant is not None and constant.op.version is not None:
+        if constant is not None and constant.op.source is not None:
             assert constant.op.value is not None
-            constant.op.value, constant.op.version = constant.op.value.clone(), None
+            constant.op.value, constant.op.source = constant.op.value.clone(), None
 
     def _sync(self, op: Op, args: Any, kwargs: Any, real_of: dict[int, Tensor]) -> None:
         """Bring real tensors up to date that a recorded call wrote to (``real.normal_()``)."""
@@ -298,10 +307,6 @@ def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
     if any(tensor.is_meta for tensor in tensors) or _torch.has_tag(func, "nondeterministic_seeded"):
         return True
     return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _meta_like(leaf: Any) -> Any:

@@ -47,6 +47,12 @@ class Player:
         self._generators: dict[int, torch.Generator] = {}
         self.ends: dict[Tape, dict[int, Tensor]] = {}
 
+    @property
+    def stale(self) -> list[Op]:
+        """Constants that are needed but were changed since they were recorded."""
+        ops = zip(self._schedule.ops, self._schedule.needed, strict=True)
+        return [op for op, needed in ops if needed and op.is_stale()]
+
     def run(self) -> None:
         """Replay. The default generator is used, and put back to its state at the end."""
         after = self._schedule.finals_after
@@ -120,7 +126,7 @@ class Player:
         for final, buffer in self._schedule.finals_after.get(index, ()):
             self._need(buffer.changes[-1])
             assert buffer.real is not None
-            final.take(final.view.of(buffer.real))
+            final.take(final.view.of(buffer.real), buffer.uses == 1)
             self._release(buffer)
 
     def _need(self, index: int) -> None:
@@ -272,7 +278,7 @@ def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
     values: dict[int, Tensor] = {}
 
     def final(index: int, view: View) -> Final:
-        return Final(view, lambda value: values.__setitem__(index, value.clone()))
+        return Final(view, lambda value, alone: values.__setitem__(index, value if alone else value.clone()))
 
     finals = [final(index, view) for index, view in enumerate(views)]
     with _torch.no_modes():

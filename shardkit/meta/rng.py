@@ -11,7 +11,8 @@ was, a second recording could not tell "goes on from the first" from "seeded wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,19 @@ class _Pending:
 # For each generator the last recording that it waits to be advanced by. A second recording that finds the marker
 # still there goes on where the first one ends.
 _pending: dict[int, _Pending] = {}
+
+
+@contextmanager
+def undone_on_error() -> Iterator[None]:
+    """Put torch's default generator, and what waits for replay, back as they were if the body raises."""
+    state, pending = torch.get_rng_state(), dict(_pending)
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(state)
+        _pending.clear()
+        _pending.update(pending)
+        raise
 
 
 def settle(tapes: Iterable[Tape], ends: dict[Tape, dict[int, Tensor]], device: torch.device, *, seeded: bool) -> None:

@@ -14,10 +14,13 @@ from shardkit.meta.tape import UPDATE, WHOLE, Op, View
 
 @dataclass(frozen=True)
 class Final:
-    """A tensor that is wanted at the end: ``take`` gets its value once, as soon as that is final."""
+    """A tensor that is wanted at the end: ``take`` gets its value once, as soon as that is final.
+
+    ``take(value, alone)`` may keep the value's memory when it is ``alone``: nothing else will look at it.
+    """
 
     view: View
-    take: Callable[[Tensor], None]
+    take: Callable[[Tensor, bool], None]
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.meta.tape import Tape, View
+from shardkit.meta.tape import Tape, View, map_leaves
 
 
 @dataclass(eq=False)
@@ -21,7 +22,8 @@ class Target:
 
     tensor: Tensor
     fqns: list[str] = field(default_factory=list)
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # none for plain attributes
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # as parameter or buffer
+    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)  # as, or inside of, a plain attribute
     recorded: tuple[Tape, View] | None = None
     value: Tensor | None = None
 
@@ -41,21 +43,22 @@ class Cutter:
         self._home = device_of(next(meshes(model)))
         self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
 
-    def cut(self, target: Target, full: Tensor) -> None:
-        """Set ``target.value`` from the full value, which may be freed afterwards."""
+    def cut(self, target: Target, full: Tensor, alone: bool) -> None:
+        """Set ``target.value`` from the full value, which may be freed afterwards, or is ours when ``alone``."""
         tensor = target.tensor
         if isinstance(tensor, DTensor):
-            target.value = self._shard(full, tensor)
+            target.value = self._shard(full, tensor, alone)
         elif full.dtype != tensor.dtype:
             target.value = full.to(device=self._home, dtype=tensor.dtype, copy=True)
         else:
             target.value = self._whole(full, target.view)
 
-    def _shard(self, full: Tensor, like: DTensor) -> Tensor:
+    def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
         mesh, placements = like.device_mesh, like.placements
         device = torch.device("cpu") if id(like) in self._offloaded else device_of(mesh)
         part = _local_part(full, like)
-        local = torch.empty(part.shape, dtype=like.dtype, device=device).copy_(part)
+        alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
+        local = part.to(device, like.dtype, copy=not alone, memory_format=torch.contiguous_format)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
     def _whole(self, full: Tensor, view: View) -> Tensor:
@@ -100,10 +103,25 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)
         target.value = None
-        torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+        try:
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
+            if isinstance(tensor, DTensor):
+                raise
+            _replace(target, value)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _torch.reread_sharded_parameters(module)
+
+
+def _replace(target: Target, value: Tensor) -> None:
+    """Put another tensor in all places of a tensor that is not sharded."""
+    for module, name in target.slots:
+        places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        places[name] = value
+    for module, name in target.attributes:
+        old = getattr(module, name)
+        setattr(module, name, map_leaves(lambda leaf: value if leaf is target.tensor else leaf, old))
 
 
 def meshes(model: nn.Module) -> Iterator[DeviceMesh]:

@@ -83,11 +83,12 @@ class Op:
     # after which it had stood where it was put back to (fork_rng, get_rng_state and set_rng_state).
     reset: Tensor | int | None = None
     value: Tensor | None = None
-    version: int | None = None  # of ``value``, to notice a later change; None where torch keeps none
+    source: Tensor | None = None  # whose memory ``value`` is; None when it is a copy
+    version: int = 0  # of the source, to notice a later change
 
     def is_stale(self) -> bool:
         """Whether this is a constant that was changed since it was recorded."""
-        return self.value is not None and self.version is not None and self.value._version != self.version
+        return self.source is not None and self.source._version != self.version
 
     @property
     def views(self) -> Iterator[View]:
