@@ -75,15 +75,18 @@ class ModelTree:
         self.post_order.append(entry)
 
     def _name_params(self) -> None:
+        names, params = self.names, self.params
         for fqn, pairs in zip(self.fqns, self.owned, strict=True):
-            prefix = fqn + "." if fqn else ""
-            for name, param in pairs:
-                names = self.names.get(id(param))
-                if names is None:
-                    self.names[id(param)] = [prefix + name]
-                    self.params[prefix + name] = param
-                else:
-                    names.append(prefix + name)
+            if pairs:
+                prefix = fqn + "." if fqn else ""
+                for name, param in pairs:
+                    full_name = prefix + name
+                    known = names.get(id(param))
+                    if known is None:
+                        names[id(param)] = [full_name]
+                        params[full_name] = param
+                    else:
+                        known.append(full_name)
 
     def children(self, entry: int) -> Iterator[int]:
         """The entries directly below ``entry``, in order."""

@@ -66,7 +66,7 @@ def _children_first(plan: ShardingPlan) -> Iterator[str]:
 def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
     for unit in plan.units:
         together = set(unit.modules)
-        for fqn in unit.modules:
+        for fqn in unit.modules if len(together) > 1 else ():
             outer = [name or "(root)" for name in ancestors(fqn) if name in together]
             if outer:
                 yield message(
@@ -93,6 +93,8 @@ def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
+    if len({spec.dtype for spec in plan.params}) < 2:
+        return
     for unit in plan.units:
         trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
         if len({spec.dtype for spec in trained}) > 1:
@@ -109,15 +111,15 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _no_scalars(plan: ShardingPlan) -> Iterator[str]:
-    for unit in plan.units:
-        for spec in plan.specs_of(unit):
-            if not spec.shape:
-                yield message(
-                    spec.fqn,
-                    "is a scalar, shape ()",
-                    "Parameters are sharded over dim 0, so they need at least one dim",
-                    "Give it shape (1,), or pass it in ignored_params and reduce its gradient yourself",
-                )
+    ignored = set(plan.ignored)
+    for spec in plan.params:
+        if not spec.shape and spec.fqn not in ignored:
+            yield message(
+                spec.fqn,
+                "is a scalar, shape ()",
+                "Parameters are sharded over dim 0, so they need at least one dim",
+                "Give it shape (1,), or pass it in ignored_params and reduce its gradient yourself",
+            )
 
 
 def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
