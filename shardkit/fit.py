@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.ownership import assign, split_problem
-from shardkit.plan import ShardingPlan
+from shardkit.plan import ShardingPlan, ancestors
 from shardkit.tree import ModelTree
 
 
@@ -149,12 +149,18 @@ def _devices(tree: ModelTree, plan: ShardingPlan, device: str) -> Iterator[str]:
 
 
 def _caches(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """transformers' models fill a key-value cache in training too; recomputing a block fills it twice."""
-    config = getattr(tree.modules[0], "config", None)
-    if any(unit.checkpoint_activations for unit in plan.units) and getattr(config, "use_cache", False) is True:
+    """Models of transformers fill a key-value cache in training too; recomputing a block fills it twice."""
+    recomputed = [fqn for unit in plan.units if unit.checkpoint_activations for fqn in unit.modules]
+    around = sorted({outer for fqn in recomputed for outer in ancestors(fqn)})  # a decoder has a config of its own
+    caching = [fqn for fqn in around if _fills_cache(tree.modules[tree.places[fqn]])]
+    if caching:
         yield message(
             "checkpoint_activations",
-            "model.config.use_cache is True",
+            f"config.use_cache is True in {listing(fqn or 'the model' for fqn in caching)}",
             "A block that is recomputed must not change what it is given, and here it would append to the cache twice",
-            "Set model.config.use_cache = False before training",
+            "Set config.use_cache = False there before training",
         )
+
+
+def _fills_cache(module: torch.nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "use_cache", False) is True

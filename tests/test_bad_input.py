@@ -274,7 +274,7 @@ def test_plan_edited_by_hand() -> None:
 def test_cache_in_recomputed_blocks() -> None:
     model = Decoder()
     model.config = type("Config", (), {"use_cache": True})()
-    with fake_world(8), refused(model, "use_cache is True", "use_cache = False"):
+    with fake_world(8), refused(model, "use_cache is True in the model", "use_cache = False"):
         shard_model(model, checkpoint_activations=True)
 
 
