@@ -1,0 +1,141 @@
+"""``python -m shardkit demo``: train a small transformer sharded and plain, and compare.
+
+Read ``model`` (the model), ``train`` (the two trainings, the point of it all), ``verify`` (what must agree), then
+``launch``, ``console`` and ``text``, which only serve them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from shardkit.demo.console import say
+from shardkit.demo.launch import run_on_ranks
+from shardkit.demo.text import load_text
+from shardkit.demo.train import Job, Run, train_plain, train_sharded
+from shardkit.demo.verify import compare
+from shardkit.errors import ShardkitError, message
+from shardkit.mesh import ensure_process_group
+
+_LAUNCHED = ("RANK", "WORLD_SIZE")  # torchrun sets them
+
+
+def run_demo(*, ranks: int | None = None, steps: int = 60, device: str | None = None) -> int:
+    """Run the demo and return the exit code: 0 when the sharded training equals the plain one, else 1.
+
+    Args:
+        ranks: processes to start; None is one for each GPU, or 2 on the CPU. Under torchrun its ranks are used.
+        steps: of the optimizer.
+        device: ``"cpu"`` or ``"cuda"``; None is CUDA where there is a GPU.
+
+    Raises:
+        ShardkitError: more ranks than GPUs, no GPU for ``"cuda"``, or ``ranks`` other than torchrun's.
+    """
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the ranks
+    gpus = torch.cuda.device_count()
+    launched = any(name in os.environ for name in _LAUNCHED)
+    _check(ranks, device, gpus, launched)
+    if launched:
+        ensure_process_group()
+        try:
+            return _train_and_compare(steps)
+        finally:
+            dist.destroy_process_group()
+    return run_on_ranks(functools.partial(rank_body, steps), ranks or gpus or 2)
+
+
+def rank_body(steps: int) -> None:
+    """What each rank does; SystemExit(1) on rank 0 when the two trainings differ."""
+    if _train_and_compare(steps):
+        sys.exit(1)
+
+
+def _check(ranks: int | None, device: str | None, gpus: int, launched: bool) -> None:
+    started = os.environ.get("WORLD_SIZE")
+    parts = None
+    if device == "cuda" and not gpus:
+        parts = ("--device", "cuda, and torch sees no GPU", "CUDA needs one", "Leave it out to use the CPU")
+    elif launched and ranks is not None and str(ranks) != started:
+        parts = ("--ranks", f"{ranks}, and torchrun started {started}", "torchrun decides", "Leave it out")
+    elif not launched and gpus and (ranks or 0) > gpus:
+        fix = f"Use --ranks {gpus} or --device cpu"
+        parts = ("--ranks", f"{ranks}, and torch sees {gpus} GPUs", "Each rank has a GPU of its own", fix)
+    if parts:
+        raise ShardkitError(message(*parts))
+
+
+def _train_and_compare(steps: int) -> int:
+    started = time.perf_counter()
+    # Products of matrices may differ in the last digit between numbers of threads, and ranks share the cores.
+    torch.set_num_threads(1)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    job = Job(load_text(), device, dist.get_world_size(), steps)
+    say(
+        f"shardkit demo: {job.ranks} rank{'s' * (job.ranks > 1)} on {device.type}, {steps} steps on "
+        f"{len(job.text) / 2**20:.1f} MiB of Python's own sources"
+    )
+    _reset_peak(device)
+    sharded = train_sharded(job)
+    held, peaks = _of_all_ranks(sharded.held, job), _of_all_ranks(_peak(device), job)
+    if dist.get_rank() != 0:
+        return 0
+    gc.collect()  # the sharded model is in reference cycles
+    _reset_peak(device)
+    plain = train_plain(job, sharded.norms)
+    checks = compare(job, sharded, plain)
+    say("\nSharded against plain, the largest difference over all steps and all elements:")
+    say("\n".join(map(str, checks)))
+    say(_memory(held, peaks, plain, _peak(device)))
+    say(f"\n{time.perf_counter() - started:.0f} s. {_NEXT if all(check.holds for check in checks) else _FAILED}")
+    return 0 if all(check.holds for check in checks) else 1
+
+
+_NEXT = """Next:
+  python -m shardkit demo --ranks 4
+  torchrun --nproc-per-node 2 -m shardkit demo
+  docs/tutorial.md, to shard your own model"""
+
+_FAILED = """The two trainings differ by more than they may.
+  Please report this with the lines above, your processor or GPU, and what `python -c "import torch;
+  print(torch.__version__)"` prints."""
+
+
+def _memory(held: list[int], peaks: list[int], plain: Run, plain_peak: int) -> str:
+    lines = [
+        "\nParameters, gradients and AdamW's state between two steps:",
+        f"  {_mib(held)} on each rank, {_mib([plain.held])} unsharded",
+    ]
+    if plain_peak:
+        lines += ["Peak memory (torch.cuda.max_memory_allocated), activations included:"]
+        lines += [f"  {_mib(peaks)} on each rank, {_mib([plain_peak])} unsharded"]
+    return "\n".join(lines)
+
+
+def _mib(sizes: list[int]) -> str:
+    shown = sorted({f"{size / 2**20:.2f}" for size in sizes}, key=float)
+    return f"{' to '.join((shown[0], shown[-1])) if len(shown) > 1 else shown[0]} MiB"
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes; 0 on the CPU, where torch does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _of_all_ranks(value: int, job: Job) -> list[int]:
+    """``value`` of every rank, in the order of ranks. Collective."""
+    values = torch.zeros(job.ranks, dtype=torch.int64, device=job.device)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return [int(each) for each in values.tolist()]

@@ -1,0 +1,69 @@
+"""Does the sharded training equal the plain one? The differences, what they may be, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardkit.demo.train import LEARNING_RATE, Job, Run
+
+# Each shard's norm is a float32 sum of up to 33,000 squares, in 8 lanes or more: 33,000 / 8 roundings of 6e-8, half
+# of that after the root. Seen: 6e-6.
+NORM_BOUND = 1e-4
+# With more than two ranks, or on a GPU, gradients are added in another order too, and training lets such roundings
+# grow. A wrong or missing gradient moves weights by whole AdamW steps, 30 times this. Seen: a hundredth of these.
+WEIGHT_BOUND = LEARNING_RATE / 30
+LOSS_BOUND = 1e-4  # nats
+NORM_BOUND_OF_OTHER_GRADIENTS = 1e-3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        difference: the largest one found.
+        bound: the largest one allowed.
+        reason: why that much.
+    """
+
+    name: str
+    difference: float
+    bound: float
+    reason: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the bound; not when it is nan."""
+        return self.difference <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.holds else "FAILED"
+        return f"  {self.name:13}  {self.difference:<9.3g}  {f'at most {self.bound:g}, {self.reason}':55}  {verdict}"
+
+
+def compare(job: Job, sharded: Run, plain: Run) -> list[Check]:
+    """The checks of a sharded run against a plain one; pure."""
+    norms = _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(job.steps))
+    losses = _difference(torch.stack(sharded.losses), torch.stack(plain.losses))
+    weights = max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items())
+    if job.device.type == "cpu" and job.ranks <= 2:  # a sum of two does not depend on their order
+        return [
+            Check("losses", losses, 0, "the arithmetic is the same"),
+            Check("final weights", weights, 0, "the arithmetic is the same"),
+            Check("clip norms", norms, NORM_BOUND, "relative; float32 against float64"),
+        ]
+    return [
+        Check("losses", losses, LOSS_BOUND, "nats; gradients are added in another order"),
+        Check("final weights", weights, WEIGHT_BOUND, "a thirtieth of an AdamW step; likewise"),
+        Check("clip norms", norms, NORM_BOUND_OF_OTHER_GRADIENTS, "relative; of slightly different gradients"),
+    ]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape; nan if there is one."""
+    assert one.shape == other.shape
+    return (one.cpu() - other.cpu()).abs().max().item()

@@ -1,0 +1,200 @@
+"""The demo: it runs as the README says, its verdict can be no, and a failing rank is reported."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit import ShardkitError, demo
+from shardkit.__main__ import main
+from shardkit.demo.console import Progress
+from shardkit.demo.launch import run_on_ranks
+from shardkit.demo.model import ByteTransformer
+from shardkit.demo.text import load_text, micro_batch
+from shardkit.demo.train import Job, Run, held_bytes
+from shardkit.demo.verify import compare
+from shardkit.testing import distributed
+
+
+def test_the_command_of_the_readme_trains_and_verifies():
+    command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stderr == ""
+    for words in ("ShardingPlan: ", "layers.0 .. layers.3", "sharded  step 3/3", "plain    step 3/3", "MiB unsharded"):
+        assert words in run.stdout
+    assert run.stdout.count("  ok\n") == 3
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("sharded ")]
+    assert losses[-1] < losses[0] - 1  # it learns
+
+
+@distributed(world_size=2, backend="gloo")
+def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
+    def corrupted(job):
+        run = original(job)
+        weight = run.weights["layers.2.mlp.0.weight"]
+        weight[3, 5] = torch.nextafter(weight[3, 5], weight.new_tensor(1.0))
+        return run
+
+    original = demo.train_sharded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # it is the pool's
+        threads = torch.get_num_threads()
+        sound = demo.run_demo(steps=1, device="cpu")  # like torchrun, the pool says which rank this is
+        patch.setattr(demo, "train_sharded", corrupted)
+        corrupt = demo.run_demo(steps=1, device="cpu")
+        torch.set_num_threads(threads)
+    assert (sound, corrupt) == ((0, 1) if dist.get_rank() == 0 else (0, 0))
+
+
+def raise_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def disagree():
+    if dist.get_rank() == 0:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(("body", "said"), [(raise_on_rank_1, "KeyError: 'lost'"), (disagree, "")])
+def test_a_failing_rank_is_reported_with_its_traceback(body, said, capfd):
+    assert run_on_ranks(body, 2) == 1
+    errors = capfd.readouterr().err
+    assert said in errors
+    assert ("rank 1 failed" in errors) == bool(said)
+
+
+# --- The verdict ----------------------------------------------------------------------------------------------------
+
+
+def job(ranks: int, steps: int = 2) -> Job:
+    return Job(torch.zeros(0), torch.device("cpu"), ranks, steps)
+
+
+def a_run() -> Run:
+    return Run(
+        losses=[torch.tensor(5.0), torch.tensor(4.0)],
+        norms=[torch.tensor(2.0), torch.tensor(1.0)],
+        weights={"a": torch.ones(3), "b": torch.zeros(2, 2)},
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_equal_runs_pass(ranks):
+    assert all(check.holds for check in compare(job(ranks), a_run(), a_run()))
+
+
+@pytest.mark.parametrize(("ranks", "change", "holds"), [(2, 1e-7, False), (3, 1e-7, True), (3, 1e-3, False)])
+@pytest.mark.parametrize("what", ["losses", "final weights"])
+def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, what):
+    changed = a_run()
+    if what == "losses":
+        changed.losses[1] += 10 * change  # of 4.0, where 1e-7 is less than a digit
+    else:
+        changed.weights["b"][1, 0] += change
+    verdicts = {check.name: check.holds for check in compare(job(ranks), changed, a_run())}
+    assert verdicts == {"losses": True, "final weights": True, "clip norms": True} | {what: holds}
+
+
+@pytest.mark.parametrize(("change", "holds"), [(1e-5, True), (1e-3, False)])
+def test_norms_may_differ_by_rounding_only(change, holds):
+    changed = a_run()
+    changed.norms[0] *= 1 + change
+    assert [check.holds for check in compare(job(2), changed, a_run())] == [True, True, holds]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nan_never_passes(ranks):
+    broken = a_run()
+    broken.weights["a"][0] = broken.losses[0] = torch.tensor(torch.nan)
+    broken.norms[0] = torch.tensor(torch.nan)
+    checks = compare(job(ranks), broken, broken)
+    assert not any(check.holds for check in checks)
+    assert all("FAILED" in str(check) for check in checks)
+
+
+# --- Its parts ------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_sees_no_later_byte():
+    torch.manual_seed(0)
+    model = ByteTransformer(dim=16, num_layers=2, num_heads=2, context=8)
+    tokens = torch.randint(256, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5] += 1
+    before, after = model(tokens), model(changed % 256)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_micro_batches_are_pieces_of_the_text_and_differ_by_number():
+    text = load_text()
+    assert bytes(text[:1000].tolist()).isascii()
+    batch = micro_batch(text, 7, sequences=3, context=20)
+    assert batch.shape == (3, 21)
+    assert batch.dtype == torch.int64
+    assert all(bytes(row.tolist()) in bytes(text.numpy()) for row in batch)
+    assert torch.equal(batch, micro_batch(text, 7, 3, 20))
+    assert not torch.equal(batch, micro_batch(text, 8, 3, 20))
+
+
+def test_a_python_without_sources_is_refused(tmp_path):
+    (tmp_path / "small.py").write_text("x = 1\n")
+    with pytest.raises(ShardkitError, match=r"text: 6 bytes of \*\.py in .*at least 100,000 bytes"):
+        load_text(tmp_path)
+
+
+def test_held_bytes_are_parameters_gradients_and_both_moments():
+    model = torch.nn.Linear(10, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert held_bytes(model.parameters(), optimizer) == 400
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    assert held_bytes(model.parameters(), optimizer) == 4 * 400 + 4  # and the count of steps
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(True, 1), (False, 5)])
+def test_progress_is_one_moving_line_or_a_few(terminal, lines, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    progress = Progress("sharded", 20)
+    for step in range(20):
+        progress.show(step, torch.tensor(1.5))
+    out = capsys.readouterr().out
+    assert out.count("\n") == lines
+    assert out.count("\r") == (20 if terminal else 0)
+    assert out.endswith("sharded  step 20/20  loss 1.5000\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "said"),
+    [
+        (["demo", "--ranks", "0"], {}, 2, "0 is not a positive number"),
+        ([], {}, 2, "COMMAND"),
+        (["demo", "--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, 1, "--ranks: 3, and torchrun started 2"),
+        (["demo"], {"RANK": "0"}, 1, "process group: WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        pytest.param(
+            ["demo", "--device", "cuda"],
+            {},
+            1,
+            "--device: cuda, and torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_sentence(arguments, environment, code, said, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        got = main(arguments)
+    except SystemExit as stop:  # argparse's own
+        got = stop.code
+    assert got == code
+    assert said in capsys.readouterr().err
