@@ -1,0 +1,171 @@
+"""Meta init on real ranks: models of the zoo on three kinds of mesh, offloading, tensor parallelism, seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from meta_check import build_sharded, check_same_as_ordinary, differences, shard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo_plain import PLAIN
+
+from shardkit import shard_model
+from shardkit.errors import ShardkitError
+from shardkit.meta import init_on_meta, materialize
+from shardkit.testing import distributed
+
+MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
+PLAIN_NAMES = sorted(set(PLAIN) - {"channels_last"})  # FSDP2 takes no parameters that are not contiguous
+CHOICE = ["nn_transformer", "lstm_lm", "nanogpt_tied", "resnet", "weight_norm", "root_parameter", "narrow", "complex"]
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
+@distributed(world_size=4)
+def test_zoo_on_four_ranks(shape):
+    for name in PLAIN_NAMES if len(shape) == 1 else CHOICE:
+        try:
+            check_same_as_ordinary(PLAIN[name].build, mesh=mesh_of(shape))
+        except Exception as error:
+            raise AssertionError(f"zoo model {name}") from error
+
+
+@distributed(world_size=2)
+def test_zoo_on_two_ranks_by_the_default_rule():
+    for name in CHOICE:
+        torch.manual_seed(3)
+        plain = PLAIN[name].build()
+        torch.manual_seed(3)
+        with init_on_meta():
+            model = PLAIN[name].build()
+        shard_model(model)
+        assert differences(plain, materialize(model)) == [], name
+
+
+def uneven() -> nn.Module:
+    """Dim 0 not divisible by 4 ranks (7), smaller than 4 (3, 1)."""
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 3), nn.Linear(3, 1), nn.LayerNorm(1))
+    nn.init.orthogonal_(model[1].weight)
+    return model
+
+
+@distributed(world_size=4)
+def test_shards_are_those_of_the_full_values():
+    torch.manual_seed(0)
+    plain = uneven()
+    torch.manual_seed(0)
+    model = materialize(build_sharded(uneven))
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.full_tensor())
+
+
+@distributed(world_size=4)
+def test_offloaded_shards():
+    check_same_as_ordinary(uneven, mesh=mesh_of((4,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+@distributed(world_size=4)
+def test_sharding_another_dim():
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 3)
+    torch.manual_seed(0)
+    with init_on_meta():
+        model = nn.Linear(8, 3)
+    fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None)
+    materialize(model)
+    assert model.weight.to_local().shape == (3, 2)
+    assert torch.equal(model.weight.full_tensor(), plain.weight)
+
+
+@distributed(world_size=4)
+def test_with_tensor_parallelism():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    torch.manual_seed(0)
+    with init_on_meta():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    materialize(model)
+    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(b, DTensor)
+        assert torch.equal(a, b.full_tensor()), name
+
+
+@distributed(world_size=4)
+def test_training_after_materialize_is_training_after_construction():
+    torch.manual_seed(0)
+    plain = shard(uneven())
+    torch.manual_seed(0)
+    model = materialize(build_sharded(uneven))
+    ids = torch.arange(5) % 7
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, foreach=True)
+        for _ in range(2):
+            one(ids).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+
+
+def raises_on_all_ranks(match, model, **kwargs):
+    with pytest.raises(ShardkitError, match=match):
+        materialize(model, **kwargs)
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    dist.barrier()  # nobody hangs in a collective
+
+
+@distributed(world_size=4)
+def test_ranks_with_different_seeds():
+    torch.manual_seed(dist.get_rank() // 3)
+    model = build_sharded(uneven)
+    raises_on_all_ranks(r"^seed: ranks recorded different constructions, or started from different", model)
+    raises_on_all_ranks(r"^seed: ranks", model, seed=dist.get_rank())
+    materialize(model, seed=5)
+
+
+@distributed(world_size=4)
+def test_ranks_with_different_constructions():
+    torch.manual_seed(0)
+    std = 0.02 if dist.get_rank() else 0.03
+    constant = torch.full((3,), float(dist.get_rank() == 2))
+    with init_on_meta():
+        by_argument, by_constant = uneven(), uneven()
+        nn.init.normal_(by_argument[1].weight, std=std)
+    with init_on_meta():
+        by_constant[1].bias.data.copy_(constant)
+    raises_on_all_ranks(r"^seed: ranks recorded different constructions", shard(by_argument))
+    raises_on_all_ranks(r"^seed: ranks recorded different constructions", shard(by_constant))
+
+
+@distributed(world_size=4)
+def test_an_error_of_one_rank_is_raised_by_all():
+    torch.manual_seed(0)
+    with init_on_meta():
+        model = uneven()
+        if dist.get_rank() == 1:
+            model[1].bias = nn.Parameter(torch.empty(3))
+    match = r"^1\.bias: would stay" if dist.get_rank() == 1 else r"^model: materialize failed on another rank"
+    raises_on_all_ranks(match, shard(model))
+
+
+@distributed(world_size=4)
+def test_only_the_ranks_of_the_model_need_agree():
+    """Two stages of a pipeline are two models, each on its own ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh["pp"].get_local_rank()
+    torch.manual_seed(stage)
+    plain = nn.Linear(5 + stage, 3)
+    torch.manual_seed(stage)
+    with init_on_meta():
+        model = nn.Linear(5 + stage, 3)
+    fully_shard(model, mesh=mesh["dp"])
+    assert torch.equal(materialize(model).weight.full_tensor(), plain.weight)
