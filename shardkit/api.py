@@ -146,11 +146,10 @@ def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str] | Non
     """The FQNs of ``ignored_params``."""
     if ignored_params is None:
         return set()
-    names = {id(param): fqn for fqn, param in tree.params.items()}
-    aliases = {alias: fqns[0] for fqns in tree.names.values() for alias in fqns}
+    aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
     found, unknown = set(), []
     for given in ignored_params:
-        fqn = aliases.get(given) if isinstance(given, str) else names.get(id(given))
+        fqn = aliases.get(given) if isinstance(given, str) else tree.names.get(id(given))
         if fqn is None:
             unknown.append(given if isinstance(given, str) else f"a {type(given).__name__} of {_shape(given)}")
         else:

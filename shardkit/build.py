@@ -66,7 +66,7 @@ def build_plan(
     plan = ShardingPlan(
         units=tuple(units),
         mesh=mesh,
-        params=tuple(tree.spec(fqn) for fqn in tree.params),
+        params=tree.specs(),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         prefetch=prefetch,
         forward_methods=("generate",) if callable(getattr(tree.modules[0], "generate", None)) else (),

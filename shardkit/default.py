@@ -64,7 +64,7 @@ def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[t
     if any(tree.has_params(child) for child in tree.children(item)):
         return True
     # A stack of plain layers, as an MLP in a Sequential: units only where the stack is most of the model.
-    has_matrix = any(param.dim() > 1 for _, param in tree.owned[item])
+    has_matrix = any(param.dim() > 1 for param in tree.owned[item])
     return has_matrix and 2 * tree.numel(container) > tree.numel(0)
 
 
@@ -92,7 +92,7 @@ def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int
     start = blocks[-1] if blocks else 0
     norms = [entry for entry in outside if start < entry < head and _is_norm(tree, entry)]
     norms = [norm for norm in norms if len(_trained_dtypes(tree, norm) | _trained_dtypes(tree, head)) < 2]
-    tied = any(f"{tree.fqns[head]}.weight" in names and len(names) > 1 for names in tree.names.values())
+    tied = any(tree.names[id(param)] in tree.ties for param in tree.owned[head])
     return [(norms[-1], head)] if norms else [(head,)] if tied else []
 
 
@@ -103,7 +103,7 @@ def _is_norm(tree: ModelTree, entry: int) -> bool:
 
 
 def _trained_dtypes(tree: ModelTree, entry: int) -> set[torch.dtype]:
-    return {param.dtype for below in tree.subtree(entry) for _, param in tree.owned[below] if param.requires_grad}
+    return {param.dtype for below in tree.subtree(entry) for param in tree.owned[below] if param.requires_grad}
 
 
 def _find_input_embedding(tree: ModelTree, outside: list[int], head: int | None) -> list[int]:

@@ -76,7 +76,7 @@ def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None) -> Iterator[str]:
 
 
 def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    mine = {fqn: tree.spec(fqn) for fqn in tree.params}
+    mine = {spec.fqn: spec for spec in tree.specs()}
     rule, fix = "A plan is for one model", "Make the plan from this model with plan_model"
     for title, fqns in (
         ("the plan has no", mine.keys() - plan.specs.keys()),

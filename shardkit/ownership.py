@@ -31,19 +31,19 @@ def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Collection[
         ignored: FQNs of parameters that no unit owns.
     """
     around = unit_of_entries(tree, units)
-    ignored_ids = {id(tree.params[fqn]) for fqn in ignored}
-    owner: dict[int, int] = {}
+    left_alone = frozenset(ignored)
+    owner: dict[str, int] = {}
     params: list[list[str]] = [[] for _ in units]
     split: dict[str, list[int]] = {}
     for entry in tree.post_order:
-        for _, param in tree.owned[entry]:
-            if id(param) in ignored_ids:
+        for param in tree.owned[entry]:
+            unit, fqn = around[entry], tree.names[id(param)]
+            if fqn in left_alone:
                 continue
-            unit, fqn = around[entry], tree.names[id(param)][0]
-            if id(param) not in owner:
-                owner[id(param)] = unit
+            if fqn not in tree.ties or fqn not in owner:
+                owner[fqn] = unit
                 params[unit].append(fqn)
-            elif owner[id(param)] != unit:
+            elif owner[fqn] != unit:
                 split[fqn] = owners(tree, fqn)
     return Ownership(params, split)
 
@@ -62,8 +62,8 @@ def owners(tree: ModelTree, fqn: str) -> list[int]:
     """The entries whose modules register the parameter ``fqn``, under any of its names; each module once."""
     param = tree.params[fqn]
     found: dict[int, int] = {}
-    for entry, pairs in enumerate(tree.owned):
-        if any(own is param for _, own in pairs):
+    for entry, owned in enumerate(tree.owned):
+        if any(own is param for own in owned):
             found.setdefault(id(tree.modules[entry]), entry)
     return list(found.values())
 

@@ -71,12 +71,12 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict
     elements: Counter[torch.dtype] = Counter()
     for fqn in trained:
         elements[tree.params[fqn].dtype] += tree.params[fqn].numel()
-    own = {param.dtype for entry in selection.entries for _, param in tree.owned[entry] if param.requires_grad}
+    own = {param.dtype for entry in selection.entries for param in tree.owned[entry] if param.requires_grad}
     kept = own.pop() if own else max(elements, key=lambda dtype: elements[dtype])
     wanted = {id(tree.params[fqn]) for fqn in trained}
     found: dict[torch.dtype, list[int]] = defaultdict(list)
     for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
-        dtypes = {param.dtype for _, param in tree.owned[entry] if id(param) in wanted}
+        dtypes = {param.dtype for param in tree.owned[entry] if id(param) in wanted}
         if len(dtypes) == 1 and kept not in dtypes and entry not in selection.entries:
             found[dtypes.pop()].append(entry)
     return {dtype: _outermost(tree, entries) for dtype, entries in found.items()}

@@ -6,7 +6,7 @@ path, so a module or parameter that is reachable under several names keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -24,11 +24,11 @@ class ModelTree:
         parents: the entry each one hangs below, -1 for the root.
         ends: one past the last entry below each one, so that ``range(i, ends[i])`` is its subtree.
         post_order: the entries, children before parents.
-        owned: the parameters that each entry's module registers itself, by name.
+        owned: the parameters that each entry's module registers itself.
         places: the entry of each FQN.
-        names: all FQNs of a parameter, by the ``id`` of the parameter.
         params: each parameter once, by its first FQN, in pre-order.
-        ties: the first FQNs of parameters that have several.
+        names: the first FQN of each parameter, by its ``id``.
+        ties: the further FQNs of each parameter that has several, by its first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,27 +46,26 @@ class ModelTree:
         self.parents: list[int] = []
         self.ends: list[int] = []
         self.post_order: list[int] = []
-        self.owned: list[Sequence[tuple[str, nn.Parameter]]] = []
+        self.owned: list[Sequence[nn.Parameter]] = []
+        self.params: dict[str, nn.Parameter] = {}
+        self.names: dict[int, str] = {}
+        self.ties: dict[str, list[str]] = {}
         self._walk("", model, -1, set())
         self.places = {fqn: entry for entry, fqn in enumerate(self.fqns)}
-        self.names: dict[int, list[str]] = {}
-        self.params: dict[str, nn.Parameter] = {}
-        self._name_params()
-        self.ties = {names[0] for names in self.names.values() if len(names) > 1}
 
     def _walk(self, fqn: str, module: nn.Module, parent: int, path: set[int]) -> None:
         if id(module) in path:
             return  # a module that is its own descendant: torch's named_modules() stops here too
         entry = len(self.fqns)
+        prefix = fqn + "." if fqn else ""
         own, children = module._parameters, module._modules
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
-        self.owned.append([(name, param) for name, param in own.items() if param is not None] if own else ())
+        self.owned.append(self._name(prefix, own) if own else ())
         self.ends.append(entry + 1)
         if children:
             path.add(id(module))
-            prefix = fqn + "." if fqn else ""
             for name, child in children.items():
                 if child is not None:
                     self._walk(prefix + name, child, entry, path)
@@ -74,19 +73,18 @@ class ModelTree:
             self.ends[entry] = len(self.fqns)
         self.post_order.append(entry)
 
-    def _name_params(self) -> None:
-        names, params = self.names, self.params
-        for fqn, pairs in zip(self.fqns, self.owned, strict=True):
-            if pairs:
-                prefix = fqn + "." if fqn else ""
-                for name, param in pairs:
-                    full_name = prefix + name
-                    known = names.get(id(param))
-                    if known is None:
-                        names[id(param)] = [full_name]
-                        params[full_name] = param
-                    else:
-                        known.append(full_name)
+    def _name(self, prefix: str, own: Mapping[str, nn.Parameter | None]) -> list[nn.Parameter]:
+        params = []
+        for name, param in own.items():
+            if param is not None:
+                params.append(param)
+                fqn = prefix + name
+                first = self.names.setdefault(id(param), fqn)
+                if first == fqn:
+                    self.params[fqn] = param
+                else:
+                    self.ties.setdefault(first, []).append(fqn)
+        return params
 
     def children(self, entry: int) -> Iterator[int]:
         """The entries directly below ``entry``, in order."""
@@ -105,15 +103,24 @@ class ModelTree:
 
     def numel(self, entry: int) -> int:
         """Elements of all parameters at or below ``entry``, each counted once."""
-        seen = {id(param): param.numel() for below in self.subtree(entry) for _, param in self.owned[below]}
+        seen = {id(param): param.numel() for below in self.subtree(entry) for param in self.owned[below]}
         return sum(seen.values())
 
     def has_params(self, entry: int) -> bool:
         """Whether the module at ``entry`` or one below it has a parameter."""
         return any(self.owned[below] for below in self.subtree(entry))
 
-    def spec(self, fqn: str) -> ParamSpec:
-        """What a plan records of the parameter ``fqn``."""
-        param = self.params[fqn]
-        aliases = tuple(self.names[id(param)][1:]) if fqn in self.ties else ()
-        return ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad, aliases, isinstance(param, DTensor))
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """What a plan records of each parameter, in order."""
+        ties = self.ties
+        return tuple(
+            ParamSpec(
+                fqn,
+                tuple(param.shape),
+                param.dtype,
+                param.requires_grad,
+                tuple(ties[fqn]) if fqn in ties else (),
+                isinstance(param, DTensor),
+            )
+            for fqn, param in self.params.items()
+        )

@@ -232,7 +232,7 @@ def _compile_glob(glob: str) -> re.Pattern[str]:
 
 def _entries_of_size(tree: ModelTree, taken: frozenset[int], min_numel: int) -> list[int]:
     """Children before parents; ``left`` counts the elements that no unit below has taken."""
-    left = [sum(param.numel() for _, param in pairs) for pairs in tree.owned]
+    left = [sum(param.numel() for param in owned) for owned in tree.owned]
     found: list[int] = []
     whole: set[int] = set()
     for entry, module in enumerate(tree.modules):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -78,10 +77,10 @@ def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
-    placed = Counter(chain(plan.ignored, *(unit.params for unit in plan.units)))
-    if placed == Counter(plan.specs.keys()):
+    placed = list(chain(plan.ignored, *(unit.params for unit in plan.units)))
+    if len(placed) == len(plan.specs) and set(placed) == plan.specs.keys():
         return
-    for fqn in placed | Counter(plan.specs.keys()):
+    for fqn in dict.fromkeys((*plan.specs, *placed)):
         where = [unit.name for unit in plan.units if fqn in unit.params] + ["ignored"] * (fqn in plan.ignored)
         if len(where) != 1 or fqn not in plan.specs:
             yield message(
