@@ -84,4 +84,5 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, device, shape and every bit, NaN and -0.0 included."""
     if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    a, b = (tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)

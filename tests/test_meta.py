@@ -24,9 +24,10 @@ from shardkit.meta.context import recording
 from shardkit.testing import fake_world
 
 
-@pytest.fixture(autouse=True, params=[(3, 1)], ids=["rank1of3"])
+@pytest.fixture(autouse=True)
 def world(request):
-    with fake_world(*request.param):
+    size, rank = getattr(request, "param", (3, 1))
+    with fake_world(size, rank=rank):
         yield
 
 
@@ -90,8 +91,8 @@ def constants(m):
 
 def reused_numpy_memory(m):
     shared = torch.zeros(3).numpy()
-    m.rows = nn.Parameter(torch.empty(2, 3))
-    for i in range(2):
+    m.rows = nn.Parameter(torch.empty(4, 3))
+    for i in range(4):
         shared[:] = i
         m.rows.data[i].copy_(torch.from_numpy(shared))
 
@@ -175,30 +176,61 @@ def looks_at_devices(m):
     m.lower = nn.Parameter(weight.to("cpu", torch.float16))
 
 
-def real_in_place(m):
-    outside = torch.zeros(4)
-    outside.add_(1)
-    m.a = nn.Parameter(outside.clone().normal_())
-    buffer = torch.from_numpy(torch.ones(3).numpy())
-    m.b = nn.Parameter(torch.rand(3) + buffer)
-    buffer.uniform_()
-    m.c = nn.Parameter(torch.rand(3) + buffer)
+def decompositions(m):
+    _, s, vh = torch.linalg.svd(torch.randn(4, 6))  # whose meta kernel lays vh out in another way
+    m.vh = nn.Parameter(vh[:3].clone(memory_format=torch.contiguous_format))
+    m.values = nn.Parameter(s)
+    m.spectrum = nn.Parameter(
+        torch.view_as_real(torch.fft.rfft2(torch.randn(4, 6)))[..., 0].clone(memory_format=torch.contiguous_format)
+    )
 
 
-def empties(m):
-    m.a = nn.Parameter(torch.empty(0, 4))
-    m.b = nn.Parameter(torch.zeros(3, 0))
+def reads_before_changes(m):
+    m.a = nn.Parameter(torch.ones(4, 3))
+    m.before = nn.Parameter(m.a.data.clone())
+    m.a.data.mul_(2)
+    m.noisy = nn.Parameter(m.a.data + torch.rand(4, 3))
+    m.a.data.add_(torch.rand(4, 3))
+    m.late = nn.Parameter(m.before.data - m.a.data)
+    m.a.data.zero_()
+    m.x = nn.Parameter(torch.ones(4, 3))
+    m.copy_of_x = nn.Parameter(m.x.data.clone())
+    m.x.data.mul_(2)
 
 
 FILLS = [
     in_place_parts, samplers, rejection, values_in_control_flow, constants, reused_numpy_memory, buffers, dtypes,
-    reseeding, seeded_inside, copies, ties, norms, looks_at_devices, real_in_place,
+    reseeding, seeded_inside, copies, ties, norms, looks_at_devices, decompositions,
+    reads_before_changes,
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("world", [(1, 0), (3, 1)], ids=["whole", "rank1of3"], indirect=True)
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 def test_same_as_ordinary_construction(fill):
     check_same_as_ordinary(lambda: Holder(fill))
+
+
+def test_real_tensors_from_outside():
+    """They stay real, are computed at once, and draw what they would draw."""
+
+    def build(outside, table):
+        first = nn.Linear(3, 3)
+        outside.add_(1)
+        outside.normal_(outside.mean().item())  # draws, so all draws before must be made
+        second = own(torch.rand(3) + outside)
+        table.copy_(first.weight.data)
+        outside.mul_(2)  # after it was read by the tape
+        return nn.Sequential(first, second, own(table.clone() * outside), own(torch.rand(3, 3) * table))
+
+    plain_parts, parts = ([torch.zeros(3), torch.zeros(3, 3)] for _ in range(2))
+    torch.manual_seed(7)
+    plain = build(*plain_parts)
+    torch.manual_seed(7)
+    with init_on_meta():
+        model = build(*parts)
+    assert differences(plain, materialize(fully_shard(model))) == []
+    assert all(same_bits(a, b) for a, b in zip(plain_parts, parts, strict=True))
 
 
 def test_init_on_meta_makes_meta_tensors_only():

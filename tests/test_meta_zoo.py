@@ -21,8 +21,8 @@ from shardkit.testing import fake_world
 SPECIAL = [
     "ViTForImageClassification", "ModernBertForMaskedLM", "ModernBertDecoderForCausalLM", "SwinModel",
     "RwkvForCausalLM", "ApertusForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "DeepseekV3ForCausalLM",
-    "PegasusModel", "DebertaV2Model", "RecurrentGemmaForCausalLM", "Gemma3ForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
-    "XLNetLMHeadModel", "CLIPModel", "BeitModel", "Wav2Vec2Model", "xLSTMForCausalLM",
+    "PegasusModel", "DebertaV2Model", "RecurrentGemmaForCausalLM", "Gemma3ForCausalLM", "BloomForCausalLM",
+    "FalconForCausalLM", "XLNetLMHeadModel", "CLIPModel", "BeitModel", "Wav2Vec2Model", "xLSTMForCausalLM",
 ]  # fmt: skip
 
 

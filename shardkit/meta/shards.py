@@ -57,6 +57,7 @@ class Cutter:
         mesh, placements = like.device_mesh, like.placements
         device = torch.device("cpu") if id(like) in self._offloaded else device_of(mesh)
         part = _local_part(full, like)
+        part = part.resolve_conj().resolve_neg()  # a collective sends the memory as it is
         alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
         local = part.to(device, like.dtype, copy=not alone, memory_format=torch.contiguous_format)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
