@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
 from shardkit import ShardingPlan, plan_model, shard_model
@@ -131,17 +131,31 @@ def _cast_copy(entry: Entry, plan: ShardingPlan) -> nn.Module:
     return model
 
 
+class _Boundary(torch.autograd.Function):
+    """One node of the graph for all inputs of a unit, as FSDP2 has."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 def _add_up_gradients_at_unit_inputs(plain: nn.Module, plan: ShardingPlan) -> None:
-    """Give the plain model a node of its graph where each unit begins, as FSDP2 does: ``Entry.crossing``."""
+    """Give the plain model a node of its graph where each unit begins, for ``Entry.crossing``."""
 
-    def viewed(value: Any) -> Any:
-        return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
-
-    def pass_views(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(viewed, (args, kwargs))
+    def cross(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if places:
+            for place, tensor in zip(places, _Boundary.apply(*(leaves[i] for i in places)), strict=True):
+                leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
 
     for fqn in {fqn for unit in plan.units for fqn in unit.modules}:
-        plain.get_submodule(fqn).register_forward_pre_hook(pass_views, with_kwargs=True)
+        plain.get_submodule(fqn).register_forward_pre_hook(cross, with_kwargs=True)
 
 
 def _ties(model: nn.Module) -> set[tuple[str, ...]]:

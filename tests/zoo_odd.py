@@ -1,0 +1,368 @@
+"""Tiny plain-torch models, one for each oddity that a sharding rule may trip over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo_entry import Entry, floats
+from zoo_usual import VOCAB, WIDTH, Block, NanoGpt, blocks, next_token, run, tokens, vectors
+
+# Parameters that are not like the others.
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 3),
+    )
+
+
+class RootParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.layers = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layers, torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)) * self.temperature
+
+
+class Scalar(nn.Module):
+    """A parameter without dimensions, such as CLIP's logit_scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layers, x) * self.logit_scale.exp()
+
+
+class Frozen(nn.Module):
+    """Frozen embedding and first blocks, one frozen norm in a block that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+        self.layers = blocks(4)
+        self.layers[0].requires_grad_(False)
+        self.layers[1].requires_grad_(False)
+        self.layers[2].norm.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(run(self.layers, self.embed(ids)))
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False).to(torch.bfloat16)
+        self.lora_a = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x.bfloat16()).float() + self.lora_b(self.lora_a(x))
+
+
+def lora() -> nn.Module:
+    """A frozen bf16 base with fp32 adapters that train."""
+    model = NanoGpt(tied=False).requires_grad_(False)
+    for block in model.transformer.h:
+        block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
+    return model
+
+
+class MixedBlock(nn.Module):
+    """bf16 linear layers and an fp32 norm, all of which train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x.float()).bfloat16())
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixedBlock() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(run(self.layers, x).float())
+
+
+class Narrow(nn.Module):
+    """First dimensions of 1, 2 and 3: fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.inp, self.out, self.gain = nn.Linear(WIDTH, 3), nn.Linear(3, 1), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(run(self.layers, self.inp(x)).tanh()) * self.gain
+
+
+# Modules that are not called once each, in order.
+
+
+class Reused(nn.Module):
+    """One block called twice, between blocks called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, middle, last = self.layers
+        return last(middle(first(middle(x))))
+
+
+class SharedWeight(nn.Module):
+    """Two blocks share a weight, each by its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(4)
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layers, x)
+
+
+class Unordered(nn.Module):
+    """Blocks called from last to first, one of them never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run([self.layers[i] for i in (3, 1, 0)], x)
+
+
+class InDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Block() for name in ("first", "second", "third")})
+        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, 2), "b": nn.Linear(WIDTH, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = run(self.layers.values(), x)
+        return torch.cat([head(x) for head in self.heads.values()], -1)
+
+
+class Branches(nn.Module):
+    """Branches of different sizes in parallel, as in Inception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branched() for _ in range(2))
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(run(self.layers, x))
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH))
+        self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH), wide, nn.LayerNorm(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(branch(x) for branch in self.branches)
+
+
+class MoeBlock(nn.Module):
+    """Top-1 routing. Every expert is called, with no tokens if it has none, unless ``skip``."""
+
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.skip = skip
+        self.router = nn.Linear(WIDTH, 6)
+        self.experts = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weight, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows) or not self.skip:
+                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
+        return out.view_as(x)
+
+
+class Moe(nn.Module):
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoeBlock(skip) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(run(self.layers, x))
+
+
+class TwoTowers(nn.Module):
+    """The second tower is not used: its parameters train, and get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"image": nn.Sequential(*blocks(2)), "text": nn.Sequential(*blocks(2))})
+        self.unused_head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.towers["image"](x)
+
+
+class OtherMethods(nn.Module):
+    """The forward uses methods of a child that are not its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.layers = blocks(2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.encoder.encode(ids)
+        return self.encoder.decode(run(self.layers, x))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class OwnCheckpointing(nn.Module):
+    """The model recomputes its own blocks, and takes and returns tuples and dicts between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TupleBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x, "step": 0}
+        for layer in self.layers:
+            state = checkpoint(layer, state, scale=0.5, use_reentrant=False)
+        return state["x"]
+
+
+class TupleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, state: dict, *, scale: float) -> dict:
+        return {"x": self.block(state["x"]) * scale, "step": state["step"] + 1}
+
+
+class Conditioned(nn.Module):
+    """As in DiT: what conditions the model enters every block beside its input, and scales are its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.ModuleList(ConditionedBlock() for _ in range(3))
+        self.final_layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.embed_time(x[:, :1, 0])
+        for layer in self.layers:
+            x = layer(x, condition)
+        return self.final_layer(x)
+
+
+class ConditionedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulation(condition)[:, None].chunk(2, -1)
+        return x + scale * self.mlp(self.norm(x) + shift)
+
+
+class Distilled(nn.Module):
+    """A frozen teacher of the same blocks, run without gradients, and its student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(*blocks(2)).requires_grad_(False)
+        self.student = nn.Sequential(*blocks(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = self.teacher(x)
+        return self.student(x) - goal
+
+
+class SharedModule(nn.Module):
+    """All blocks hold one and the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(3)
+        for layer in self.layers:
+            layer.down = self.layers[0].down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layers, x)
+
+
+class Tables(nn.Module):
+    """Most parameters are in tables of a list, as in recommenders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(VOCAB, WIDTH) for _ in range(3))
+        self.top = nn.Sequential(nn.Linear(3 * WIDTH, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(torch.cat([table(ids) for table in self.tables], -1))
+
+
+ODD = {
+    "mlp": Entry(mlp, lambda seed: {"input": floats(seed, 4, WIDTH)}),
+    "root_parameter": Entry(RootParameter, vectors),
+    "scalar": Entry(Scalar, vectors, ignored=("logit_scale",)),
+    "frozen": Entry(Frozen, tokens, next_token),
+    "lora": Entry(lora, tokens, next_token),
+    "mixed_dtypes": Entry(MixedDtypes, vectors),
+    "narrow": Entry(Narrow, lambda seed: {"x": floats(seed, 2, WIDTH)}),
+    "reused": Entry(Reused, vectors),
+    "shared_weight": Entry(SharedWeight, vectors),
+    "unordered": Entry(Unordered, vectors),
+    "module_dict": Entry(InDict, vectors),
+    "branches": Entry(Branches, vectors),
+    "moe": Entry(lambda: Moe(skip=False), vectors),
+    "moe_skipping": Entry(lambda: Moe(skip=True), vectors, uneven=True),
+    "two_towers": Entry(TwoTowers, vectors),
+    "other_methods": Entry(OtherMethods, tokens, next_token),
+    "own_checkpointing": Entry(OwnCheckpointing, vectors),
+    "conditioned": Entry(Conditioned, vectors, crossing=True),
+    "distilled": Entry(Distilled, vectors),
+    "shared_module": Entry(SharedModule, vectors),
+    "tables": Entry(Tables, tokens),
+}

@@ -1,0 +1,303 @@
+"""Tiny plain-torch models of sequences and images, as people write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from zoo_entry import Batch, Entry, floats, integers
+
+VOCAB, WIDTH = 19, 8
+
+
+class Block(nn.Module):
+    """Pre-norm feed-forward with a residual: the block of most models below."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int = 3, width: int = WIDTH) -> nn.ModuleList:
+    return nn.ModuleList(Block(width) for _ in range(count))
+
+
+def run(modules: nn.ModuleList, x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def tokens(seed: int) -> Batch:
+    return {"ids": integers(seed, VOCAB, 2, 5)}
+
+
+def vectors(seed: int) -> Batch:
+    return {"x": floats(seed, 2, 5, WIDTH)}
+
+
+def pixels(seed: int) -> Batch:
+    return {"x": floats(seed, 2, 3, 8, 8)}
+
+
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**batch).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+
+# Sequences.
+
+
+def nn_transformer() -> nn.Module:
+    return nn.Transformer(WIDTH, 2, 2, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
+
+
+def two_sequences(seed: int) -> Batch:
+    return {"src": floats(seed, 2, 5, WIDTH), "tgt": floats(seed + 1000, 2, 4, WIDTH)}
+
+
+class EncoderClassifier(nn.Module):
+    """nn.TransformerEncoder, whose layers are clones, behind a learned position table that is a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.positions = nn.Parameter(torch.randn(5, WIDTH))
+        self.classifier = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.encoder(x + self.positions).mean(1))
+
+
+class LstmLm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(ids))[0])
+
+
+class CellLoop(nn.Module):
+    """A cell called once for each step of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state, states = ids.new_zeros(len(ids), WIDTH, dtype=torch.float32), []
+        for step in self.embed(ids).unbind(1):
+            state = self.cell(step, state)
+            states.append(state)
+        return self.head(torch.stack(states, 1))
+
+
+class NanoGpt(nn.Module):
+    """As nanoGPT: ``transformer`` is a ModuleDict, the head's weight is the embedding's."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCAB, WIDTH),
+                "wpe": nn.Embedding(5, WIDTH),
+                "h": blocks(),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1]))
+        return self.lm_head(self.transformer.ln_f(run(self.transformer.h, x)))
+
+
+class FunctionalTie(nn.Module):
+    """No head module: the root's forward multiplies by the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, WIDTH)
+        self.layers = blocks()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.norm(run(self.layers, self.emb(ids))), self.emb.weight)
+
+
+class HeadByWeight(nn.Module):
+    """A head that is a module, but whose weight the root's forward uses without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, WIDTH)
+        self.layers = blocks()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(run(self.layers, self.emb(ids)))
+        return x @ self.head.weight.t()
+
+
+# Images.
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.downsample = None
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(BasicBlock(4, 4, 1), BasicBlock(4, 4, 1))
+        self.layer2 = nn.Sequential(BasicBlock(4, 6, 2), BasicBlock(6, 6, 1))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Conv2d(3, 4, 3, padding=1)
+        self.down_blocks = nn.ModuleList([self.conv(4, 6), self.conv(6, 8)])
+        self.mid_block = self.conv(8, 8)
+        self.up_blocks = nn.ModuleList([self.conv(16, 6), self.conv(12, 4)])
+        self.out = nn.Conv2d(4, 3, 1)
+
+    @staticmethod
+    def conv(inner: int, outer: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.GroupNorm(2, outer), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = self.inp(x), []
+        for down in self.down_blocks:
+            x = F.avg_pool2d(down(x), 2)
+            skips.append(x)
+        x = self.mid_block(x)
+        for up in self.up_blocks:
+            x = F.interpolate(up(torch.cat([x, skips.pop()], 1)), scale_factor=2.0)
+        return self.out(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int, last: bool) -> None:
+        super().__init__()
+        self.blocks = blocks(2, width)
+        self.downsample = None if last else nn.Linear(2 * width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = run(self.blocks, x)
+        return x if self.downsample is None else self.downsample(x.unflatten(1, (-1, 2)).flatten(2))
+
+
+class Stages(nn.Module):
+    """Two levels as in Swin: stages of blocks, of which each stage is twice as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 4, 2, 2)
+        self.stages = nn.ModuleList([Stage(4, False), Stage(8, False), Stage(16, True)])
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        return self.head(self.norm(run(self.stages, x)).mean(1))
+
+
+class AutoEncoder(nn.Module):
+    """Transposed convolutions in channels_last: four-dimensional parameters are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, 2, 1))
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(8, 6, 2, 2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x.contiguous(memory_format=torch.channels_last))) - x
+
+
+class VisionNorm(nn.Module):
+    """Weight norm: the weight is computed from two parameters of a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(weight_norm(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)) for _ in range(3))
+        self.out = weight_norm(nn.Linear(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        for conv in self.convs:
+            x = F.elu(conv(x)) + x
+        return self.out(x.transpose(1, 2))
+
+
+class Spectral(nn.Module):
+    """Complex parameters, as in Fourier neural operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(SpectralLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.layers, self.lift(x))
+
+
+class SpectralLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.einsum("bfi,fio->bfo", torch.fft.rfft(x, dim=1), self.weight)
+        return x + torch.fft.irfft(spectrum, n=x.shape[1], dim=1)
+
+
+USUAL = {
+    "nn_transformer": Entry(nn_transformer, two_sequences),
+    "encoder_classifier": Entry(EncoderClassifier, vectors),
+    "lstm_lm": Entry(LstmLm, tokens, next_token),
+    "cell_loop": Entry(CellLoop, tokens, next_token),
+    "nanogpt_tied": Entry(NanoGpt, tokens, next_token),
+    "functional_tie": Entry(FunctionalTie, tokens, next_token),
+    "head_by_weight": Entry(HeadByWeight, tokens, next_token),
+    "resnet": Entry(ResNet, pixels),
+    "unet": Entry(UNet, pixels),
+    "stages": Entry(Stages, pixels),
+    "channels_last": Entry(lambda: AutoEncoder().to(memory_format=torch.channels_last), pixels),
+    "weight_norm": Entry(VisionNorm, vectors),
+    "complex": Entry(Spectral, vectors),
+}
