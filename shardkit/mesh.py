@@ -18,9 +18,18 @@ _LAUNCHER_VARIABLES = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 logger = logging.getLogger("shardkit")
 
 
-def device_type() -> str:
-    """The device type that ranks of this process compute on: the accelerator's, else ``"cpu"``."""
+def accelerator() -> str:
+    """The type of this process's accelerator, or ``"cpu"`` where it has none."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+
+
+def device_type() -> str:
+    """The device type that meshes are built on: the accelerator's, but the CPU where only gloo could serve it.
+
+    gloo has no all-gather for GPU tensors, so a group that was initialized with gloo alone is one of CPU ranks.
+    """
+    only_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    return "cpu" if only_gloo else accelerator()
 
 
 def ensure_process_group() -> None:
@@ -45,9 +54,9 @@ def ensure_process_group() -> None:
                 "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself",
             )
         )
-    if device_type() != "cpu":
+    if accelerator() != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device_type())
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
     if launched:
         dist.init_process_group(backend)
         return
@@ -124,12 +133,12 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
                 "Make the plan with this mesh",
             )
         )
-    if mesh.device_type not in ("cpu", device_type()):
+    if mesh.device_type not in ("cpu", accelerator()):
         raise PlanError(
             message(
                 "mesh",
-                f"its device type is {mesh.device_type!r}, and this process has {device_type()!r}",
+                f"its device type is {mesh.device_type!r}, and this process has {accelerator()!r}",
                 "A mesh is on a device that every rank has",
-                f"Use init_device_mesh({device_type()!r}, ...)",
+                f"Use init_device_mesh({accelerator()!r}, ...)",
             )
         )
