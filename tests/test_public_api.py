@@ -1,0 +1,283 @@
+"""The public names: what they are, that they are documented, and that the pages say of them what is so.
+
+``docs/api.md`` holds every public signature, README the two commands, and the pages the output of their code. Each
+check is a function that can be shown to fail.
+"""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed.fsdp
+from test_docs import PAGES, ROOT, blocks
+
+import shardkit
+import shardkit.testing
+from shardkit.testing import fake_world
+
+OF_TORCH = {
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "fully_shard",
+    "register_fsdp_forward_method",
+}
+NAMES = OF_TORCH | {
+    "CheckpointError",
+    "MeshSpec",
+    "PlanError",
+    "ShardUnit",
+    "ShardingPlan",
+    "ShardkitError",
+    "TranslationError",
+    "apply_plan",
+    "by_class",
+    "by_name",
+    "by_size",
+    "check_optimizer",
+    "clip_grad_norm_",
+    "group",
+    "init_on_meta",
+    "materialize",
+    "plan_model",
+    "shard_model",
+}
+# Never needed by the library: the extras, and what torch itself can do without.
+OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
+
+
+def public(module: ModuleType) -> dict[str, object]:
+    """The names of a package that are not its submodules."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in found.items() if not isinstance(value, ModuleType)}
+
+
+def test_the_public_names_are_these():
+    assert public(shardkit).keys() == NAMES
+    assert public(shardkit.testing).keys() == set(shardkit.testing.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(OF_TORCH))
+def test_what_torch_has_is_torchs_own(name):
+    assert getattr(shardkit, name) is getattr(torch.distributed.fsdp, name)
+
+
+def implicit_exports(source: str) -> list[str]:
+    """Names imported without ``as`` themselves and in no ``__all__``: type checkers see these as private."""
+    tree = ast.parse(source)
+    listed = {
+        item
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for item in ast.literal_eval(node.value)
+    }
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [alias.name for alias in imports if alias.asname != alias.name and alias.name not in listed]
+
+
+@pytest.mark.parametrize("package", ["", "testing", "meta", "plan"])
+def test_exports_are_explicit(package):
+    assert implicit_exports((ROOT / "shardkit" / package / "__init__.py").read_text()) == []
+
+
+def test_an_implicit_export_is_noticed():
+    assert implicit_exports("from a import b\nfrom a import c as c\nfrom a import d\n__all__ = ['d']") == ["b"]
+
+
+# --- Documented and annotated ---------------------------------------------------------------------------------------
+
+
+def ours() -> Iterator[tuple[str, object]]:
+    """Every public function and class that is not torch's, and every public method and property of the classes."""
+    for package in (shardkit, shardkit.testing):
+        for name, value in public(package).items():
+            if name not in OF_TORCH:
+                yield f"{package.__name__}.{name}", value
+                yield from methods(f"{package.__name__}.{name}", value)
+
+
+def methods(name: str, cls: object) -> Iterator[tuple[str, object]]:
+    for attribute, value in vars(cls).items() if isinstance(cls, type) else ():
+        value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+        if not attribute.startswith("_") and inspect.isfunction(value):
+            yield f"{name}.{attribute}", value
+
+
+def undocumented(name: str, value: object) -> list[str]:
+    # A dataclass without a docstring gets its signature for one.
+    own = value.__dict__.get("__doc__") if isinstance(value, type) else value.__doc__
+    return [] if own and not own.startswith(f"{name.split('.')[-1]}(") else [f"{name} has no docstring"]
+
+
+def unannotated(name: str, value: object) -> list[str]:
+    if isinstance(value, type):
+        return []  # its methods are looked at one by one
+    signature = inspect.signature(value)
+    missing = [
+        p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")
+    ]
+    missing += ["return"] if signature.return_annotation is signature.empty else []
+    return [f"{name}: {what} has no annotation" for what in missing]
+
+
+@pytest.mark.parametrize("rule", [undocumented, unannotated])
+def test_everything_public_is(rule):
+    found = dict(ours())
+    assert {"shardkit.plan_model", "shardkit.ShardingPlan.diff", "shardkit.testing.RankPool.run"} <= found.keys()
+    assert [problem for name, value in found.items() for problem in rule(name, value)] == []
+
+
+def test_what_is_not_documented_or_annotated_is_noticed():
+    def bare(x, y: int):
+        pass
+
+    class Bare:
+        pass
+
+    assert undocumented("a.bare", bare) == ["a.bare has no docstring"]
+    assert undocumented("a.Bare", Bare) == ["a.Bare has no docstring"]
+    assert unannotated("bare", bare) == ["bare: x has no annotation", "bare: return has no annotation"]
+
+
+# --- Nothing optional -----------------------------------------------------------------------------------------------
+
+REFUSE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {optional}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+import {modules}
+"""
+
+
+def import_without(optional: list[str], modules: str) -> subprocess.CompletedProcess[str]:
+    code = REFUSE.format(optional=optional, modules=modules)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_shardkit_needs_no_optional_package():
+    run = import_without(OPTIONAL, "shardkit, shardkit.testing, shardkit.__main__")
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_needed_package_is_noticed():
+    run = import_without([*OPTIONAL, "typing_extensions"], "shardkit")
+    assert run.returncode == 1
+    assert "ModuleNotFoundError: typing_extensions" in run.stderr
+
+
+# --- docs/api.md ----------------------------------------------------------------------------------------------------
+
+
+def documented_signatures(text: str) -> dict[str, str]:
+    """The calls in the ``text`` blocks of a page, by name, one a line or continued with indentation."""
+    joined = "".join(block.code for block in blocks(text) if block.language == "text")
+    calls = re.sub(r"\n\s+", " ", joined).replace("( ", "(").replace(" )", ")").splitlines()
+    return {call.partition("(")[0]: call for call in calls}
+
+
+def signature(name: str, value: Callable[..., object]) -> str:
+    """The call without annotations: ``group(*globs, **overrides)``."""
+    if isinstance(value, type) and issubclass(value, Exception):
+        return name
+    found = inspect.signature(value)
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name not in ("self", "cls")]
+    shown = str(found.replace(parameters=parameters, return_annotation=found.empty))
+    shown = re.sub(r"Policy\([^)]*\)", "Policy()", shown)  # its repr lists the fields of this torch
+    return f"{name}{shown}".replace("<factory>", "...")
+
+
+def expected_signatures() -> dict[str, str]:
+    found = {name: signature(name, value) for name, value in public(shardkit).items() if name not in OF_TORCH}
+    found |= {name: signature(name, value) for name, value in public(shardkit.testing).items()}
+    for cls in (shardkit.ShardingPlan, shardkit.MeshSpec, shardkit.testing.RankPool):
+        for name, value in methods(cls.__name__, cls):
+            if not isinstance(vars(cls)[value.__name__], property) and value.__name__ != "specs":
+                found[name] = signature(name, value)
+    return found
+
+
+def test_the_reference_has_every_public_signature_as_it_is():
+    assert documented_signatures((ROOT / "docs" / "api.md").read_text()) == expected_signatures()
+
+
+def test_a_stale_signature_is_noticed():
+    page = "```text\nf(a, *,\n  b=1)\ng()\n```\n"
+    assert documented_signatures(page) == {"f": "f(a, *, b=1)", "g": "g()"}
+    assert signature("f", lambda a, *, b=2: None) == "f(a, *, b=2)"
+
+
+# --- The pages ------------------------------------------------------------------------------------------------------
+
+
+def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
+    """What each ``python`` block that a ``text`` block follows directly prints, and that text."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    page = list(blocks(text))
+    for block, following in zip(page, [*page[1:], None], strict=True):
+        if block.language == "python" and ">>> " not in block.code:
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(block.code, namespace)
+            between = text[block.offset : following.offset].partition("\n```\n")[2] if following else "end"
+            if following and following.language == "text" and not between.strip():
+                yield out.getvalue().strip(), following.code.strip()
+
+
+@pytest.mark.parametrize(("page", "outputs"), [("README.md", 1), ("docs/the-plan.md", 4)])
+def test_the_output_on_a_page_is_what_its_code_prints(page, outputs):
+    text = (ROOT / page).read_text()
+    # A model that is recorded and never materialized would be replayed before the next one of this process.
+    with fake_world(8), torch.random.fork_rng(devices=[]):
+        pairs = list(printed_and_shown(text))
+    assert len(pairs) == outputs
+    for printed, shown in pairs:
+        assert printed == shown
+
+
+def test_output_that_is_not_so_is_noticed():
+    page = "```python\nprint(1)\n```\n\n```text\n2\n```\n\n```python\nprint(3)\n```\nwords\n\n```text\n4\n```\n"
+    assert list(printed_and_shown(page)) == [("1", "2")]
+
+
+def dead_links(path: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
+    return [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("[a](page.md#part) [b](lost.md) [c](https://pytorch.org)")
+    assert dead_links(page) == ["lost.md"]
+
+
+def test_code_stands_in_the_first_ten_lines_of_the_readme():
+    assert "```python" in (ROOT / "README.md").read_text().splitlines()[:10]
+
+
+def test_ci_runs_the_one_test_command_of_the_readme():
+    extraction = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("command="))
+    script = f'{extraction}\nprintf %s "$command"'
+    found = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = [block.code.strip() for block in blocks((ROOT / "README.md").read_text()) if block.language == "bash"]
+    assert shown[1] == found
+    assert found.startswith("python3 -m venv .venv && ")
+    assert found.endswith(' -e ".[test]" && pytest')
