@@ -176,6 +176,12 @@ def looks_at_devices(m):
     m.lower = nn.Parameter(weight.to("cpu", torch.float16))
 
 
+def draws_that_depend_on_values(m):
+    torch.poisson(torch.rand(50) * 20)  # the result is dropped, but how many numbers it took follows from the rates
+    torch.bernoulli(torch.rand(5))
+    m.w = nn.Parameter(torch.randn(3))
+
+
 def decompositions(m):
     _, s, vh = torch.linalg.svd(torch.randn(4, 6))  # whose meta kernel lays vh out in another way
     m.vh = nn.Parameter(vh[:3].clone(memory_format=torch.contiguous_format))
@@ -201,7 +207,7 @@ def reads_before_changes(m):
 FILLS = [
     in_place_parts, samplers, rejection, values_in_control_flow, constants, reused_numpy_memory, buffers, dtypes,
     reseeding, seeded_inside, copies, ties, norms, looks_at_devices, decompositions,
-    reads_before_changes,
+    reads_before_changes, draws_that_depend_on_values,
 ]  # fmt: skip
 
 
@@ -484,6 +490,21 @@ def test_objects_attributes_and_optimizers_stay():
     optimizer.step()
     for old, parameter in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(parameter.to_local(), old - 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world", [(1, 0)], indirect=True)
+def test_parameters_that_shared_memory_are_sharded_apart():
+    """As by fully_shard on a real model."""
+
+    class Mirror(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(4, 2))
+            self.b = nn.Parameter(self.a.data)
+
+    _, model = both(Mirror)
+    model.a.to_local().detach().zero_()
+    assert model.b.to_local().all()
 
 
 def test_real_parameters_are_left_alone():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Player:
         self._schedule = Schedule([op for tape in tapes for op in tape.ops], finals)
         self._done = [False] * len(self._schedule.ops)
         self._generators: dict[int, torch.Generator] = {}
+        # Memory that was just freed: models have many tensors of one size, and new memory costs page faults.
+        self._spare: torch.UntypedStorage | None = None
         self.ends: dict[Tape, dict[int, Tensor]] = {}
 
     @property
@@ -126,7 +129,9 @@ class Player:
         for final, buffer in self._schedule.finals_after.get(index, ()):
             self._need(buffer.changes[-1])
             assert buffer.real is not None
-            final.take(final.view.of(buffer.real), buffer.uses == 1)
+            alone = buffer.uses == 1
+            kept = final.take(final.view.of(buffer.real), alone)
+            self._spare = buffer.real if alone and not kept else None
             self._release(buffer)
 
     def _need(self, index: int) -> None:
@@ -161,7 +166,9 @@ class Player:
             self._release(buffer)
 
     def _run_for_its_draws(self, op: Op) -> None:
-        self._call(op, {})
+        real: dict[int, torch.UntypedStorage] = {}
+        self._call(op, real)
+        self._spare = next(iter(real.values()), None)
 
     def _call(self, op: Op, real: dict[int, torch.UntypedStorage]) -> Any:
         """Make the recorded call. Storages missing in ``real`` are such as it does not read."""
@@ -176,10 +183,11 @@ class Player:
         assert op.func is not None
         if torch.get_default_dtype() != op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
-        kwargs = map_leaves(leaf, op.kwargs)
+        args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
         if op.on_device:
             kwargs["device"] = self.device
-        return op.func(*map_leaves(leaf, op.args), **kwargs)
+        self._spare = None  # not held while the op itself allocates
+        return op.func(*args, **kwargs)
 
     def _constant(self, op: Op, out: View) -> torch.UntypedStorage:
         if op.value is None:
@@ -189,6 +197,10 @@ class Player:
     def _allocate(self, number: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
         num_bytes = self._storages[number].num_bytes(number)
+        spare, self._spare = self._spare, None  # given up before another is allocated, so there is never one more
+        if spare is not None and spare.nbytes() == num_bytes:
+            return spare
+        del spare
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _fit(self, view: View, storage: torch.UntypedStorage) -> Tensor:
@@ -277,10 +289,11 @@ def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
     """Values of recorded tensors as they are at the end of the tapes, on the CPU. Draws no more than needed."""
     values: dict[int, Tensor] = {}
 
-    def final(index: int, view: View) -> Final:
-        return Final(view, lambda value, alone: values.__setitem__(index, value if alone else value.clone()))
+    def keep(index: int, value: Tensor, alone: bool) -> bool:
+        values[index] = value if alone else value.clone()
+        return alone
 
-    finals = [final(index, view) for index, view in enumerate(views)]
+    finals = [Final(view, partial(keep, index)) for index, view in enumerate(views)]
     with _torch.no_modes():
         Player(tapes, finals, device=torch.device("cpu"), draw_all=False).run()
     return [values[index] for index in range(len(finals))]

@@ -16,11 +16,12 @@ from shardkit.meta.tape import UPDATE, WHOLE, Op, View
 class Final:
     """A tensor that is wanted at the end: ``take`` gets its value once, as soon as that is final.
 
-    ``take(value, alone)`` may keep the value's memory when it is ``alone``: nothing else will look at it.
+    ``take(value, alone)`` may keep the value's memory when it is ``alone``, as nothing else will look at it, and
+    says whether it did.
     """
 
     view: View
-    take: Callable[[Tensor, bool], None]
+    take: Callable[[Tensor, bool], bool]
 
 
 @dataclass(slots=True)

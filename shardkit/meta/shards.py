@@ -43,8 +43,8 @@ class Cutter:
         self._home = device_of(next(meshes(model)))
         self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
 
-    def cut(self, target: Target, full: Tensor, alone: bool) -> None:
-        """Set ``target.value`` from the full value, which may be freed afterwards, or is ours when ``alone``."""
+    def cut(self, target: Target, full: Tensor, alone: bool) -> bool:
+        """Set ``target.value`` from the full value, whose memory is ours when ``alone``; say whether it was kept."""
         tensor = target.tensor
         if isinstance(tensor, DTensor):
             target.value = self._shard(full, tensor, alone)
@@ -52,6 +52,8 @@ class Cutter:
             target.value = full.to(device=self._home, dtype=tensor.dtype, copy=True)
         else:
             target.value = self._whole(full, target.view)
+        local = target.value.to_local() if isinstance(target.value, DTensor) else target.value
+        return local.untyped_storage() is full.untyped_storage()
 
     def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
         mesh, placements = like.device_mesh, like.placements
