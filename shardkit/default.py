@@ -43,7 +43,9 @@ def find_blocks(tree: ModelTree) -> list[int]:
     """The entries of the model's repeated blocks, outermost only, in the model's order."""
     declared = set(getattr(tree.modules[0], "_no_split_modules", None) or ())
     containers = [entry for entry, module in enumerate(tree.modules) if isinstance(module, _CONTAINERS)]
-    items = sorted(item for entry in containers for item in tree.children(entry))
+    # Each module once, also where the list repeats one, as in ModuleList([block] * 3).
+    paths = sorted((item for entry in containers for item in tree.children(entry)), reverse=True)
+    items = sorted({id(tree.modules[item]): item for item in paths}.values())
     classes = Counter(type(tree.modules[item]) for item in items)
     found: list[int] = []
     for item in items:
@@ -86,14 +88,14 @@ def _find_head(tree: ModelTree, blocks: list[int], outside: list[int]) -> int | 
 
 
 def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> list[tuple[int, ...]]:
-    """``[norm, head]``; the head alone only where it is tied, since else the root does as well."""
+    """``[norm, head]``, the first norm behind the blocks; the head alone only where it is tied."""
     if head is None:
         return []
     start = blocks[-1] if blocks else 0
     norms = [entry for entry in outside if start < entry < head and _is_norm(tree, entry)]
     norms = [norm for norm in norms if len(_trained_dtypes(tree, norm) | _trained_dtypes(tree, head)) < 2]
     tied = any(tree.names[id(param)] in tree.ties for param in tree.owned[head])
-    return [(norms[-1], head)] if norms else [(head,)] if tied else []
+    return [(norms[0], head)] if norms else [(head,)] if tied else []
 
 
 def _is_norm(tree: ModelTree, entry: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -31,9 +33,12 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None) -> None:
 def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
     """Raises one PlanError that lists why ``plan`` cannot be applied to the model on ``device``; local."""
     plan.check()
-    problems = [*_other_params(tree, plan), *_missing_modules(tree, plan)]
+    problems = [*_other_params(tree, plan), *_other_modules(tree, plan)]
     if not problems:
-        problems = [*_other_owners(tree, plan), *_devices(tree, plan, device), *_caches(tree, plan)]
+        problems = [
+            problem for rule in (_other_owners, _overlaps, _caches, _statistics) for problem in rule(tree, plan)
+        ]
+        problems += _devices(tree, plan, device)
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -55,7 +60,7 @@ def _sharded_modules(tree: ModelTree) -> Iterator[str]:
         )
 
 
-def _is_sharded(module: torch.nn.Module) -> bool:
+def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
@@ -96,7 +101,7 @@ def _changed(spec: object, other: object) -> list[tuple[str, object]]:
     return [(name, value) for name, value in mine.items() if theirs[name] != value]
 
 
-def _missing_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     missing = [fqn for unit in plan.units for fqn in unit.modules if fqn not in tree.places]
     if missing:
         yield message(
@@ -105,6 +110,11 @@ def _missing_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
             "A plan is for one model",
             "Make it from this model",
         )
+    named: dict[int, str] = {}
+    for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
+        first = named.setdefault(id(tree.modules[tree.places[fqn]]), fqn)
+        if first != fqn:
+            yield message(fqn, f"is the module {first} by another name", "A module is in one unit", "Leave it out")
 
 
 def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
@@ -148,6 +158,32 @@ def _devices(tree: ModelTree, plan: ShardingPlan, device: str) -> Iterator[str]:
         )
 
 
+def _overlaps(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """Two parameters over the same memory train as one; sharding copies each, so they would part."""
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    # Tensor subclasses, as DTensors and quantized weights are, have no memory of their own to look at.
+    plain = [fqn for fqn, param in tree.params.items() if type(param) is nn.Parameter and fqn not in plan.ignored]
+    storages = [tree.params[fqn].untyped_storage() for fqn in plain]  # kept, so that an id is of one storage only
+    for fqn, storage in zip(plain, storages, strict=True):
+        by_storage.setdefault(id(storage), []).append((*_extent(tree.params[fqn]), fqn))
+    for extents in by_storage.values():
+        for (_, end, first), (start, _, second) in itertools.pairwise(sorted(extents)):
+            if start < end:
+                yield message(
+                    second,
+                    f"is in the same memory as {first}, but is another Parameter",
+                    "Sharding gives each parameter memory of its own, so the two would train apart",
+                    "Tie them by assigning one Parameter to both modules",
+                )
+
+
+def _extent(param: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one past its last."""
+    first = int(param.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return first * param.itemsize, (last + 1) * param.itemsize
+
+
 def _caches(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Models of transformers fill a key-value cache in training too; recomputing a block fills it twice."""
     recomputed = [fqn for unit in plan.units if unit.checkpoint_activations for fqn in unit.modules]
@@ -162,5 +198,22 @@ def _caches(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         )
 
 
-def _fills_cache(module: torch.nn.Module) -> bool:
+def _fills_cache(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "use_cache", False) is True
+
+
+def _statistics(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """Running statistics, as of nn.BatchNorm2d, are a side effect of forward: recomputed, it happens twice."""
+    recomputed = [tree.places[fqn] for unit in plan.units if unit.checkpoint_activations for fqn in unit.modules]
+    found = [tree.fqns[below] for entry in recomputed for below in tree.subtree(entry) if _updates(tree.modules[below])]
+    if found:
+        yield message(
+            "checkpoint_activations",
+            f"running statistics in {listing(found, 6)}",
+            "A block that is recomputed runs its forward twice, which would update them twice",
+            "Recompute other blocks only, by a rule with checkpoint_activations, or put these modules in eval mode",
+        )
+
+
+def _updates(module: nn.Module) -> bool:
+    return module.training and getattr(module, "running_mean", None) is not None

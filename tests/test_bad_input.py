@@ -147,7 +147,7 @@ def test_scalar_parameter() -> None:
     model = Decoder()
     model.scale = nn.Parameter(torch.tensor(1.0))
     model.layers[0].scale = nn.Parameter(torch.tensor(1.0))
-    with refused(model, "scale: is a scalar", "layers.0.scale: is a scalar", "shape (1,)"):
+    with refused(model, "scale: is a scalar", "layers.0.scale: is a scalar", "shape (1,)", "ignored_params=['scale']"):
         plan_model(model, mesh=EIGHT)
     plan_model(model, mesh=EIGHT, ignored_params=["scale", model.layers[0].scale])
 
@@ -269,6 +269,47 @@ def test_plan_edited_by_hand() -> None:
                 apply_plan(model, edited)
         with refused(model, "plan: a ShardingPlan, given together with compile"):
             shard_model(model, plan=plan, compile=True)
+
+
+def test_empty_parameter() -> None:
+    model = Decoder()
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    with refused(model, "none: is empty, shape (0, 4)", "ignored_params=['none']"):
+        plan_model(model, mesh=EIGHT)
+
+
+def test_parameters_in_the_same_memory() -> None:
+    for device in ("cpu", "meta"):
+        model = Decoder().to(device)
+        model.head.weight = nn.Parameter(model.embed.weight.detach())
+        with fake_world(8), refused(model, "head.weight: is in the same memory as embed.weight", "one Parameter"):
+            shard_model(model)
+    flat = torch.zeros(2, 3, 4)
+    beside = nn.Module()
+    beside.first, beside.second = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+    with fake_world(2):
+        shard_model(beside)
+
+
+def test_a_module_by_two_names() -> None:
+    model = Decoder()
+    model.layers[1] = model.layers[0]
+    plan = plan_model(model, mesh=EIGHT)
+    doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=())
+    with fake_world(8), refused(model, "layers.0: is the module layers.1 by another name"):
+        apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
+
+    assert [unit.name for unit in plan.units] == ["embed", "layers.0", "layers.2", "[norm, head]", "(root)"]
+
+
+def test_running_statistics_in_recomputed_blocks() -> None:
+    model = Decoder()
+    model.layers[1].statistics = nn.BatchNorm1d(8)
+    with fake_world(8), refused(model, "running statistics in layers.1.statistics", "eval mode"):
+        shard_model(model, checkpoint_activations=True)
+    model.layers[1].statistics.eval()
+    with fake_world(8):
+        shard_model(model, checkpoint_activations=True)
 
 
 def test_cache_in_recomputed_blocks() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.consensus import agree, digest_of
 from shardkit.meta.context import is_plain_meta, records
@@ -204,16 +205,20 @@ def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
                 "Move the change there",
             )
         )
-    referenced = [t for t in targets if isinstance(t.tensor, DTensor) and weakref.getweakrefs(t.tensor)]
+    referenced = [t for t in targets if isinstance(t.tensor, DTensor) and _is_bound(t.tensor)]
     if referenced:
         raise ShardkitError(
             message(
                 listing(fqn for t in referenced for fqn in t.fqns),
-                "something holds a weak reference to it",
-                "torch cannot give a new content to such a tensor object (torch.utils.swap_tensors)",
-                "Make the reference after materialize",
+                "it has a gradient hook, or something holds a weak reference to it",
+                "torch.utils.swap_tensors, which gives the tensor object its value, would lose the one and refuses the other",
+                "Make it after materialize",
             )
         )
+
+
+def _is_bound(tensor: Tensor) -> bool:
+    return bool(weakref.getweakrefs(tensor)) or _torch.has_gradient_hooks(tensor)
 
 
 def _replay(

@@ -109,15 +109,16 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
-def _no_scalars(plan: ShardingPlan) -> Iterator[str]:
+def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
     ignored = set(plan.ignored)
     for spec in plan.params:
-        if not spec.shape and spec.fqn not in ignored:
+        if (not spec.shape or 0 in spec.shape) and spec.fqn not in ignored:
+            what, fix = ("is empty", "") if spec.shape else ("is a scalar", "give it shape (1,), or ")
             yield message(
                 spec.fqn,
-                "is a scalar, shape ()",
-                "Parameters are sharded over dim 0, so they need at least one dim",
-                "Give it shape (1,), or pass it in ignored_params and reduce its gradient yourself",
+                f"{what}, shape {spec.shape}",
+                "Parameters are sharded over dim 0, so they need at least one dim, and an element",
+                f"To train it, {fix}pass ignored_params=[{spec.fqn!r}] and reduce its gradient yourself",
             )
 
 
@@ -156,6 +157,6 @@ _RULES = (
     _disjoint_modules,
     _every_param_once,
     _one_trainable_dtype,
-    _no_scalars,
+    _something_to_shard,
     _world_size_to_reshard_to,
 )
