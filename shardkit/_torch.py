@@ -111,6 +111,16 @@ def has_own_dispatch(cls: type) -> bool:
     return own not in (torch._C._disabled_torch_dispatch_impl, getattr(Tensor, "__torch_dispatch__", None))
 
 
+def schema(op: Any) -> Any:
+    """The schema of an aten op: what its arguments are called and which of them it writes to; no public access."""
+    return op._schema
+
+
+def version(tensor: Tensor) -> int:
+    """How often torch has changed a tensor in place, which is what autograd checks saved tensors by."""
+    return int(tensor._version)
+
+
 def has_tag(op: Any, name: str) -> bool:
     """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags
@@ -153,7 +163,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether the user registered hooks on a tensor's gradient, which torch only adds and removes in public."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def accelerator_state() -> Tensor | None:
