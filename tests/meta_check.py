@@ -52,6 +52,19 @@ def check_same_as_ordinary(build: Build, seed: int = 11, **kwargs: Any) -> nn.Mo
     return model
 
 
+def both(build: Build, seed: int = 3) -> tuple[nn.Module, nn.Module]:
+    """A model of ordinary construction, and a materialized one from the same seed."""
+    torch.manual_seed(seed)
+    plain = build()
+    torch.manual_seed(seed)
+    return plain, materialize(build_sharded(build))
+
+
+def net() -> nn.Module:
+    """The smallest model that has two units."""
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+
+
 def differences(plain: nn.Module, model: nn.Module) -> list[str]:
     """Names of parameters and buffers of which this rank's part is not bit for bit the same, or not tied alike."""
     different = []

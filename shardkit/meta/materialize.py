@@ -211,7 +211,7 @@ def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
             message(
                 listing(fqn for t in referenced for fqn in t.fqns),
                 "it has a gradient hook, or something holds a weak reference to it",
-                "torch.utils.swap_tensors, which gives the tensor object its value, would lose the one and refuses the other",
+                "torch.utils.swap_tensors, which gives a tensor object its value, loses the one and refuses the other",
                 "Make it after materialize",
             )
         )

@@ -176,7 +176,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the call reads, and what it writes and how."""
         reads: list[View] = []
         written: list[tuple[View, bool]] = []
-        arguments = func._schema.arguments
+        arguments = _torch.schema(func).arguments
         given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         for argument, value in given:
             views = [self.view(leaf) for leaf in leaves(value) if isinstance(leaf, Tensor)]
@@ -251,14 +251,14 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By reference, so that a checkpoint loaded here is not held twice; but not memory that torch does not
         # own (numpy's), or whose changes it does not count (inference tensors).
         if storage.resizable() and not real.is_inference():
-            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=real._version)
+            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=_torch.version(real))
         else:
             op = Op(None, outs=(whole,), value=whole.of(storage).clone())
         self.tape.ops.append(op)
         return _Constant(number, meta, storage, real, op)
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(_torch.schema(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in leaves(value):
                     self._forget(tensor)
@@ -295,11 +295,11 @@ class _Constant:
 
 
 def _name(func: Any) -> str:
-    return str(func._schema.name).rpartition("::")[2]
+    return str(_torch.schema(func).name).rpartition("::")[2]
 
 
 def _argument_names(func: Any) -> set[str]:
-    return {argument.name for argument in func._schema.arguments}
+    return {argument.name for argument in _torch.schema(func).arguments}
 
 
 def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:

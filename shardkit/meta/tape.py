@@ -88,7 +88,7 @@ class Op:
 
     def is_stale(self) -> bool:
         """Whether this is a constant that was changed since it was recorded."""
-        return self.source is not None and self.source._version != self.version
+        return self.source is not None and _torch.version(self.source) != self.version
 
     @property
     def views(self) -> Iterator[View]:

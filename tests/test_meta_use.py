@@ -1,0 +1,288 @@
+"""Meta init, on one rank of a fake world: what stays the same object, initialisers, errors that change nothing."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from meta_check import both, build_sharded, differences, net, shard
+from meta_constructions import Holder
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shardkit
+from shardkit.errors import ShardkitError
+from shardkit.meta import init_on_meta, materialize
+from shardkit.testing import fake_world
+
+
+@pytest.fixture(autouse=True)
+def world(request):
+    size, rank = getattr(request, "param", (3, 1))
+    with fake_world(size, rank=rank):
+        yield
+
+
+# ---- identity, mixtures ----------------------------------------------------------------------------------------
+
+
+def test_objects_attributes_and_optimizers_stay():
+    with init_on_meta():
+        model = net()
+        model[0].bias.note = "kept"
+    shard(model)
+    model[0].weight.decay = 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    held = list(model.parameters())
+    materialize(model)
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert model[0].weight.decay == 0.5
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.to_local().clone() for parameter in held]
+    optimizer.step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.to_local(), old - 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world", [(1, 0)], indirect=True)
+def test_parameters_that_shared_memory_are_sharded_apart():
+    """As by fully_shard on a real model."""
+
+    class Mirror(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(4, 2))
+            self.b = nn.Parameter(self.a.data)
+
+    _, model = both(Mirror)
+    model.a.to_local().detach().zero_()
+    assert model.b.to_local().all()
+
+
+def test_real_parameters_are_left_alone():
+    torch.manual_seed(7)
+    plain = net()
+    torch.manual_seed(7)
+    with init_on_meta():
+        model = net()
+    adapter = nn.Linear(2, 2)
+    expected = nn.Sequential(plain, copy.deepcopy(adapter))
+    model = shard(nn.Sequential(model, adapter))
+    materialize(model, init=lambda module: [p.data.add_(0) for p in module.parameters(recurse=False)])
+    assert differences(expected, model) == []
+
+
+def test_casts_after_the_context_are_followed():
+    torch.manual_seed(7)
+    plain = net().to(torch.bfloat16)
+    torch.manual_seed(7)
+    with init_on_meta():
+        model = net()
+    assert differences(plain, materialize(shard(model.to(torch.bfloat16)))) == []
+
+
+# ---- initialisers ----------------------------------------------------------------------------------------------
+
+
+def scaled(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.mul_(0.5)
+        nn.init.normal_(module.bias)
+
+
+def test_init_is_model_apply_after_construction():
+    torch.manual_seed(7)
+    plain = net().apply(scaled)
+    after = torch.get_rng_state()
+    torch.manual_seed(7)
+    model = build_sharded(net)
+    materialize(model, init=scaled)
+    assert differences(plain, model) == []
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_plain_meta_models_use_their_reset_parameters():
+    def build():
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.MultiheadAttention(4, 2), nn.LSTM(4, 3))
+
+    with torch.device("meta"):
+        model = shard(build())
+    torch.manual_seed(7)
+    materialize(model)
+    plain = build()
+
+    def reset(module):
+        getattr(module, "reset_parameters", getattr(module, "_reset_parameters", lambda: None))()
+
+    torch.manual_seed(7)
+    plain.apply(reset)
+    assert differences(plain, model) == []
+
+
+class WithInitWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(5, 3))
+        self.register_buffer("freqs", torch.arange(4) * 0.1, persistent=False)
+        self.inner = nn.Linear(3, 3)
+
+    def init_weights(self, std: float = 0.1) -> None:
+        nn.init.normal_(self.w, std=std)
+        self.freqs = torch.arange(4) * 0.1  # assigned, not copied to
+
+
+class WithInitEach(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def test_plain_meta_models_use_their_init_weights():
+    with torch.device("meta"):
+        model = shard(WithInitWeights())
+        each = shard(WithInitEach())
+    torch.manual_seed(7)
+    materialize(model)
+    plain = WithInitWeights()
+    torch.manual_seed(7)
+    plain.inner.reset_parameters()
+    plain.init_weights()
+    assert differences(plain, model) == []
+    materialize(each)
+    assert each.inner.weight.to_local().eq(1).all()
+    assert each.inner.bias.to_local().eq(0).all()
+
+
+def test_plain_meta_models_take_init():
+    with torch.device("meta"):
+        model = shard(net())
+    materialize(model, init=lambda m: [nn.init.constant_(p, 2.0) for p in m.parameters(recurse=False)])
+    assert all(parameter.to_local().eq(2).all() for parameter in model.parameters())
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------
+
+
+def meta_state(model):
+    return [(id(t), t.device.type, type(t)) for t in (*model.parameters(), *model.buffers())]
+
+
+def refused(model, match, **kwargs):
+    before = meta_state(model)
+    state = torch.get_rng_state()
+    with pytest.raises(ShardkitError, match=match):
+        materialize(model, **kwargs)
+    assert meta_state(model) == before
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_materialize_before_sharding():
+    with init_on_meta():
+        model = net()
+    refused(model, r"^model: no module of it is sharded\. .* Call shard_model\(model\) or fully_shard first\.$")
+
+
+def test_materialize_twice():
+    model = build_sharded(net)
+    materialize(model)
+    refused(model, r"^model: none of its parameters and buffers is on the meta device\. materialize is called once")
+
+
+def test_a_model_that_was_never_on_meta():
+    refused(fully_shard(net()), r"none of its parameters and buffers is on the meta device")
+
+
+def test_not_a_module():
+    with pytest.raises(ShardkitError, match=r"^model: a dict is no nn.Module"):
+        materialize({})
+
+
+class Garbage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.good = nn.Linear(3, 3)
+        self.never = nn.Parameter(torch.empty(4, 2))
+        self.partly = nn.Parameter(torch.empty(4, 2))
+        self.partly.data[:2] = 1
+        self.derived = nn.Parameter(self.never.data * 2)
+        self.register_buffer("table", torch.empty(5), persistent=False)
+        self.masked = nn.Parameter(torch.empty(4))
+        self.masked.data[torch.ones(4, dtype=torch.bool)] = 0.0
+
+
+@pytest.mark.parametrize("context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"])
+def test_whatever_would_stay_uninitialised_is_listed(context):
+    with context():
+        model = Garbage()
+    names = r"^never, partly, derived, masked, table: would stay uninitialised"
+    refused(shard(model), names + r".* pass materialize\(model, init=...\)")
+
+
+def test_whatever_init_leaves_out_is_listed():
+    with torch.device("meta"):
+        model = shard(net())
+
+    def init(module):
+        if getattr(module, "out_features", None) == 5:
+            nn.init.zeros_(module.weight)
+
+    refused(model, r"^0\.bias, 1\.weight, 1\.bias: would stay uninitialised", init=init)
+
+
+def test_ties_made_afterwards():
+    with init_on_meta():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    refused(fully_shard(model), r"^0\.weight: it was tied to 1\.weight after init_on_meta")
+
+
+def test_shapes_changed_afterwards():
+    with init_on_meta():
+        model = net()
+    with torch.device("meta"):
+        model[0].bias = nn.Parameter(torch.zeros(7))
+    refused(shard(model), r"^0\.bias: the shape is not the one that was recorded")
+
+
+def test_constants_changed_afterwards():
+    constant = torch.ones(4)
+    with init_on_meta():
+        model = Holder(lambda m: setattr(m, "w", nn.Parameter(torch.rand(4) + constant)))
+    constant.zero_()
+    refused(shard(model), r"^model: 1 real tensors that init_on_meta recorded as constants were changed since")
+
+
+def test_hooks_and_weak_references():
+    model = build_sharded(net)
+    reference = weakref.ref(model[0].bias)
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model[1].bias.register_hook(lambda grad: None)
+    refused(model, r"^0\.bias, 1\.weight, 1\.bias: it has a gradient hook, or something holds a weak reference to it")
+    assert reference() is model[0].bias
+
+
+def test_sharding_inside_the_context():
+    with pytest.raises(ShardkitError, match=r"^init_on_meta: a DTensor is used inside"), init_on_meta():
+        shard(net())
+
+
+def test_an_initialiser_that_raises_leaves_the_model():
+    model = build_sharded(net)
+    before = meta_state(model)
+    with pytest.raises(ZeroDivisionError):
+        materialize(model, init=lambda module: 1 / 0)
+    assert meta_state(model) == before
+    materialize(model)
+
+
+def test_public_names():
+    assert shardkit.init_on_meta is init_on_meta
+    assert shardkit.materialize is materialize
