@@ -1,10 +1,11 @@
 """Meta init against ordinary construction, on every causal LM of transformers and a choice of other models.
 
-Run by hand, a few minutes: ``python -m tests.sweep_meta [name ...]``. CI runs a part, in ``test_meta_transformers.py``.
+Run by hand, a few minutes: ``python tests/sweep_meta.py [name ...]``. CI runs a part, in ``test_meta_transformers.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import time
@@ -14,9 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 import transformers
+from meta_check import check_same_as_ordinary
 from torch import nn
-
-from tests.meta_check import check_same_as_ordinary
 
 # Small values for whatever a config calls its sizes. Only construction runs, so they need not fit each other well.
 SMALL = {
@@ -44,15 +44,26 @@ SMALL = {
 
 # What a default config lacks to build at all.
 FIXES: dict[str, dict[str, Any]] = {
-    "CohereCompassForCausalLM": {"layer_types": ["full_attention", "full_attention"]},
+    "CohereCompassForCausalLM": {
+        "layer_types": ["full_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "DbrxForCausalLM": {"attn_config.rope_theta": 1e4},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "Gemma4AssistantForCausalLM": {"hidden_size_per_layer_input": 0},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 8},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 8},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MinistralForCausalLM": {"head_dim": 8},
     "NemotronForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [8, 24]},
+}
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "Gemma4AssistantForCausalLM": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
 }
 
 OTHERS = (
@@ -86,9 +97,10 @@ def _is_size(present: int, value: int) -> bool:
 def builder(name: str) -> Callable[[], nn.Module]:
     """A function that builds the tiny model of that transformers class."""
     model_class = getattr(transformers, name)
-    config = shrink(model_class.config_class())
+    config = shrink(model_class.config_class(**ARGUMENTS.get(name, {})))
     for key, value in FIXES.get(name, {}).items():
-        setattr(config, key, value)
+        *path, last = key.split(".")
+        setattr(functools.reduce(getattr, path, config), last, value)
     return lambda: model_class(config)
 
 

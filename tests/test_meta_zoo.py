@@ -1,6 +1,6 @@
 """Meta init on models as people have them: the whole zoo, and constructions of transformers that are special.
 
-``python -m tests.sweep_meta`` does the same for all causal LMs of transformers.
+``python tests/sweep_meta.py`` does the same for all causal LMs of transformers.
 """
 
 from __future__ import annotations
