@@ -90,7 +90,7 @@ def test_equal_runs_pass(ranks):
     assert all(check.holds for check in compare(job(ranks), a_run(), a_run()))
 
 
-@pytest.mark.parametrize(("ranks", "change", "holds"), [(2, 1e-7, False), (3, 1e-7, True), (3, 1e-3, False)])
+@pytest.mark.parametrize(("ranks", "change", "holds"), [(2, 1e-7, False), (3, 1e-7, True), (3, 3e-3, False)])
 @pytest.mark.parametrize("what", ["losses", "final weights"])
 def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, what):
     changed = a_run()
@@ -102,7 +102,7 @@ def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, wha
     assert verdicts == {"losses": True, "final weights": True, "clip norms": True} | {what: holds}
 
 
-@pytest.mark.parametrize(("change", "holds"), [(1e-5, True), (1e-3, False)])
+@pytest.mark.parametrize(("change", "holds"), [(1e-5, True), (2e-4, False)])
 def test_norms_may_differ_by_rounding_only(change, holds):
     changed = a_run()
     changed.norms[0] *= 1 + change
@@ -177,6 +177,12 @@ def test_progress_is_one_moving_line_or_a_few(terminal, lines, capsys, monkeypat
         (["demo", "--ranks", "0"], {}, 2, "0 is not a positive number"),
         ([], {}, 2, "COMMAND"),
         (["demo", "--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, 1, "--ranks: 3, and torchrun started 2"),
+        (
+            ["demo", "--steps", "300", "--ranks", "3", "--device", "cpu"],
+            {},
+            1,
+            "--steps: 300 on 3 ranks. Gradients are",
+        ),
         (["demo"], {"RANK": "0"}, 1, "process group: WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
         pytest.param(
             ["demo", "--device", "cuda"],
@@ -188,6 +194,7 @@ def test_progress_is_one_moving_line_or_a_few(terminal, lines, capsys, monkeypat
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(arguments, environment, code, said, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # --device cpu sets it
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

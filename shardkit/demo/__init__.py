@@ -19,7 +19,7 @@ from shardkit.demo.console import say
 from shardkit.demo.launch import run_on_ranks
 from shardkit.demo.text import load_text
 from shardkit.demo.train import Job, Run, train_plain, train_sharded
-from shardkit.demo.verify import compare
+from shardkit.demo.verify import MOST_STEPS, compare, is_exact
 from shardkit.errors import ShardkitError, message
 from shardkit.mesh import ensure_process_group
 
@@ -35,13 +35,15 @@ def run_demo(*, ranks: int | None = None, steps: int = 60, device: str | None = 
         device: ``"cpu"`` or ``"cuda"``; None is CUDA where there is a GPU.
 
     Raises:
-        ShardkitError: more ranks than GPUs, no GPU for ``"cuda"``, or ``ranks`` other than torchrun's.
+        ShardkitError: more ranks than GPUs, no GPU for ``"cuda"``, ``ranks`` other than torchrun's, or so many steps
+            that rounding hides what is to be seen.
     """
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the ranks
     gpus = torch.cuda.device_count()
     launched = any(name in os.environ for name in _LAUNCHED)
     _check(ranks, device, gpus, launched)
+    _check_steps(steps, gpus, int(os.environ.get("WORLD_SIZE", 0)) or ranks or gpus or 2)
     if launched:
         ensure_process_group()
         try:
@@ -69,6 +71,13 @@ def _check(ranks: int | None, device: str | None, gpus: int, launched: bool) -> 
         parts = ("--ranks", f"{ranks}, and torch sees {gpus} GPUs", "Each rank has a GPU of its own", fix)
     if parts:
         raise ShardkitError(message(*parts))
+
+
+def _check_steps(steps: int, gpus: int, ranks: int) -> None:
+    if steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", ranks):
+        where = "on GPUs" if gpus else f"on {ranks} ranks"
+        rule = "Gradients are added in another order than without sharding there, and the rounding grows step by step"
+        raise ShardkitError(message("--steps", f"{steps} {where}", rule, f"Use at most {MOST_STEPS}"))
 
 
 def _train_and_compare(steps: int) -> int:

@@ -13,10 +13,17 @@ from shardkit.demo.train import LEARNING_RATE, Job, Run
 # of that after the root. Seen: 6e-6.
 NORM_BOUND = 1e-4
 # With more than two ranks, or on a GPU, gradients are added in another order too, and training lets such roundings
-# grow. A wrong or missing gradient moves weights by whole AdamW steps, 30 times this. Seen: a hundredth of these.
-WEIGHT_BOUND = LEARNING_RATE / 30
-LOSS_BOUND = 1e-4  # nats
-NORM_BOUND_OF_OTHER_GRADIENTS = 1e-3
+# grow: 8e-7 in a weight after 60 steps on 3 ranks, 4e-5 after 150. A wrong or missing gradient moves weights by whole
+# AdamW steps, three times this bound each.
+WEIGHT_BOUND = LEARNING_RATE / 3
+LOSS_BOUND = 1e-3  # nats
+NORM_BOUND_OF_OTHER_GRADIENTS = 1e-2
+MOST_STEPS = 150  # where roundings grow
+
+
+def is_exact(device_type: str, ranks: int) -> bool:
+    """Whether the arithmetic is the same on both sides: a sum of two does not depend on their order."""
+    return device_type == "cpu" and ranks <= 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def compare(job: Job, sharded: Run, plain: Run) -> list[Check]:
     norms = _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(job.steps))
     losses = _difference(torch.stack(sharded.losses), torch.stack(plain.losses))
     weights = max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items())
-    if job.device.type == "cpu" and job.ranks <= 2:  # a sum of two does not depend on their order
+    if is_exact(job.device.type, job.ranks):
         return [
             Check("losses", losses, 0, "the arithmetic is the same"),
             Check("final weights", weights, 0, "the arithmetic is the same"),
@@ -58,7 +65,7 @@ def compare(job: Job, sharded: Run, plain: Run) -> list[Check]:
         ]
     return [
         Check("losses", losses, LOSS_BOUND, "nats; gradients are added in another order"),
-        Check("final weights", weights, WEIGHT_BOUND, "a thirtieth of an AdamW step; likewise"),
+        Check("final weights", weights, WEIGHT_BOUND, "a third of an AdamW step; likewise"),
         Check("clip norms", norms, NORM_BOUND_OF_OTHER_GRADIENTS, "relative; of slightly different gradients"),
     ]
 
