@@ -105,8 +105,10 @@ def test_compiled_blocks_train_alike() -> None:
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
+# It ends by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an active
+# exception"), also without shardkit, when the interpreter takes down a gloo group in order.
 SCRIPT = """
-import torch, torch.nn as nn
+import os, torch, torch.nn as nn
 from shardkit import shard_model
 
 torch.manual_seed(0)
@@ -118,8 +120,9 @@ for _ in range(3):
     optimizer.zero_grad()
 weight = model[2].weight.full_tensor()
 if torch.distributed.get_rank() == 0:
-    print(torch.distributed.get_world_size(), weight.sum().item())
-torch.distributed.destroy_process_group()
+    print(torch.distributed.get_world_size(), weight.sum().item(), flush=True)
+torch.distributed.barrier()
+os._exit(0)
 """
 
 

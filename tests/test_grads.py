@@ -8,9 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from grads_net import (
+    MESHES,
+    ORDERS,
+    Net,
+    assert_scaled,
+    bound,
+    exact_norm,
+    full_grads,
+    give_grads,
+    mesh_of,
+    sharded_net,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,93 +31,6 @@ from shardkit import grads
 from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
 from shardkit.testing import assert_same_on_all_ranks, distributed
-
-MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
-ORDERS = [2.0, 1.0, 0.5, 3.0, math.inf]
-
-
-class Net(nn.Module):
-    """Dim 0 not divisible by 4 ranks (7), smaller than 4 (3, 1), frozen, tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.narrow = nn.Linear(6, 3)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x).relu()
-        return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
-
-
-def mesh_of(shape: tuple[int, ...]):
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, ignored=()) -> Net:
-    torch.manual_seed(0)
-    net = Net().to(dtype)
-    mesh = mesh_of(shape)
-    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-    plain = {net.get_parameter(name) for name in ignored}
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(net, mesh=mesh, offload_policy=policy, ignored_params=plain)
-    return net
-
-
-def give_grads(net: nn.Module, seed: int = 1, integers: bool = False) -> dict[str, torch.Tensor]:
-    """Set every trainable parameter's gradient, shard or plain, from one full tensor; return those."""
-    generator = torch.Generator().manual_seed(seed)
-    full = {}
-    for name, param in net.named_parameters():
-        if param.requires_grad:
-            value = torch.randn(param.shape, generator=generator)
-            full[name] = (value * 8).round().to(param.dtype) if integers else value.to(param.dtype)
-            param.grad = like(full[name].clone(), param)
-    return full
-
-
-def like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
-        return value
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-
-
-def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
-    grads_of = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
-
-
-def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:
-    flat = torch.cat([g.flatten() for g in full.values()]).double()
-    return torch.linalg.vector_norm(flat, p).item()
-
-
-def bound(full: dict[str, torch.Tensor], p: float) -> float:
-    """Relative error allowed: one float32 rounding for each element that is added, a few more for the powers.
-
-    Rounding of the sum enters the norm times 1/p, and only the local sum of one tensor is float32.
-    """
-    longest = max(g.numel() for g in full.values())
-    return 0.0 if p == math.inf else (longest + 4) * 2**-24 * max(1.0, 1 / p)
-
-
-def assert_scaled(net: nn.Module, before: dict[str, torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Every gradient is its old value times the one factor, to the bit."""
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    after = full_grads(net)
-    assert after.keys() == before.keys()
-    for name, grad in after.items():
-        assert torch.equal(grad, before[name].clone().mul_(factor)), name
-
 
 # Equal to the unsharded norm.
 
