@@ -6,11 +6,16 @@ When a new torch breaks shardkit, this file is where to look first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
+with warnings.catch_warnings():
+    # torch says so on import where numpy is missing, which neither it nor shardkit needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -7,6 +7,7 @@ are not, the reports themselves are exchanged, and every rank raises the same er
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -56,7 +57,7 @@ def _outcome(decide: Callable[[], ShardingPlan]) -> ShardingPlan | Exception:
 def _all_equal(digest: bytes, groups: Groups) -> bool:
     """Whether all ranks passed the same 32 bytes; a difference travels from group to group as zeros."""
     for group in groups:
-        device = torch.device(_collective_device(group))
+        device = _collective_device(group)
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
         gathered = [mine.clone() for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
@@ -75,10 +76,22 @@ def _exchange(report: Report, groups: Groups) -> dict[int, Report]:
     """Every rank's report, by global rank."""
     reports: dict[int, Report] = {dist.get_rank(): report}
     for group in groups:
-        gathered: list[dict[int, Report]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, reports, group=group)
-        reports = {rank: each for part in (reports, *gathered) for rank, each in part.items()}
+        for gathered in _all_gather_bytes(json.dumps(reports).encode(), group):
+            reports |= {int(rank): each for rank, each in json.loads(gathered).items()}
     return dict(sorted(reports.items()))
+
+
+def _all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """The bytes of each rank, of any length; torch's all_gather_object needs numpy, which shardkit does not."""
+    device = _collective_device(group)
+    size = torch.tensor([len(data)], device=device)
+    sizes = [size.clone() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(each) for each in sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
+    gathered = [padded.clone() for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(each.tolist())[: int(length)] for each, length in zip(gathered, sizes, strict=True)]
 
 
 def _disagreement(reports: dict[int, Report]) -> str:

@@ -13,14 +13,6 @@ class PlanError(ShardkitError):
     """A model, a rule, a mesh or a plan that cannot be sharded as asked. Nothing was changed."""
 
 
-class TranslationError(ShardkitError):
-    """An FSDP1 argument or call that has no exact FSDP2 meaning. Nothing was changed."""
-
-
-class CheckpointError(ShardkitError):
-    """A state dict or checkpoint that does not fit, or cannot be read or written. Nothing was changed."""
-
-
 def message(subject: str, problem: str, rule: str, fix: str) -> str:
     """The form of every error message, ``<subject>: <problem>. <rule>. <fix>``.
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from ._torch import foreach_mul_, foreach_norm, named_sharded_parameters
-from .errors import ShardkitError, message
+from shardkit._torch import foreach_mul_, foreach_norm, named_sharded_parameters
+from shardkit.errors import ShardkitError, message
 
 
 @torch.no_grad()

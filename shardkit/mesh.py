@@ -19,8 +19,9 @@ logger = logging.getLogger("shardkit")
 
 
 def accelerator() -> str:
-    """The type of this process's accelerator, or ``"cpu"`` where it has none."""
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+    """The type of this process's accelerator, or ``"cpu"`` where it has none that ranks can reach each other from."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None and found.type != "mps" else "cpu"  # no backend serves mps
 
 
 def device_type() -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._torch import named_sharded_parameters
-from .errors import ShardkitError, listing, message
+from shardkit._torch import named_sharded_parameters
+from shardkit.errors import ShardkitError, listing, message
 
 
 def check_optimizer(optimizer: Optimizer | Iterable[Optimizer], model: nn.Module) -> None:

@@ -112,7 +112,8 @@ def test_diff_names_each_difference() -> None:
     lines = plan.diff(other).splitlines()
     assert "- mesh: dp_shard=8" in lines
     assert "+ mesh: dp_replicate=2 x dp_shard=4" in lines
-    assert any(line.startswith("+ unit layers.3: ") for line in lines)
+    assert "+ unit layers.3: 6 parameters" in lines
+    assert not any(line.startswith(("- unit layers.0", "+ unit layers.0")) for line in lines)
     assert any(line.startswith("+ parameter layers.3.up.bias: ") for line in lines)
     assert "- prefetch: 0" in lines
     assert plan.digest() != other.digest()

@@ -32,13 +32,11 @@ OF_TORCH = {
     "register_fsdp_forward_method",
 }
 NAMES = OF_TORCH | {
-    "CheckpointError",
     "MeshSpec",
     "PlanError",
     "ShardUnit",
     "ShardingPlan",
     "ShardkitError",
-    "TranslationError",
     "apply_plan",
     "by_class",
     "by_name",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.demo.console import say
-from shardkit.demo.launch import run_on_ranks
+from shardkit.demo.launch import leave, run_on_ranks
 from shardkit.demo.text import load_text
 from shardkit.demo.train import Job, Run, train_plain, train_sharded
 from shardkit.demo.verify import MOST_STEPS, compare, is_exact
@@ -46,10 +46,7 @@ def run_demo(*, ranks: int | None = None, steps: int = 60, device: str | None = 
     _check_steps(steps, gpus, int(os.environ.get("WORLD_SIZE", 0)) or ranks or gpus or 2)
     if launched:
         ensure_process_group()
-        try:
-            return _train_and_compare(steps)
-        finally:
-            dist.destroy_process_group()
+        leave(_train_and_compare(steps))
     return run_on_ranks(functools.partial(rank_body, steps), ranks or gpus or 2)
 
 

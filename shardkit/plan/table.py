@@ -178,7 +178,8 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     """One line per difference, ``-`` for ``plan`` and ``+`` for ``other``, sorted by what differs."""
-    mine, theirs = _facts(plan), _facts(other)
+    shared = {unit.name for unit in plan.units} & {unit.name for unit in other.units}
+    mine, theirs = _facts(plan, shared), _facts(other, shared)
     lines = []
     for fact in sorted(mine.keys() | theirs.keys()):
         if mine.get(fact) != theirs.get(fact):
@@ -186,7 +187,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     return "\n".join(lines)
 
 
-def _facts(plan: ShardingPlan) -> dict[str, str]:
+def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
     """The plan as one string per thing that two plans can differ in."""
     data = plan_to_dict(plan)
     facts = {
@@ -196,7 +197,10 @@ def _facts(plan: ShardingPlan) -> dict[str, str]:
         "forward methods": str(list(plan.forward_methods)),
     }
     for unit, fields in zip(plan.units, data["units"], strict=True):
-        facts[f"unit {unit.name}"] = ", ".join(f"{key}={value}" for key, value in fields.items() if key != "modules")
+        if unit.name in shared:
+            facts |= {f"unit {unit.name}: {key}": str(value) for key, value in fields.items()}
+        else:
+            facts[f"unit {unit.name}"] = f"{len(unit.params)} parameters"
     facts["order of units"] = str([unit.name for unit in plan.units])
     for spec in plan.params:
         facts[f"parameter {spec.fqn}"] = repr(spec[1:])
