@@ -42,7 +42,7 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
 
     original = demo.train_sharded
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "destroy_process_group", lambda: None)  # it is the pool's
+        patch.setattr(demo, "leave", lambda code: code)  # the rank is the pool's
         threads = torch.get_num_threads()
         sound = demo.run_demo(steps=1, device="cpu")  # like torchrun, the pool says which rank this is
         patch.setattr(demo, "train_sharded", corrupted)

@@ -46,7 +46,7 @@ def run_demo(*, ranks: int | None = None, steps: int = 60, device: str | None = 
     _check_steps(steps, gpus, int(os.environ.get("WORLD_SIZE", 0)) or ranks or gpus or 2)
     if launched:
         ensure_process_group()
-        leave(_train_and_compare(steps))
+        return leave(_train_and_compare(steps))
     return run_on_ranks(functools.partial(rank_body, steps), ranks or gpus or 2)
 
 
