@@ -103,6 +103,10 @@ neg_view = torch._neg_view
 no_torch_function = torch._C.DisableTorchFunction
 
 
+# apply: FakeTensorMode has no public way to be left for a moment (torch 2.11 to 2.13).
+real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily
+
+
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Run without the dispatch and function modes that are active, ours among them."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
 from shardkit.fit import check_fit, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, device_type, ensure_process_group
@@ -49,8 +50,10 @@ def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: De
         check_fit(tree, plan, mesh.device_type if mesh else device_type())
         return plan
 
-    plan = agree_on_plan(decide_and_check, groups)
-    _carry_out(model, plan, mesh or build_mesh(plan.mesh))
+    with real_tensors():  # what ranks tell each other is real, also where the model is made of fake tensors
+        plan = agree_on_plan(decide_and_check, groups)
+        mesh = mesh or build_mesh(plan.mesh)
+    _carry_out(model, plan, mesh)
     return model
 
 

@@ -74,8 +74,16 @@ def _outside(tree: ModelTree, blocks: list[int]) -> list[int]:
     """The entries that are in no block, and in no other item of a list, of which some may not be called."""
     lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
     items = [item for entry in lists for item in tree.children(entry)]
-    inside = {below for top in (*blocks, *items) for below in tree.subtree(top)}
-    return [entry for entry in range(len(tree.modules)) if entry not in inside]
+    tops = {*blocks, *items}
+    found: list[int] = []
+    entry = 0
+    while entry < len(tree.modules):
+        if entry in tops:
+            entry = tree.ends[entry]
+        else:
+            found.append(entry)
+            entry += 1
+    return found
 
 
 def _find_head(tree: ModelTree, blocks: list[int], outside: list[int]) -> int | None:

@@ -50,18 +50,17 @@ def _no_params(tree: ModelTree) -> Iterator[str]:
 
 
 def _sharded_modules(tree: ModelTree) -> Iterator[str]:
-    sharded = [fqn or "(root)" for fqn, module in zip(tree.fqns, tree.modules, strict=True) if _is_sharded(module)]
-    if sharded:
+    # Kinds first: a model has many modules and few classes.
+    kinds: set[type] = {kind for kind in set(map(type, tree.modules)) if issubclass(kind, FSDPModule)}
+    if kinds:
+        places = zip(tree.fqns, tree.modules, strict=True)
+        sharded = [fqn or "(root)" for fqn, module in places if type(module) in kinds]
         yield message(
             listing(sharded, 6),
             "sharded already",
             "A model is sharded once, by one plan",
             "Shard it in one place only; to change the plan, build the model again",
         )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ path, so a module or parameter that is reachable under several names keeps them 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,6 @@ class ModelTree:
         ends: one past the last entry below each one, so that ``range(i, ends[i])`` is its subtree.
         post_order: the entries, children before parents.
         owned: the parameters that each entry's module registers itself.
-        places: the entry of each FQN.
         params: each parameter once, by its first FQN, in pre-order.
         names: the first FQN of each parameter, by its ``id``.
         ties: the further FQNs of each parameter that has several, by its first.
@@ -51,7 +51,11 @@ class ModelTree:
         self.names: dict[int, str] = {}
         self.ties: dict[str, list[str]] = {}
         self._walk("", model, -1, set())
-        self.places = {fqn: entry for entry, fqn in enumerate(self.fqns)}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The entry of each FQN."""
+        return {fqn: entry for entry, fqn in enumerate(self.fqns)}
 
     def _walk(self, fqn: str, module: nn.Module, parent: int, path: set[int]) -> None:
         if id(module) in path:
@@ -113,6 +117,7 @@ class ModelTree:
     def specs(self) -> tuple[ParamSpec, ...]:
         """What a plan records of each parameter, in order."""
         ties = self.ties
+        parallel = any(issubclass(kind, DTensor) for kind in set(map(type, self.params.values())))
         return tuple(
             ParamSpec(
                 fqn,
@@ -120,7 +125,7 @@ class ModelTree:
                 param.dtype,
                 param.requires_grad,
                 tuple(ties[fqn]) if fqn in ties else (),
-                isinstance(param, DTensor),
+                parallel and isinstance(param, DTensor),
             )
             for fqn, param in self.params.items()
         )

@@ -309,4 +309,4 @@ def test_a_project_needs_nothing_but_the_import(tmp_path):
     command += [f"--rootdir={tmp_path}", tmp_path / "here", tmp_path / "there"]
     run = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True)
     assert "2 failed, 2 passed" in run.stdout, run.stdout + run.stderr
-    assert run.stdout.count("AssertionError: assert 2 == 3") == 2
+    assert run.stdout.count("E       AssertionError: assert 2 == 3") == 2
