@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from small_models import Block, Decoder, step
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -176,3 +177,12 @@ def test_generate_is_in_the_plan() -> None:
     model = Decoder()
     model.generate = lambda: None
     assert plan_model(model, mesh=MeshSpec.sharded(8)).forward_methods == ("generate",)
+
+
+def test_fake_tensors_can_be_sharded_and_trained() -> None:
+    """As memory trackers do it: nothing is computed, and still the ranks agree for real."""
+    with fake_world(8), FakeTensorMode():
+        model = Decoder()
+        shard_model(model)
+        step(model)
+        assert model.head.weight.grad.placements == model.head.weight.placements
