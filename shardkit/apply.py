@@ -69,7 +69,7 @@ def _carry_out(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=unit.mp_policy,
             offload_policy=unit.offload_policy,
-            ignored_params=ignored,
+            ignored_params=ignored or None,
         )
     _prefetch(model, plan)
     for method in plan.forward_methods:
