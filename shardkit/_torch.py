@@ -38,6 +38,10 @@ if torch_version() < MINIMUM_TORCH:
         f"{'.'.join(map(str, MINIMUM_TORCH))}. Upgrade with: pip install --upgrade torch."
     )
 
+# fit: in torch 2.11 FSDPParam makes a parameter that requires grad out of each shard, which an integer cannot ("only
+# Tensors of floating point dtype can require gradients"), and casts integers to param_dtype; 2.13 does neither.
+SHARDS_INTEGERS = torch_version() >= (2, 13)
+
 
 # grads: one kernel for many tensors. torch.nn.utils.clip_grad_norm_ is built on the same two; torch has no
 # public name for them. The dtype argument of the norm is older than torch 2.11.

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import SHARDS_INTEGERS
 from shardkit.errors import PlanError, listing, message
 from shardkit.ownership import assign, split_problem
 from shardkit.plan import ShardingPlan, ancestors
@@ -35,9 +36,7 @@ def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
     plan.check()
     problems = [*_other_params(tree, plan), *_other_modules(tree, plan)]
     if not problems:
-        problems = [
-            problem for rule in (_other_owners, _overlaps, _caches, _statistics) for problem in rule(tree, plan)
-        ]
+        problems = [problem for rule in _FITS for problem in rule(tree, plan)]
         problems += _devices(tree, plan, device)
     if problems:
         raise PlanError("\n".join(problems))
@@ -216,3 +215,19 @@ def _statistics(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 def _updates(module: nn.Module) -> bool:
     return module.training and getattr(module, "running_mean", None) is not None
+
+
+def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """Quantized weights."""
+    owned = (spec for unit in plan.units for spec in plan.specs_of(unit))
+    found = [spec.fqn for spec in owned if not (spec.dtype.is_floating_point or spec.dtype.is_complex)]
+    if found and not SHARDS_INTEGERS:
+        yield message(
+            listing(found, 6),
+            f"of {plan.specs[found[0]].dtype}",
+            f"torch {torch.__version__} shards floating-point parameters only",
+            f"Upgrade to torch 2.13, or pass ignored_params={found[:6]}",
+        )
+
+
+_FITS = (_other_owners, _overlaps, _caches, _statistics, _integers)

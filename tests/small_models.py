@@ -49,3 +49,11 @@ def param_groups(module: nn.Module) -> list[Any]:
     state = module._get_fsdp_state()
     single = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
     return getattr(state, "_fsdp_param_groups", single)
+
+
+def snapshot(model: nn.Module) -> list[object]:
+    """What sharding would change in a model, to show that nothing has."""
+    modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    values = [(name, id(param), param.stride(), param._version) for name, param in model.named_parameters()]
+    return [modules, hooks, values, ["forward" in vars(module) for module in model.modules()]]

@@ -2,20 +2,21 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from small_models import Block, Decoder
+from small_models import Block, Decoder, snapshot, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardkit import (
     CPUOffloadPolicy,
     MeshSpec,
+    MixedPrecisionPolicy,
     PlanError,
     ShardkitError,
     ShardUnit,
@@ -24,12 +25,13 @@ from shardkit import (
     by_name,
     by_size,
     check_optimizer,
+    fit,
     fully_shard,
     group,
     plan_model,
     shard_model,
 )
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
 
@@ -44,13 +46,6 @@ def refused(model: nn.Module, *parts: str) -> Iterator[None]:
         assert part in str(caught.value)
     assert re.match(r"(?s)[^\n]+: .+\. .+\.", str(caught.value)), "not of the form <what>: <problem>. <rule>. <fix>."
     assert snapshot(model) == before
-
-
-def snapshot(model: nn.Module) -> list[object]:
-    modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
-    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    values = [(name, id(param), param.stride(), param._version) for name, param in model.named_parameters()]
-    return [modules, hooks, values, ["forward" in vars(module) for module in model.modules()]]
 
 
 def test_not_a_module() -> None:
@@ -312,6 +307,27 @@ def test_running_statistics_in_recomputed_blocks() -> None:
         shard_model(model, checkpoint_activations=True)
 
 
+def test_integer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantized() -> Decoder:
+        model = Decoder()
+        model.layers[1].codes = nn.Parameter(torch.zeros(9, 4, dtype=torch.int8), requires_grad=False)
+        return model
+
+    monkeypatch.setattr(fit, "SHARDS_INTEGERS", False)
+    model = quantized()
+    with fake_world(8):
+        with refused(model, "layers.1.codes: of torch.int8", "ignored_params=['layers.1.codes']"):
+            shard_model(model)
+        shard_model(model, ignored_params=["layers.1.codes"])
+    monkeypatch.undo()
+    if fit.SHARDS_INTEGERS:
+        model = quantized()
+        with fake_world(8):
+            shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            step(model)
+        assert model.layers[1].codes.to_local().dtype is torch.int8
+
+
 def test_cache_in_recomputed_blocks() -> None:
     model = Decoder()
     model.config = type("Config", (), {"use_cache": True})()
@@ -338,53 +354,3 @@ def test_half_set_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(model, "process group: WORLD_SIZE, MASTER_PORT not set, though RANK is", "torchrun"):
         shard_model(model)
     assert not dist.is_initialized()
-
-
-def raised_by(call: Callable[[], object]) -> str:
-    with pytest.raises(PlanError) as caught:
-        call()
-    return str(caught.value)
-
-
-@distributed(world_size=4)
-def test_ranks_with_different_plans() -> list[str]:
-    model = Decoder()
-    before = snapshot(model)
-    reshard = dist.get_rank() != 2
-    text = raised_by(lambda: shard_model(model, reshard_after_forward=reshard))
-    assert snapshot(model) == before
-    texts: list[str] = [""] * 4
-    dist.all_gather_object(texts, text)
-    assert texts == [text] * 4
-    assert "rank 0 and rank 2 have different plans" in text
-    assert "- unit layers.1: reshard_after_forward: True\n+ unit layers.1: reshard_after_forward: False" in text
-    return texts
-
-
-@distributed(world_size=4)
-def test_ranks_with_different_models_on_two_axes() -> None:
-    model = Decoder(vocabulary=11 + (dist.get_rank() == 3))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    for arguments in ({"mesh": mesh}, {"mesh": MeshSpec.hybrid(2, 2)}):
-        text = raised_by(lambda arguments=arguments: shard_model(model, **arguments))  # type: ignore[arg-type]
-        assert "rank 0 and rank 3 have different plans" in text
-        assert "- parameter embed.weight: ((11, 8)" in text
-        assert "+ parameter embed.weight: ((12, 8)" in text
-
-
-@distributed(world_size=4)
-def test_an_error_on_one_rank_is_raised_by_all() -> None:
-    model = Decoder()
-    if dist.get_rank() == 1:
-        model.scale = nn.Parameter(torch.tensor(1.0))
-    text = raised_by(lambda: shard_model(model))
-    assert "planning failed on 1 of 4 ranks" in text
-    assert "rank 1: PlanError: scale: is a scalar" in text
-
-    def rule(fqn: str, module: nn.Module) -> bool:
-        return {0: fqn == "norm"}[dist.get_rank()]
-
-    text = raised_by(lambda: shard_model(Decoder(), units=rule))
-    assert "planning failed on 3 of 4 ranks" in text
-    assert "rank 3: KeyError: 3" in text
-    shard_model(Decoder())  # and the group still works
