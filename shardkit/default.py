@@ -42,9 +42,8 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
 def find_blocks(tree: ModelTree) -> list[int]:
     """The entries of the model's repeated blocks, outermost only, in the model's order."""
     declared = set(getattr(tree.modules[0], "_no_split_modules", None) or ())
-    containers = [entry for entry, module in enumerate(tree.modules) if isinstance(module, _CONTAINERS)]
     # Each module once, also where the list repeats one, as in ModuleList([block] * 3).
-    paths = sorted((item for entry in containers for item in tree.children(entry)), reverse=True)
+    paths = sorted((item for entry in _containers(tree) for item in tree.children(entry)), reverse=True)
     items = sorted({id(tree.modules[item]): item for item in paths}.values())
     classes = Counter(type(tree.modules[item]) for item in items)
     found: list[int] = []
@@ -56,8 +55,8 @@ def find_blocks(tree: ModelTree) -> list[int]:
 
 def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[type[nn.Module]]) -> bool:
     module, container = tree.modules[item], tree.parents[item]
-    if not has_forward(module) or "expert" in tree.fqns[container].rpartition(".")[2].lower():
-        return False  # experts are called with the tokens routed to them, on some ranks with none
+    if not has_forward(module):
+        return False
     if type(module).__name__ in declared:
         return True
     alone = isinstance(tree.modules[container], nn.ModuleList) and len(list(tree.children(container))) == 1
@@ -70,11 +69,23 @@ def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[t
     return has_matrix and 2 * tree.numel(container) > tree.numel(0)
 
 
+def _containers(tree: ModelTree) -> list[int]:
+    """Lists of modules; not of experts, which are called with the tokens routed to them, on some ranks with none."""
+    found: list[int] = []
+    end_of_experts = 0
+    for entry, module in enumerate(tree.modules):
+        if isinstance(module, _CONTAINERS) and entry >= end_of_experts:
+            if "expert" in tree.fqns[entry].rpartition(".")[2].lower():
+                end_of_experts = tree.ends[entry]
+            else:
+                found.append(entry)
+    return found
+
+
 def _outside(tree: ModelTree, blocks: list[int]) -> list[int]:
     """The entries that are in no block, and in no other item of a list, of which some may not be called."""
     lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
-    items = [item for entry in lists for item in tree.children(entry)]
-    tops = {*blocks, *items}
+    tops = {item for entry in lists for item in tree.children(entry)}.union(blocks)
     found: list[int] = []
     entry = 0
     while entry < len(tree.modules):

@@ -88,6 +88,7 @@ def stage(number: int) -> nn.Module:
         (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
         (lambda: Model(layers=nn.ModuleList([Routed(), Routed()])), ["layers.0", "layers.1", "(root)"]),
         (lambda: Routed(), ["(root)"]),
+        (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
         # The root may use an embedding without calling it where no head has its shape.
         (lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()), ["layers.0", "layers.1", "(root)"]),
         (lambda: Model(embed=nn.Embedding(11, 8), head=nn.Linear(8, 11)), ["embed", "(root)"]),
