@@ -26,6 +26,8 @@ def run_on_ranks(body: Callable[[], None], ranks: int) -> int:
     Returns:
         0 if every rank returned, else 1 after printing which rank failed, with its traceback.
     """
+    # A new process imports torch before shardkit, which keeps torch from saying that numpy is missing.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     with tempfile.TemporaryDirectory(prefix="shardkit-demo-") as folder:
         try:
             # daemon: multiprocessing ends them when this process exits, as by Ctrl-C.
