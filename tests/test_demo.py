@@ -13,8 +13,9 @@ from shardkit.__main__ import main
 from shardkit.demo.console import Progress
 from shardkit.demo.launch import run_on_ranks
 from shardkit.demo.model import ByteTransformer
+from shardkit.demo.peak import LivePeak
 from shardkit.demo.text import load_text, micro_batch
-from shardkit.demo.train import Job, Run, held_bytes
+from shardkit.demo.train import Job, Run, held_tensors, nbytes
 from shardkit.demo.verify import compare
 from shardkit.testing import distributed
 
@@ -153,10 +154,22 @@ def test_a_python_without_sources_is_refused(tmp_path):
 def test_held_bytes_are_parameters_gradients_and_both_moments():
     model = torch.nn.Linear(10, 10, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    assert held_bytes(model.parameters(), optimizer) == 400
+    assert nbytes(held_tensors(model.parameters(), optimizer)) == 400
     model(torch.ones(1, 10)).sum().backward()
     optimizer.step()
-    assert held_bytes(model.parameters(), optimizer) == 4 * 400 + 4  # and the count of steps
+    assert nbytes(held_tensors(model.parameters(), optimizer)) == 4 * 400 + 4  # and the count of steps
+
+
+def test_the_peak_counts_what_lives_at_once():
+    model = torch.nn.Linear(100, 50, bias=False)
+    with LivePeak(model.parameters()) as live:
+        for _ in range(3):
+            model(torch.ones(1, 100)).sum().backward()
+    sizes = 4 * (2 * 5000 + 5000)  # the weight, its gradient, and the next gradient before it is added
+    assert sizes < live.peak < sizes + 4 * 1000
+    with LivePeak(model.parameters()) as live:
+        model.weight.detach().clone().untyped_storage().resize_(0)
+    assert live.peak == 2 * 4 * 5000
 
 
 @pytest.mark.parametrize(("terminal", "lines"), [(True, 1), (False, 5)])

@@ -87,18 +87,16 @@ def _train_and_compare(steps: int) -> int:
         f"shardkit demo: {job.ranks} rank{'s' * (job.ranks > 1)} on {device.type}, {steps} steps on "
         f"{len(job.text) / 2**20:.1f} MiB of Python's own sources"
     )
-    _reset_peak(device)
     sharded = train_sharded(job)
-    held, peaks = _of_all_ranks(sharded.held, job), _of_all_ranks(_peak(device), job)
+    held, peaks = _of_all_ranks(sharded.held, job), _of_all_ranks(sharded.peak, job)
     if dist.get_rank() != 0:
         return 0
     gc.collect()  # the sharded model is in reference cycles
-    _reset_peak(device)
     plain = train_plain(job, sharded.norms)
     checks = compare(job, sharded, plain)
     say("\nSharded against plain, the largest difference over all steps and all elements:")
     say("\n".join(map(str, checks)))
-    say(_memory(held, peaks, plain, _peak(device)))
+    say(_memory(held, peaks, plain, device))
     say(f"\n{time.perf_counter() - started:.0f} s. {_NEXT if all(check.holds for check in checks) else _FAILED}")
     return 0 if all(check.holds for check in checks) else 1
 
@@ -113,30 +111,21 @@ _FAILED = """The two trainings differ by more than they may.
   print(torch.__version__)"` prints."""
 
 
-def _memory(held: list[int], peaks: list[int], plain: Run, plain_peak: int) -> str:
-    lines = [
-        "\nParameters, gradients and AdamW's state between two steps:",
-        f"  {_mib(held)} on each rank, {_mib([plain.held])} unsharded",
-    ]
-    if plain_peak:
-        lines += ["Peak memory (torch.cuda.max_memory_allocated), activations included:"]
-        lines += [f"  {_mib(peaks)} on each rank, {_mib([plain_peak])} unsharded"]
-    return "\n".join(lines)
+def _memory(held: list[int], peaks: list[int], plain: Run, device: torch.device) -> str:
+    how = "torch.cuda.max_memory_allocated" if device.type == "cuda" else "bytes of live tensors"
+    return "\n".join(
+        (
+            "\nParameters, gradients and AdamW's state between two steps:",
+            f"  {_mib(held)} on each rank, {_mib([plain.held])} unsharded",
+            f"Peak of a forward and backward of one micro-batch, activations included ({how}):",
+            f"  {_mib(peaks)} on each rank, {_mib([plain.peak])} unsharded",
+        )
+    )
 
 
 def _mib(sizes: list[int]) -> str:
     shown = sorted({f"{size / 2**20:.2f}" for size in sizes}, key=float)
     return f"{' to '.join((shown[0], shown[-1])) if len(shown) > 1 else shown[0]} MiB"
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int:
-    """Bytes; 0 on the CPU, where torch does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _of_all_ranks(value: int, job: Job) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import clip_grad_norm_, init_on_meta, materialize, plan_model, shard_model
 from shardkit.demo.console import Progress, say
 from shardkit.demo.model import ByteTransformer
+from shardkit.demo.peak import LivePeak
 from shardkit.demo.text import micro_batch
 
 SEED = 0
@@ -43,12 +45,14 @@ class Run:
         norms: of each step, the gradients' norm before clipping.
         weights: the final parameters by FQN, whole and on the CPU.
         held: bytes of the parameters, gradients and optimizer state that one process holds between two steps.
+        peak: the most bytes that one process holds in a forward and backward; on the CPU, those of live tensors.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     held: int = 0
+    peak: int = 0
 
 
 def train_sharded(job: Job) -> Run:
@@ -65,15 +69,16 @@ def train_sharded(job: Job) -> Run:
     run, progress = Run(), Progress("sharded", job.steps)
     for step in range(job.steps):
         optimizer.zero_grad()
-        loss = _loss(model, job, step, dist.get_rank())
-        loss.backward()  # type: ignore[no-untyped-call]
+        with measured(run, job.device, step == job.steps - 1, held_tensors(model.parameters(), optimizer)):
+            loss = _loss(model, job, step, dist.get_rank())
+            loss.backward()  # type: ignore[no-untyped-call]
         run.norms.append(clip_grad_norm_(model, MAX_NORM))
         optimizer.step()
         run.losses.append(_mean_over_ranks(loss.detach()))
         progress.show(step, run.losses[-1])
     # Gathering all weights on every rank is fine for a model of this size, and is only needed to compare them.
     run.weights = {fqn: _whole(param).cpu() for fqn, param in model.named_parameters()}
-    run.held = held_bytes(model.parameters(), optimizer)
+    run.held = nbytes(held_tensors(model.parameters(), optimizer))
     return run
 
 
@@ -93,9 +98,12 @@ def train_plain(job: Job, norms: list[Tensor]) -> Run:
     run, progress = Run(), Progress("plain", job.steps)
     for step in range(job.steps):
         optimizer.zero_grad()
-        losses = [_loss(model, job, step, rank) for rank in range(job.ranks)]
-        for loss in losses:
-            (loss / job.ranks).backward()  # type: ignore[no-untyped-call]
+        losses = []
+        for rank in range(job.ranks):
+            with measured(run, job.device, step == job.steps - 1, held_tensors(model.parameters(), optimizer)):
+                loss = _loss(model, job, step, rank)
+                (loss / job.ranks).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss)
         grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
         run.norms.append(nn.utils.get_total_norm(grads))
         nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norms[step])
@@ -103,15 +111,35 @@ def train_plain(job: Job, norms: list[Tensor]) -> Run:
         run.losses.append(torch.stack([loss.detach() for loss in losses]).sum() / job.ranks)
         progress.show(step, run.losses[-1])
     run.weights = {fqn: param.detach().cpu() for fqn, param in model.named_parameters()}
-    run.held = held_bytes(model.parameters(), optimizer)
+    run.held = nbytes(held_tensors(model.parameters(), optimizer))
     return run
 
 
-def held_bytes(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the parameters, gradients and optimizer state in this process; of DTensors the local part. Local."""
+def held_tensors(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters, gradients and optimizer state in this process; of DTensors the local part. Local."""
     tensors = [tensor for param in params for tensor in (param, param.grad) if tensor is not None]
     tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+@contextmanager
+def measured(run: Run, device: torch.device, wanted: bool, held: list[Tensor]) -> Iterator[None]:
+    """Where ``wanted``, note in ``run.peak`` the most bytes that this context holds, ``held`` included."""
+    if not wanted:
+        yield
+    elif device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield
+        run.peak = max(run.peak, torch.cuda.max_memory_allocated(device))
+    else:
+        with LivePeak(held) as live:
+            yield
+        run.peak = max(run.peak, live.peak)
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _loss(model: nn.Module, job: Job, step: int, rank: int) -> Tensor:
