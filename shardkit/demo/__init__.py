@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 import time
 
 import torch
@@ -47,13 +46,7 @@ def run_demo(*, ranks: int | None = None, steps: int = 60, device: str | None = 
     if launched:
         ensure_process_group()
         return leave(_train_and_compare(steps))
-    return run_on_ranks(functools.partial(rank_body, steps), ranks or gpus or 2)
-
-
-def rank_body(steps: int) -> None:
-    """What each rank does; SystemExit(1) on rank 0 when the two trainings differ."""
-    if _train_and_compare(steps):
-        sys.exit(1)
+    return run_on_ranks(functools.partial(_train_and_compare, steps), ranks or gpus or 2)
 
 
 def _check(ranks: int | None, device: str | None, gpus: int, launched: bool) -> None:

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 
-def run_on_ranks(body: Callable[[], None], ranks: int) -> int:
+def run_on_ranks(body: Callable[[], int], ranks: int) -> int:
     """Run ``body()`` in ``ranks`` new processes that form a process group, and wait for all of them.
 
     The processes end with this one, however it ends. When one fails, the others are stopped.
 
     Args:
-        body: picklable. A rank fails by what it raises, or by ``SystemExit(1)`` after it has said why.
+        body: picklable. A rank fails by what it raises, or by returning 1 after it has said why.
         ranks: how many; on CUDA each takes the GPU of its number.
 
     Returns:
-        0 if every rank returned, else 1 after printing which rank failed, with its traceback.
+        0 if every rank did, else 1, after printing which rank raised, with its traceback.
     """
     # A new process imports torch before shardkit, which keeps torch from saying that numpy is missing.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
@@ -44,7 +44,7 @@ def run_on_ranks(body: Callable[[], None], ranks: int) -> int:
     return 0
 
 
-def _rank(rank: int, body: Callable[[], None], ranks: int, rendezvous: str) -> None:
+def _rank(rank: int, body: Callable[[], int], ranks: int, rendezvous: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -53,8 +53,7 @@ def _rank(rank: int, body: Callable[[], None], ranks: int, rendezvous: str) -> N
         rank=rank,
         world_size=ranks,
     )
-    body()
-    leave(0)
+    leave(body())
 
 
 def leave(code: int) -> NoReturn:
