@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from shardkit._torch import TorchDispatchMode
 
@@ -33,9 +32,9 @@ class LivePeak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, then look."""
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, Tensor):
+                self._add(each)
         self._look()
         return out
 
