@@ -18,9 +18,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.mesh import device_type
 from shardkit.plan import ShardingPlan
 
-Report: TypeAlias = "dict[str, Any] | str"
-
-
+Report: TypeAlias = "dict[str, Any] | str"  # a plan, or why there is none
 Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
 

@@ -125,11 +125,11 @@ def shard_model(
 def _check_plan_alone(plan: ShardingPlan, arguments: dict[str, Any]) -> None:
     defaults = {name: parameter.default for name, parameter in inspect.signature(plan_model).parameters.items()}
     given = [name for name, value in arguments.items() if value != defaults[name]]
-    if not isinstance(plan, ShardingPlan) or given:
+    if given:
         raise PlanError(
             message(
                 "plan",
-                f"a {type(plan).__name__}, given together with {listing(given) or 'nothing else'}",
+                f"given together with {listing(given)}",
                 "A ShardingPlan holds every decision, so no other one can be given beside it",
                 "Pass plan=plan_model(model, ...) alone",
             )

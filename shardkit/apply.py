@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
-from shardkit.fit import check_fit, check_unsharded
+from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, device_type, ensure_process_group
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.tree import ModelTree
@@ -40,10 +40,11 @@ def apply_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None = N
 def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: DeviceMesh | None = None) -> nn.Module:
     """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all."""
     ensure_process_group()
-    groups = [None] if mesh is None else mesh.get_all_groups()
+    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
 
     def decide_and_check() -> ShardingPlan:
         plan = decide()
+        check_is_plan(plan)
         check_mesh(mesh, plan.mesh)
         tree = ModelTree(model)
         check_unsharded(tree, mesh)

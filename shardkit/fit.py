@@ -18,6 +18,19 @@ from shardkit.plan import ShardingPlan, ancestors
 from shardkit.tree import ModelTree
 
 
+def check_is_plan(plan: object) -> None:
+    """Raises PlanError when ``plan`` is something else; local."""
+    if not isinstance(plan, ShardingPlan):
+        raise PlanError(
+            message(
+                "plan",
+                f"a {type(plan).__name__}",
+                "It is a ShardingPlan",
+                "Make it with plan_model, or read it with ShardingPlan.from_dict",
+            )
+        )
+
+
 def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None) -> None:
     """Raises PlanError when the model has no parameters, or is sharded already; local.
 

@@ -125,6 +125,15 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
         )
     if mesh is None:
         return
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            message(
+                "mesh",
+                f"a {type(mesh).__name__}",
+                "A plan is applied on a DeviceMesh, or with None on all ranks",
+                "Leave it out, or pass the mesh to plan_model",
+            )
+        )
     if spec_of(mesh) != spec:
         raise PlanError(
             message(

@@ -244,6 +244,17 @@ def test_plan_of_another_model() -> None:
             apply_plan(model, plan)
 
 
+def test_no_plan_and_no_mesh() -> None:
+    model = Decoder()
+    plan = plan_model(model, mesh=EIGHT)
+    with fake_world(8):
+        for call in (apply_plan, lambda model, plan: shard_model(model, plan=plan)):
+            with refused(model, "plan: a dict", "ShardingPlan.from_dict"):
+                call(model, plan.to_dict())
+        with refused(model, "mesh: a MeshSpec", "Leave it out"):
+            apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
+
+
 def test_plan_edited_by_hand() -> None:
     model = Decoder()
     plan = plan_model(model, mesh=EIGHT)
@@ -262,7 +273,7 @@ def test_plan_edited_by_hand() -> None:
         ):
             with refused(model, part):
                 apply_plan(model, edited)
-        with refused(model, "plan: a ShardingPlan, given together with compile"):
+        with refused(model, "plan: given together with compile"):
             shard_model(model, plan=plan, compile=True)
 
 
