@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.llama import llama, tokens
+from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory import HARDWARE
 from shardkit.memory.budget import Search, parse_bytes

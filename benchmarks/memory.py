@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.llama import SHAPES, Llama, llama, tokens
+from benchmarks.models import SHAPES, Llama, llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, plan_model
 from shardkit.memory import plan_for_budget
 from shardkit.memory.sizes import Optimizer
