@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn as nn
 
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.wrap import Ignored
+from shardkit.fsdp1.policy import Ignored
 from shardkit.tree import ModelTree
 
 

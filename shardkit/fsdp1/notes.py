@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit.errors import listing
 from shardkit.fsdp1.arguments import Arguments, shown
+from shardkit.fsdp1.policy import Ignored, Wrapped
 from shardkit.fsdp1.strategy import HYBRID
 from shardkit.fsdp1.table import ROWS
 from shardkit.fsdp1.types import Fate, Note
-from shardkit.fsdp1.wrap import Ignored, Wrapped
 from shardkit.plan import ShardingPlan
 from shardkit.tree import ModelTree
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.fsdp1.wrap import Ignored, Wrapped
+from shardkit.fsdp1.policy import Ignored, Wrapped
 from shardkit.tree import ModelTree
 
 

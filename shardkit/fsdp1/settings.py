@@ -9,9 +9,9 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.arguments import Arguments, check_arguments, device_of
+from shardkit.fsdp1.policy import Wrapped
 from shardkit.fsdp1.precision import full_precision_policy, mp_policy, offload_policy
 from shardkit.fsdp1.strategy import parse_strategy
-from shardkit.fsdp1.wrap import Wrapped
 from shardkit.tree import ModelTree
 from shardkit.units import Overrides
 

@@ -25,12 +25,12 @@ from shardkit.fsdp1.arguments import Arguments, check_arguments, check_unwrapped
 from shardkit.fsdp1.ignored import ignored_fqns, ignored_of
 from shardkit.fsdp1.notes import Decided, notes_on
 from shardkit.fsdp1.place import place_of
+from shardkit.fsdp1.policy import wrapped_by
 from shardkit.fsdp1.precision import buffer_dtypes
 from shardkit.fsdp1.settings import unit_settings
 from shardkit.fsdp1.strategy import parse_strategy
 from shardkit.fsdp1.types import ParamInitFn, Translation
 from shardkit.fsdp1.units import select_wrapped
-from shardkit.fsdp1.wrap import wrapped_by
 from shardkit.tree import ModelTree
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from shardkit.errors import listing
-from shardkit.fsdp1.wrap import Wrapped
+from shardkit.fsdp1.policy import Wrapped
 from shardkit.ownership import assign
 from shardkit.repair import join_ties, split_dtypes
 from shardkit.tree import ModelTree
