@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+NO_TARGET = -100  # what cross_entropy ignores: the token after a row's last one is not known
+EPSILON = 1e-5
+ROPE_BASE = 500_000.0
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,8 @@ class Shape:
     tied: bool = False
 
 
-# From the config.json of meta-llama/Llama-3.2-1B and of Meta-Llama-3-8B and -70B.
+# From the config.json of meta-llama/Llama-3.2-1B and of Meta-Llama-3-8B and -70B: 1,235,814,400, 8,030,261,248 and
+# 70,553,706,496 parameters.
 SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8, 128_256, tied=True),
     "8B": Shape(4096, 14_336, 32, 32, 8, 128_256),
@@ -31,13 +38,22 @@ SHAPES = {
 }
 
 
-def rotate(x: Tensor) -> Tensor:
+def rope_table(positions: int, head: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, ``(positions, head / 2)`` each, computed in float32.
+
+    Once for a forward, and handed to all blocks: a table in each of them would be made again in each, and a buffer would
+    have to be filled by whoever builds the model on meta.
+    """
+    half = head // 2
+    frequencies = ROPE_BASE ** -(torch.arange(half, device=like.device) / half)
+    angles = torch.arange(positions, device=like.device)[:, None] * frequencies
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of heads: ``(batch, heads, positions, width)``."""
-    half = x.shape[-1] // 2
-    frequencies = 500_000.0 ** -(torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    low, high = x[..., :half], x[..., half:]
+    low, high = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # does nothing but under autocast, where x alone is cast
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
@@ -52,10 +68,11 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``(batch, positions, width)`` in and out."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -78,40 +95,127 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.attention_norm = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.mlp_norm = nn.RMSNorm(shape.width, eps=EPSILON)
         self.attention, self.mlp = Attention(shape), Mlp(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``(batch, positions, width)`` in and out."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
-class Llama(nn.Module):
-    """From token ids, ``(batch, positions)``, to the loss of the next ones."""
+class Head(nn.Linear):
+    """The output layer and the loss: one module, so that whoever gathers its weight for its forward gathers it once.
 
-    def __init__(self, shape: Shape) -> None:
+    Attributes:
+        chunk: tokens whose logits exist at a time; None is all of them. 16,384 tokens of 128,256 words are 7.8 GiB in
+            float32, and their gradient as many.
+        chunk_loss: :func:`chunk_loss`, or what ``torch.compile`` made of it.
+    """
+
+    def __init__(self, shape: Shape, chunk: int | None) -> None:
+        super().__init__(shape.width, shape.vocabulary, bias=False)
+        self.chunk = chunk
+        self.chunk_loss = chunk_loss
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss in float32 of ``(batch, positions, width)`` and targets of ``(batch, positions)``."""
+        if self.chunk is None:
+            logits = super().forward(x).float()
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+        flat = x.flatten(0, 1)
+        return ChunkedLoss.apply(flat, self.weight, targets.flatten(), self.chunk, self.chunk_loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of a chunk's tokens times ``scale``, and its gradient by the logits in their dtype."""
+    logits = (x @ weight.T).float()
+    known = targets != NO_TARGET
+    picked = targets.clamp(min=0)[:, None]
+    largest = logits.amax(dim=1, keepdim=True)
+    powers = (logits - largest).exp()
+    total = powers.sum(dim=1, keepdim=True)
+    losses = (total.log() + largest - logits.gather(1, picked)).squeeze(1)
+    weights = known * scale
+    words = torch.arange(logits.shape[1], device=logits.device)
+    gradient = (powers / total - (words == picked).float()) * weights[:, None]
+    return (losses * weights).sum(), gradient.to(x.dtype)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Cross entropy of a linear layer, whose logits exist for some tokens at a time.
+
+    Forward computes the gradients too, so backward has nothing to compute again: the matrix products are those of
+    ordinary cross entropy, three for each chunk. The weight's gradient is added up in the dtype of the weight.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, per_chunk: Callable[..., Any]
+    ) -> Tensor:
+        """The mean loss."""
+        scale = 1.0 / (targets != NO_TARGET).sum()
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        of_x = torch.empty_like(x)
+        of_weight = torch.zeros_like(weight)
+        for start in range(0, len(x), chunk):
+            some = slice(start, start + chunk)
+            part, of_logits = per_chunk(x[some], weight, targets[some], scale)
+            loss += part
+            of_x[some] = of_logits @ weight
+            of_weight.addmm_(of_logits.T, x[some])
+        ctx.save_for_backward(of_x, of_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """What forward computed, in place: it is given away."""
+        of_x, of_weight = ctx.saved_tensors
+        return of_x.mul_(of_loss[0]), of_weight.mul_(of_loss[0]), None, None, None
+
+
+class Llama(nn.Module):
+    """From token ids, ``(batch, positions)``, to the loss of the next ones.
+
+    Args:
+        shape: of which size.
+        chunk: see :class:`Head`. None computes all logits at once, as most code does.
+    """
+
+    def __init__(self, shape: Shape, chunk: int | None = None) -> None:
         super().__init__()
+        self.width_of_heads = shape.width // shape.heads
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.norm = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.head = Head(shape, chunk)
         if shape.tied:
             self.head.weight = self.embed.weight
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw all values: logits with a variance of 1/4, so that the first loss is ln(vocabulary) and an eighth."""
+        for param in self.parameters():
+            if param.dim() == 1:
+                param.fill_(1.0)
+            else:
+                param.normal_(std=0.5 * self.embed.embedding_dim**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The loss in float32."""
         x = self.embed(ids)
+        cos, sin = rope_table(ids.shape[1], self.width_of_heads, like=x)
         for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x), F.pad(ids[:, 1:], (0, 1), value=NO_TARGET))  # type: ignore[no-any-return]
 
 
-def llama(name: str) -> Llama:
+def llama(name: str, chunk: int | None = None) -> Llama:
     """A Llama of a named shape, on the meta device."""
     with torch.device("meta"):
-        return Llama(SHAPES[name])
+        return Llama(SHAPES[name], chunk)
 
 
 def tokens(batch: int, positions: int) -> Tensor:
