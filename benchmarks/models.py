@@ -41,8 +41,8 @@ SHAPES = {
 def rope_table(positions: int, head: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, ``(positions, head / 2)`` each, computed in float32.
 
-    Once for a forward, and handed to all blocks: a table in each of them would be made again in each, and a buffer would
-    have to be filled by whoever builds the model on meta.
+    Once for a forward, and handed to all blocks: each of them would make it again, and a buffer would have to be filled
+    by whoever builds the model on meta.
     """
     half = head // 2
     frequencies = ROPE_BASE ** -(torch.arange(half, device=like.device) / half)
@@ -119,7 +119,7 @@ class Head(nn.Linear):
         self.chunk = chunk
         self.chunk_loss = chunk_loss
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         """The mean loss in float32 of ``(batch, positions, width)`` and targets of ``(batch, positions)``."""
         if self.chunk is None:
             logits = super().forward(x).float()
@@ -151,7 +151,7 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, per_chunk: Callable[..., Any]
     ) -> Tensor:
         """The mean loss."""
