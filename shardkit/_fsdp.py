@@ -6,6 +6,7 @@ breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSD
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -211,3 +212,15 @@ def _is_bound_to(hook: Any, state: Any) -> bool:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
+    """Whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only.
+
+    fsdp1: FSDP1 casts the inputs of its root alone, and which module that is shows at the first forward.
+    """
+    state: Any = module._get_fsdp_state()
+    policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
+    state._mp_policy = policy
+    for unit in units_of(state):
+        unit.mp_policy = policy

@@ -69,6 +69,12 @@ def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]
     ``set_reshard_after_backward(False)``) FSDP2 registers unsharded parameters, while gradients and the
     optimizer's entries stay with the sharded ones, which torch 2.13 gives no public way to see. Local, pure.
     """
+    sharded = sharded_stand_ins(model)
+    return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
+
+
+def sharded_stand_ins(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """The sharded parameter of each unsharded one that is registered in its place now. Local, pure."""
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -76,7 +82,7 @@ def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]
                 if fsdp_param.sharded_state.name != "SHARDED":
                     info = fsdp_param._module_info
                     sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param
-    return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
+    return sharded
 
 
 def _fsdp_params(module: FSDPModule) -> list[Any]:
@@ -362,7 +368,7 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         return {found_inf.device: self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)}
 

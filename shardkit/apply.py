@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn as nn
@@ -57,7 +57,9 @@ def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: De
     return model
 
 
-def check_applicable(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, device: str) -> None:
+def check_applicable(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, device: str, apart: Collection[str] = ()
+) -> None:
     """Raises PlanError when ``plan`` cannot be applied to ``model`` on a device of that type; local and pure.
 
     Args:
@@ -65,9 +67,10 @@ def check_applicable(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | No
         plan: what will be applied.
         mesh: the mesh, where there is one already; parameters may be DTensors on its other axes.
         device: the device type of the mesh.
+        apart: FQNs of modules that are sharded on purpose, and whose parameters the plan ignores.
     """
     tree = ModelTree(model)
-    check_unsharded(tree, mesh)
+    check_unsharded(tree, mesh, apart)
     check_fit(tree, plan, device)
 
 

@@ -9,11 +9,11 @@ class ShardkitError(Exception):
     """Base of every error that shardkit raises on purpose."""
 
 
-class PlanError(ShardkitError):
+class PlanError(ShardkitError, ValueError):
     """A model, a rule, a mesh or a plan that cannot be sharded as asked. Nothing was changed."""
 
 
-class TranslationError(ShardkitError):
+class TranslationError(ShardkitError, ValueError):
     """FSDP1 arguments, or a configuration, that FSDP2 cannot do as written. Nothing was changed."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.nn as nn
@@ -31,15 +31,16 @@ def check_is_plan(plan: object) -> None:
         )
 
 
-def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None) -> None:
+def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
     """Raises PlanError when the model has no parameters, or is sharded already; local.
 
     Args:
         tree: the model.
         mesh: the data-parallel mesh; parameters that are DTensors on its other axes are tensor-parallel.
+        apart: FQNs of modules whose parts are sharded on purpose, as FSDP1 nested its wrappers.
     """
-    problems = [problem for rule in (_no_params, _sharded_modules) for problem in rule(tree)]
-    problems += _sharded_params(tree, mesh)
+    inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
+    problems = [*_no_params(tree), *_sharded_modules(tree, inside), *_sharded_params(tree, mesh, inside)]
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -61,26 +62,30 @@ def _no_params(tree: ModelTree) -> Iterator[str]:
         yield message("model", f"{name} has no parameters", "There must be something to shard", "Pass the whole model")
 
 
-def _sharded_modules(tree: ModelTree) -> Iterator[str]:
+def _sharded_modules(tree: ModelTree, apart: Collection[int]) -> Iterator[str]:
     # Kinds first: a model has many modules and few classes.
     kinds: set[type] = {kind for kind in set(map(type, tree.modules)) if issubclass(kind, FSDPModule)}
     if kinds:
-        places = zip(tree.fqns, tree.modules, strict=True)
-        sharded = [fqn or "(root)" for fqn, module in places if type(module) in kinds]
-        yield message(
-            listing(sharded, 6),
-            "sharded already",
-            "A model is sharded once, by one plan",
-            "Shard it in one place only; to change the plan, build the model again",
-        )
+        places = enumerate(zip(tree.fqns, tree.modules, strict=True))
+        sharded = [fqn or "(root)" for at, (fqn, module) in places if type(module) in kinds and at not in apart]
+        if sharded:
+            yield message(
+                listing(sharded, 6),
+                "sharded already",
+                "A model is sharded once, by one plan",
+                "Shard it in one place only; to change the plan, build the model again",
+            )
 
 
-def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None) -> Iterator[str]:
+def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[int]) -> Iterator[str]:
     names = set(mesh.mesh_dim_names or ()) if mesh is not None else set()
+    skipped = {id(param) for entry in apart for param in tree.owned[entry]}
     found = [
         fqn
         for fqn, param in tree.params.items()
-        if isinstance(param, DTensor) and (not names or names & set(param.device_mesh.mesh_dim_names or ()))
+        if isinstance(param, DTensor)
+        and id(param) not in skipped
+        and (not names or names & set(param.device_mesh.mesh_dim_names or ()))
     ]
     if found:
         yield message(

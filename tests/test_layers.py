@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE,
     "state_dict": STATE | {"meta", "_fsdp"},
     "checkpoint": STATE | {"state_dict", "meta", "progress"},
-    "fsdp1": {"named"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
+    "fsdp1": {"named", "_fsdp"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
     "__init__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1"},
     "demo": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__"},
     "__main__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__", "demo"},

@@ -44,13 +44,17 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
         PlanError: on every rank, with the model unchanged: ranks disagree, or the plan fits not all of them.
     """
     groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
-    return _shard(model, lambda: translate_fsdp1(model, **arguments), groups)
+    translation, _ = shard_translated(model, lambda: translate_fsdp1(model, **arguments), groups)
+    cast_buffers(model, translation)
+    return model
 
 
 def apply_translation(model: nn.Module, translation: Translation) -> nn.Module:
     """``Translation.apply``."""
     groups = groups_to_agree(translation.process_groups or None, translation.device_mesh)
-    return _shard(model, lambda: translation, groups)
+    shard_translated(model, lambda: translation, groups)
+    cast_buffers(model, translation)
+    return model
 
 
 def materialize_translated(
@@ -62,7 +66,23 @@ def materialize_translated(
     return model
 
 
-def _shard(model: nn.Module, decide: Callable[[], Translation], groups: Groups) -> nn.Module:
+def shard_translated(
+    model: nn.Module,
+    decide: Callable[[], Translation],
+    groups: Groups,
+    mesh_of: Callable[[Translation], DeviceMesh] | None = None,
+) -> tuple[Translation, DeviceMesh]:
+    """Shards ``model`` in place as ``decide`` says, but for ``buffer_dtypes``. Collective over ``groups``.
+
+    Args:
+        model: the model.
+        decide: local; what it raises on one rank is raised by all.
+        groups: which together reach all ranks that shard; None is the world.
+        mesh_of: what to build the mesh with, ``mesh_for`` by default.
+
+    Returns:
+        What was decided, and the mesh.
+    """
     ensure_process_group()
     decided: list[Translation] = []
 
@@ -75,15 +95,14 @@ def _shard(model: nn.Module, decide: Callable[[], Translation], groups: Groups) 
     with real_tensors():  # as in apply_decided
         plan = agree_on_plan(decide_and_check, groups)
         sources = Sources(model, decided[0], groups)
-        mesh = _build_mesh(decided[0])
+        mesh = (mesh_of or mesh_for)(decided[0])
     needed = decided[0].sync_module_states or sources.anywhere_on_meta
     carry_out(model, plan, mesh, UnitStates(model, decided[0], mesh) if needed and not sources.recorded else None)
     if sources.recorded:
         materialize(model)
-    cast_buffers(model, decided[0])
     if REDUCES_UNUSED:
         set_reduce_scatter_unused_params(model)
-    return model
+    return decided[0], mesh
 
 
 def _check(model: nn.Module, translation: Translation) -> None:
@@ -107,7 +126,7 @@ def _check(model: nn.Module, translation: Translation) -> None:
         )
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
-    check_applicable(model, translation.plan, mesh, _device_type(translation))
+    check_applicable(model, translation.plan, mesh, _device_type(translation), translation.apart)
     check_initialisers(model, translation)
 
 
@@ -117,7 +136,8 @@ def _device_type(translation: Translation) -> str:
     return translation.device.type if translation.device is not None else device_type()
 
 
-def _build_mesh(translation: Translation) -> DeviceMesh:
+def mesh_for(translation: Translation) -> DeviceMesh:
+    """The mesh of a translation, built if need be, with its device selected. Collective."""
     device = translation.device
     if device is not None and device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)  # FSDP2 shards on the current device

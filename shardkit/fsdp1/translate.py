@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -97,22 +97,33 @@ def translate_fsdp1(
         ranks_per_node=ranks_per_node,
         world_size=world_size,
     )
+    return translate(model, given)
+
+
+def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -> Translation:
+    """``translate_fsdp1`` of arguments taken together.
+
+    Args:
+        model: the model; parts of it may be wrapped already, by the drop-in.
+        given: FSDP1's arguments.
+        apart: FQNs of those parts, outermost first.
+    """
     try:
-        return _translate(model, given)
+        return _translate(model, given, tuple(apart))
     except PlanError as error:
         raise TranslationError(str(error)) from error
 
 
-def _translate(model: nn.Module, given: Arguments) -> Translation:
+def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Translation:
     tree = ModelTree(model)
     check_unwrapped(tree)
-    check_unsharded(tree, given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None)
+    check_unsharded(tree, given.device_mesh if isinstance(given.device_mesh, DeviceMesh) else None, apart)
     check_arguments(given)
     strategy = parse_strategy(given.sharding_strategy)
     place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
     ignored = ignored_of(tree, given.ignored_modules, given.ignored_states)
     wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.told())
-    left_alone = ignored_fqns(tree, ignored)
+    left_alone = ignored_fqns(tree, ignored) | _params_of(tree, apart)
     settings = unit_settings(tree, wrapped, given, strategy)
     selections, repairs = select_wrapped(tree, wrapped, settings, left_alone)
     plan = plan_of(tree, place.spec, selections, _UNSET, left_alone, int(given.forward_prefetch), repairs)
@@ -128,7 +139,14 @@ def _translate(model: nn.Module, given: Arguments) -> Translation:
         ignored_modules=tuple(
             fqn for fqn, module in zip(tree.fqns, tree.modules, strict=True) if module in ignored.modules
         ),
+        wrapped={tree.fqns[each.entry]: each.arguments for each in wrapped},
+        apart=apart,
     )
+
+
+def _params_of(tree: ModelTree, apart: Collection[str]) -> frozenset[str]:
+    below = (entry for fqn in apart for entry in tree.subtree(tree.places[fqn]))
+    return frozenset(tree.names[id(param)] for entry in below for param in tree.owned[entry])
 
 
 # Every unit has settings of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,9 @@ class Translation:
         sync_module_states: whether parameters and buffers are broadcast from the first rank before sharding.
         buffer_dtypes: what FSDP1 casts a floating-point buffer to at the first forward, by FQN.
         ignored_modules: FQNs of the modules that FSDP1 leaves alone.
+        wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the arguments that a
+            CustomPolicy gave for it.
+        apart: FQNs of modules that are wrapped already, which stay as they are; the plan ignores their parameters.
     """
 
     plan: ShardingPlan
@@ -75,6 +78,8 @@ class Translation:
     sync_module_states: bool = False
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     ignored_modules: tuple[str, ...] = ()
+    wrapped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Note, ...]:

@@ -1,0 +1,230 @@
+"""FullyShardedDataParallel: FSDP1's class over ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from shardkit import grads
+from shardkit._torch import sharded_stand_ins
+from shardkit.fsdp1.arguments import Arguments
+from shardkit.fsdp1.shim import missing, roots
+from shardkit.fsdp1.shim.construct import construct, put_in_place
+from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
+from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
+
+
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1's wrapper with FSDP2 inside: an FSDP1 program runs on ``fully_shard`` by changing one import.
+
+    Every argument of ``torch.distributed.fsdp.FullyShardedDataParallel``, in the same order and with the same
+    defaults; ``translate_fsdp1`` says what becomes of each. ``module`` is sharded in place, with the parts that the
+    policy chooses, and each of them becomes the ``module`` of a wrapper of this class, as in FSDP1. Names of
+    parameters are always those of the plain model. Collective.
+
+    Args:
+        module: the model, or, wrapping by hand, a part of it, inner parts first.
+        process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision,
+            ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers,
+            use_orig_params, ignored_states, device_mesh: as for FSDP1.
+
+    Raises:
+        TranslationError: on every rank, with the model unchanged: what FSDP1 would not take, or FSDP2 cannot do.
+
+    Example:
+        >>> from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+        >>> model = FSDP(model, auto_wrap_policy=policy)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        given = Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+        )
+        made = construct(module, given, FullyShardedDataParallel)
+        put_in_place(module, made.below, _around)
+        _adopt(self, module, made.record)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, also where ``checkpoint_wrapper`` was put around it later."""
+        return inner_of(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            missing.refuse(name)
+            return getattr(super().__getattr__(WRAPPED), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._modules[WRAPPED][key]  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward. Collective."""
+        is_root = roots.begin(self)
+        output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+        if is_root and not torch.is_grad_enabled():
+            roots.reshard(self)
+        return output
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The sharded parameters, by their names in the plain model. Local, also between forward and backward."""
+        sharded = sharded_stand_ins(self)
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield without_wrappers(name), sharded.get(param, param)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, by their names in the plain model."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield without_wrappers(name), buffer
+
+    def check_is_root(self) -> bool:
+        """Whether it is the root; decides it, where no forward has yet, as in FSDP1."""
+        is_root: bool = roots.begin(self)
+        return is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers at and below ``module``, parents first. Local."""
+        found = list(wrappers_of(module))
+        inside = {below for each in found for below in wrappers_of(each) if below is not each}
+        return [each for each in found if each not in inside] if root_only else found
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward without reducing gradients, which the first backward outside does for all of them. Local.
+
+        Inside ``p.grad`` is None, where FSDP1 showed full-size gradients.
+
+        Raises:
+            RuntimeError: it is no root.
+        """
+        _check_root(self, "no_sync()")
+        with grads.no_sync(self):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
+
+        Returns:
+            The norm of all gradients as one vector, 0-d, the same plain tensor on every rank.
+
+        Raises:
+            RuntimeError: it is no root.
+        """
+        _check_root(self, "clip_grad_norm_()")
+        return grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that shards, or for NO_SHARD the one that replicates."""
+        return record_of(self).process_group
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of ``process_group``."""
+        return self.process_group.size()
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """FSDP1's name for what FSDP2 does; NO_SHARD on one rank."""
+        return record_of(self).strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """As given; never None."""
+        return record_of(self).mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """As given; never None."""
+        return record_of(self).cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """As given."""
+        return record_of(self).given.backward_prefetch  # type: ignore[no-any-return]
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """As given."""
+        return bool(record_of(self).given.forward_prefetch)
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """As given."""
+        return bool(record_of(self).given.limit_all_gathers)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the model computes."""
+        return missing.compute_device(record_of(self).mesh)
+
+
+def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
+    """A wrapper around what is sharded already."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    _adopt(wrapper, module, record)
+    return wrapper
+
+
+def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record) -> None:
+    vars(wrapper)[KEY] = record
+    wrapper.training = module.training
+    wrapper.register_module(WRAPPED, module)
+
+
+def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
+    if not roots.begin(wrapper):
+        raise missing.not_on_an_inner_one(method)

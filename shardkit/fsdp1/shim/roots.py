@@ -1,0 +1,80 @@
+"""What FSDP1 decided at the first forward, when it is known which wrapper is the root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit._fsdp import set_cast_forward_inputs
+from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def begin(wrapper: nn.Module) -> bool:
+    """Makes ``wrapper`` the root of all below it, unless that was decided before; returns whether it is one. Local.
+
+    As in FSDP1 the root is not resharded after forward and casts its inputs, which the others do not; and buffers
+    take their ``buffer_dtype`` now.
+    """
+    record = record_of(wrapper)
+    if record.root is None:
+        for each in wrappers_of(wrapper):
+            record_of(each).root = each is wrapper
+            _settle(each)
+        _cast_buffers(wrapper)
+    return record.root is True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def reshard(wrapper: nn.Module) -> None:
+    """Frees what a forward left gathered for a backward that will not come. Local.
+
+    Else ``parameters()`` of a module around the wrapper would show full tensors, and an optimizer made from them
+    would train them for nothing.
+    """
+    for module in wrapper.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _settle(wrapper: nn.Module) -> None:
+    """Tell the wrapper's unit whether it is the root's."""
+    record, sharded = record_of(wrapper), sharded_of(wrapper)
+    if sharded is None or in_full_precision(wrapper):
+        return
+    sharded.set_reshard_after_forward(record.reshards and not record.root, recurse=False)
+    precision = record.mixed_precision
+    root_casts = record.root is True and precision.cast_root_forward_inputs
+    set_cast_forward_inputs(sharded, precision.cast_forward_inputs or root_casts)
+
+
+def _cast_buffers(root: nn.Module) -> None:
+    for wrapper, module, name in buffers_by_wrapper(root):
+        record, buffer = record_of(wrapper), module._buffers[name]
+        dtype = None if in_full_precision(wrapper) else record.mixed_precision.buffer_dtype
+        if dtype is not None and buffer is not None and buffer.is_floating_point():
+            record.buffer_dtypes.setdefault((module, name), buffer.dtype)
+            buffer.data = buffer.to(dtype)
+
+
+def buffers_by_wrapper(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """The innermost wrapper around each buffer, the buffer's module and name; none of ignored modules. Local, pure."""
+    seen: set[int] = set()
+    for wrapper in reversed(list(wrappers_of(root))):  # inner ones first
+        ignored = _ignored(wrapper)
+        for module in wrapper.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen and module not in ignored:
+                    seen.add(id(buffer))
+                    yield wrapper, module, name
+
+
+def _ignored(wrapper: nn.Module) -> set[nn.Module]:
+    """The ignored modules at and below a wrapper; those that a policy wrapped have none of their own."""
+    record, inner = record_of(wrapper), inner_of(wrapper)
+    if not record.top:
+        return set()
+    return {inner.get_submodule(fqn) for fqn in record.translation.ignored_modules}
