@@ -1,0 +1,90 @@
+"""``python -m shardkit.fsdp1 train.py ARGS...``: run an FSDP1 program on FSDP2 without touching it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from shardkit.errors import ShardkitError
+from shardkit.fsdp1.shim.redirect import Program, Redirect, redirect_for_good
+
+USAGE = 2  # as argparse's own
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program that the arguments name, in this process; its own exit code comes as its SystemExit."""
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = _own_arguments(given)
+    options = parser.parse_args(given[:own])
+    rest = given[own:]
+    as_module = rest[:1] == ["-m"]
+    program, *argv = rest[as_module:] or [""]
+    if not program:
+        parser.error("which program? Name a file, or -m and a module")
+    return run(program, argv, as_module, options.also)
+
+
+def run(name: str, argv: Sequence[str], as_module: bool, also: Sequence[str]) -> int:
+    """Run a program as the process's own, until its last line."""
+    redirect = redirect_for_good(also)
+    sys.excepthook = functools.partial(_from_the_program_on, sys.excepthook)
+    try:
+        program = Program(name, redirect, as_module)
+    except ShardkitError as error:
+        print(f"python -m shardkit.fsdp1: {error}", file=sys.stderr)
+        return USAGE
+    if program.folder is not None and not getattr(sys.flags, "safe_path", False):  # which Python 3.10 has not
+        sys.path[0] = program.folder
+    program.run(argv)
+    _check_used(redirect)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardkit.fsdp1",
+        usage="%(prog)s [--also PACKAGE] {FILE | -m MODULE} [ARGUMENT ...]",
+        description="Run a program written for torch.distributed.fsdp.FullyShardedDataParallel on fully_shard. What "
+        "its own files import from torch.distributed.fsdp comes from shardkit.fsdp1; installed packages keep torch's.",
+        epilog="With several ranks: torchrun --nproc-per-node 8 -m shardkit.fsdp1 train.py --lr 1e-4",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="PACKAGE", help="an installed package that is the program's own"
+    )
+    return parser
+
+
+def _own_arguments(given: Sequence[str]) -> int:
+    """How many of the arguments come before the program's name, or its ``-m``."""
+    index = 0
+    while index < len(given) and given[index].startswith("-") and given[index] != "-m":
+        index += 1 + (given[index] == "--also")
+    return index
+
+
+def _check_used(redirect: Redirect) -> None:
+    """A program that leaves FSDP to a library runs as before, which its user may not expect."""
+    if not redirect.count and os.environ.get("RANK", "0") == "0":
+        said = "no file of the program imports torch.distributed.fsdp, so nothing was redirected"
+        print(f"python -m shardkit.fsdp1: {said}. Name the package that does with --also.", file=sys.stderr)
+
+
+def _from_the_program_on(
+    show: object, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show an error as plain Python does, without the lines that led into the program."""
+    ours = ("<frozen runpy>", __file__, Program.run.__code__.co_filename)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    assert callable(show)
+    show(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

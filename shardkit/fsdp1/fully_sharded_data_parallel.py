@@ -1,0 +1,14 @@
+"""``torch.distributed.fsdp.fully_sharded_data_parallel``, whose class runs on FSDP2."""
+
+from typing import Any
+
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType as OptimStateKeyType
+
+from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FullyShardedDataParallel
+from shardkit.fsdp1.shim.private import resolve
+
+__all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
+
+
+def __getattr__(name: str) -> Any:
+    return resolve("fully_sharded_data_parallel", name)

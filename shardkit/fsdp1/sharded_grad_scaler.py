@@ -1,0 +1,28 @@
+"""``torch.distributed.fsdp.sharded_grad_scaler``: loss scaling for fp16, of FSDP1's class and with its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+from shardkit.fsdp1.shim.private import resolve
+from shardkit.grads import GradScaler
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
+    """torch's ``ShardedGradScaler``, with gradients unscaled as by :class:`shardkit.GradScaler`.
+
+    Arguments, ``scale``, growth and backoff are torch's own, and so is the default device "cuda": where there is no
+    CUDA it warns and scales nothing, so pass ``device="cpu"`` there. What differs is found in ``unscale_`` only: plain
+    parameters beside sharded ones, parameters on several meshes, and ranks without gradients, which torch's refuses or
+    hangs on (torch 2.11 to 2.13). ``unscale_``, or the ``step`` that does without, is collective.
+    """
+
+    __init__ = TorchShardedGradScaler.__init__  # the order of its arguments is not that of other scalers
+
+
+def __getattr__(name: str) -> Any:
+    return resolve("sharded_grad_scaler", name)

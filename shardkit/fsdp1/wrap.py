@@ -1,0 +1,11 @@
+"""``torch.distributed.fsdp.wrap``: torch's own policies, ``wrap`` and ``enable_wrap``, which take any wrapper class."""
+
+from typing import Any
+
+from torch.distributed.fsdp.wrap import *  # noqa: F403  every public name, as a program's star import finds them
+
+from shardkit.fsdp1.shim.private import resolve
+
+
+def __getattr__(name: str) -> Any:
+    return resolve("wrap", name)
