@@ -35,6 +35,7 @@ SHAPES = {
     "8B": Shape(4096, 14_336, 32, 32, 8, 128_256),
     "70B": Shape(8192, 28_672, 80, 64, 8, 128_256),
     "tiny": Shape(64, 160, 4, 4, 2, 1000),
+    "tiny-tied": Shape(64, 160, 4, 4, 2, 1000, tied=True),
 }
 
 
@@ -210,6 +211,14 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(self.norm(x), F.pad(ids[:, 1:], (0, 1), value=NO_TARGET))  # type: ignore[no-any-return]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, as transformers' models name it for tools that look."""
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, likewise."""
+        return self.head
 
 
 def llama(name: str, chunk: int | None = None) -> Llama:

@@ -35,7 +35,7 @@ def _ddp(case: Case, device: torch.device) -> Training:
     ids = None if device.type == "cpu" else [device.index or 0]
     replica = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     if case.fake_ranks:
-        replica.register_comm_hook(None, lambda _, bucket: _pretend(bucket.buffer()))  # type: ignore[no-untyped-call]
+        replica.register_comm_hook(None, lambda _, bucket: _pretend(bucket.buffer()))
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=case.bf16)
     optimizer = optimizer_by_hand(model, case)
     return train(replica, case, device, optimizer, torch_clip(model), precision=autocast)
