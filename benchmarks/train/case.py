@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from torch import Tensor, nn
+if TYPE_CHECKING:  # tables are made without torch
+    from torch import Tensor, nn
 
 Checkpointing: TypeAlias = Literal["none", "unit", "selective"]
 Stepping: TypeAlias = Literal["fused", "foreach", "local", "in_backward"]
