@@ -7,7 +7,7 @@ breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSD
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,8 +43,42 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))  # fully_shard([a, b]): one for both
+    return _states_of(model.modules())
+
+
+def _states_of(modules: Iterable[nn.Module]) -> list[Any]:
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))  # fully_shard([a, b]): one for both
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters of the unit of one module, none if it is no FSDP module. Local, pure."""
+    return [param.sharded_param for s in _states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
+
+
+def initialize(root: FSDPModule) -> None:
+    """What the first forward of ``root`` would do first: it becomes the root of the FSDP modules below it. Local.
+
+    fsdp1: FSDP1 did so wherever it needed the root; torch 2.11 to 2.13 have no public way before a forward.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
+    """In this context gradients that are not reduced are added up in ``param_dtype``, as FSDP1 did. Local.
+
+    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be initialized.
+    """
+    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
+    before = [(param, param.reduce_dtype) for param in params]
+    for param in params:
+        param.reduce_dtype = None  # read by that conversion only; the reduction asks the unit (torch 2.11 to 2.13)
+    try:
+        yield
+    finally:
+        for param, reduce_dtype in before:
+            param.reduce_dtype = reduce_dtype
 
 
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
@@ -172,13 +206,13 @@ def is_under_way(model: nn.Module) -> bool:
 
 
 @contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """In this context forwards neither gather nor reshard nor cast: FSDP2's hooks do nothing.
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """In this context forwards of these modules neither gather nor reshard nor cast: FSDP2's hooks do nothing.
 
     Those on modules are found by the state that they are bound to, or that what they wrap is (``fully_shard([a, b])``),
     and keep their places. Methods registered by ``register_fsdp_forward_method`` ask the state itself.
     """
-    states = _fsdp_states(model)
+    states = _states_of(modules)
     found = [
         (hooks, number, hook)
         for state in states

@@ -32,6 +32,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    recurse: bool = True,
 ) -> Iterator[None]:
     """In this context the model's sharded parameters are plain ``nn.Parameter``\\ s of the full tensors.
 
@@ -57,6 +58,8 @@ def full_params(
         offload_to_cpu: full tensors on the CPU, wherever the shards are.
         with_grads: gather gradients too, where there are any, as ``grad`` of the full parameters; ``writeback``
             writes them back too. FSDP1 refused it with ``offload_to_cpu``.
+        recurse: False is for the unit of ``model`` alone, if it is one: units inside of it stay sharded, and gather
+            themselves when they are called.
 
     Raises:
         ShardkitError: on every rank: inside of a forward or backward, on meta, ranks that disagree about which
@@ -71,8 +74,10 @@ def full_params(
         if _fsdp.is_under_way(model):
             rule = "Parameters cannot be exchanged while they are in use"
             raise ShardkitError(message("full_params", "called in a forward or backward", rule, "Call it outside"))
+        modules = list(model.modules()) if recurse else [model]
+        own = None if recurse else set(_fsdp.own_parameters(model))
         all_names = parameter_names(model)
-        names = {param: all_names[param] for param in all_names if _is_sharded(param)}
+        names = {p: all_names[p] for p in all_names if _is_sharded(p) and (own is None or p in own)}
         refuse_meta((name, param) for param, name in names.items())
     lead = find_lead(names)
     want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
@@ -85,7 +90,7 @@ def full_params(
     problem: Exception | None = None
     found: dict[str, Tensor | None] = {}
     try:
-        with _fsdp.without_hooks(model), _exchanged(slots, _parameters(names, fulls, grads)):
+        with _fsdp.without_hooks(modules), _exchanged(slots, _parameters(names, fulls, grads)):
             yield
             found = {names[param]: getattr(*places[0], None) for param, places in slots.items()}
     except Exception as caught:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
 from shardkit.errors import ShardkitError, TranslationError, message
 
 _RULE = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
@@ -46,8 +43,11 @@ def not_on_an_inner_one(method: str) -> NotOnInner:
     return NotOnInner(message(method, "on inner FSDP instances is not supported", rule, "Call it on the whole model"))
 
 
-def compute_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank on the mesh."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+def comm_hook() -> TranslationError:
+    """The error for FSDP1's communication hooks."""
+    rule = "FSDP2 reduces gradients by unit and has no hook that takes a flat gradient"
+    fix = (
+        "Use shardkit.set_reduce_precision(model) for 16 bits on the wire, set_all_reduce_hook of model.module for "
+        "HSDP, or set_custom_reduce_scatter"
+    )
+    return TranslationError(message("register_comm_hook", "has no counterpart", rule, fix))

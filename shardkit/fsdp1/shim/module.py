@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from typing_extensions import Self
 
 from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
-from shardkit.fsdp1.shim import missing, roots
+from shardkit.fsdp1.shim import methods, missing, optimizers, roots, summon
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
+from shardkit.shards import device_of
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -82,6 +84,7 @@ class FullyShardedDataParallel(nn.Module):
             device_mesh=device_mesh,
         )
         made = construct(module, given, FullyShardedDataParallel)
+        optimizers.remember(made.parameters, module)
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
 
@@ -95,7 +98,7 @@ class FullyShardedDataParallel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             missing.refuse(name)
-            return getattr(super().__getattr__(WRAPPED), name)
+            return methods.guarded(self, name, getattr(super().__getattr__(WRAPPED), name))
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]
@@ -139,13 +142,14 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward without reducing gradients, which the first backward outside does for all of them. Local.
 
-        Inside ``p.grad`` is None, where FSDP1 showed full-size gradients.
+        The gradients are added up in ``param_dtype``, as FSDP1 did. Inside ``p.grad`` is None, where FSDP1 showed
+        full-size gradients.
 
         Raises:
             RuntimeError: it is no root.
         """
         _check_root(self, "no_sync()")
-        with grads.no_sync(self):
+        with roots.accumulating(self), grads.no_sync(self):
             yield
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
@@ -159,6 +163,49 @@ class FullyShardedDataParallel(nn.Module):
         """
         _check_root(self, "clip_grad_norm_()")
         return grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """In this context the parameters at and below ``module`` are whole, in their own dtype. Collective.
+
+        ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank
+        by itself, and afterwards the same sharded parameters are in place.
+
+        Args:
+            module: a wrapper, or a module around some.
+            recurse: False is for ``module`` alone.
+            writeback: keep what was written.
+            rank0_only: whole on rank 0 only.
+            offload_to_cpu: on the CPU.
+            with_grads: with gradients.
+
+        Raises:
+            NotImplementedError: a combination that FSDP1 refuses too.
+            AssertionError: inside of a forward, a backward or another such context.
+        """
+        with summon.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""
+        summon.apply(self, fn)
+        return self
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Refused.
+
+        Raises:
+            TranslationError: always; FSDP2 has other ways to change how gradients are reduced.
+        """
+        raise missing.comm_hook()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -208,7 +255,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where the model computes."""
-        return missing.compute_device(record_of(self).mesh)
+        return device_of(record_of(self).mesh)
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:

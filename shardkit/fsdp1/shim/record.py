@@ -49,6 +49,7 @@ class Record:
         root: whether it is the root; None until the first forward, or whatever asks for the root first.
         buffer_dtypes: the original dtypes of buffers that the first forward cast, by their module and name.
         state_dict_settings: what ``state_dict_type`` was set to.
+        summoned: whether it is inside of ``summon_full_params``.
     """
 
     given: Arguments
@@ -58,6 +59,7 @@ class Record:
     root: bool | None = None
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = field(default_factory=dict)
     state_dict_settings: StateDictSettings = field(default_factory=_full)
+    summoned: bool = False
 
     @property
     def strategy(self) -> ShardingStrategy:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import set_cast_forward_inputs
+from shardkit._fsdp import accumulating_in_param_dtype, initialize, set_cast_forward_inputs
+from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
 
 
@@ -25,7 +27,18 @@ def begin(wrapper: nn.Module) -> bool:
             record_of(each).root = each is wrapper
             _settle(each)
         _cast_buffers(wrapper)
+        optimizers.repoint_all()
     return record.root is True
+
+
+@contextmanager
+def accumulating(root: nn.Module) -> Iterator[None]:
+    """In this context gradients that are not reduced add up in ``param_dtype``, as FSDP1's did. Local."""
+    sharded = sharded_of(root)
+    if sharded is not None:
+        initialize(sharded)
+    with accumulating_in_param_dtype(root):
+        yield
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

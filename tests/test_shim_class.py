@@ -1,0 +1,275 @@
+"""The drop-in class beside torch's FSDP1: what programs rely on besides losses and state."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp1_models import CPU, TOKENS, Decoder, fsdp1, losses, quiet, token_loss
+from small_models import Block
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
+from torch.distributed.tensor import DTensor
+
+from shardkit import ShardkitError
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.testing import distributed
+
+BLOCKS = ModuleWrapPolicy({Block})
+BF16 = torch.bfloat16
+
+
+def trees():
+    """Both kinds of wrapped decoder, with the same arguments."""
+    return fsdp1(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True), FSDP(Decoder(), auto_wrap_policy=BLOCKS)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_a_program_sees_of_a_wrapped_model():
+    theirs, ours = trees()
+    plain = Decoder()
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in ours.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    assert isinstance(ours.module, Decoder)
+    assert isinstance(ours.layers[1], FSDP)
+    assert isinstance(ours.layers[1].module, Block)
+    assert ours.embed is ours.module.embed
+    assert len(FSDP.fsdp_modules(ours)) == len(TorchFSDP.fsdp_modules(theirs)) == 4
+    assert FSDP.fsdp_modules(nn.Sequential(ours), root_only=True) == [ours]
+    names = ("rank", "world_size", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch")
+    for name in (*names, "forward_prefetch", "limit_all_gathers", "compute_device"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.process_group.size() == 2
+    assert not hasattr(ours, "_handle")
+    with pytest.raises(ShardkitError, match="no flat parameters"):
+        ours._flat_param  # noqa: B018
+    with pytest.raises(AttributeError, match="nowhere"):
+        ours.nowhere  # noqa: B018
+    with pytest.raises(ShardkitError, match="set_reduce_precision"):
+        ours.register_comm_hook(None, print)
+    assert ours.check_is_root()
+    assert not ours.layers[0].check_is_root()
+    for call in (lambda: ours.layers[0].clip_grad_norm_(1.0), ours.layers[0].no_sync().__enter__):
+        with pytest.raises(RuntimeError, match="root FSDP instance"):
+            call()
+    assert ours.eval().layers[0].module.training is False
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_model_with_a_child_named_module_and_a_wrapped_sequential():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(3, 3)
+            self.root = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.root(self.module(x))
+
+    holder = FSDP(Holder())
+    assert isinstance(holder.module.module, nn.Linear)
+    assert isinstance(holder.root, nn.Linear)
+    assert holder(torch.ones(2, 3)).shape == (2, 3)
+    line = FSDP(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 5)))
+    assert isinstance(line[1], nn.ReLU)
+    assert [type(each).__name__ for each in line] == ["Linear", "ReLU", "Linear"]
+    half = FSDP(nn.Linear(3, 5)).half()
+    assert next(half.parameters()).dtype == torch.float16
+
+
+@distributed(world_size=2, backend="gloo")
+def test_wrapping_by_hand():
+    def by_hand(wrapper):
+        with quiet(), enable_wrap(wrapper_cls=wrapper, device_id=CPU, use_orig_params=True):
+            model = Decoder()
+            for at, layer in enumerate(model.layers):
+                model.layers[at] = wrap(layer)
+            return wrap(model)
+
+    assert torch.equal(losses(by_hand(FSDP)), losses(by_hand(TorchFSDP)))
+    twice = Decoder()
+    twice.layers[0] = FSDP(twice.layers[0])
+    with pytest.raises(ValueError, match=r"wraps layers\.0 already"):
+        FSDP(twice, auto_wrap_policy=BLOCKS)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_accumulation_is_in_the_parameters_dtype():
+    precision = MixedPrecision(BF16, torch.float32)
+    arguments = {"auto_wrap_policy": BLOCKS, "use_orig_params": True, "mixed_precision": precision}
+
+    def accumulated(model):
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            with model.no_sync():
+                for micro in range(3):
+                    token_loss(model, 100 * step + 10 * micro + dist.get_rank()).backward()
+            loss = token_loss(model, 100 * step + dist.get_rank())
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(found)
+
+    with quiet():
+        assert torch.equal(accumulated(FSDP(Decoder(), **arguments)), accumulated(fsdp1(Decoder(), **arguments)))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_summoned_parameters():
+    theirs, ours = trees()
+    plain = Decoder()
+    full = dict(plain.named_parameters())
+    with FSDP.summon_full_params(ours):
+        shown = dict(ours.named_parameters())
+        assert shown.keys() == full.keys()
+        assert all(torch.equal(shown[name], full[name]) and type(shown[name]) is nn.Parameter for name in full)
+        ours.module.norm.bias.data.fill_(3)
+        with pytest.raises(AssertionError, match="already unsharding"), FSDP.summon_full_params(ours):
+            pass
+    assert isinstance(ours.module.norm.bias, DTensor)
+    with FSDP.summon_full_params(ours, writeback=False):
+        assert (ours.module.norm.bias == 3).all()
+        ours.module.norm.bias.data.fill_(4)
+    with FSDP.summon_full_params(nn.Sequential(ours), rank0_only=True, writeback=False):
+        assert isinstance(ours.module.norm.bias, DTensor) is (dist.get_rank() != 0)
+    for wrong in ({"rank0_only": True}, {"with_grads": True, "offload_to_cpu": True}):
+        with pytest.raises(NotImplementedError, match="not supported"), FSDP.summon_full_params(ours, **wrong):
+            pass
+    with FSDP.summon_full_params(ours, recurse=False, writeback=False):
+        assert type(ours.module.embed.weight) is nn.Parameter
+        assert isinstance(ours.layers[1].module.up.weight, DTensor)
+        seen = token_loss(ours, 0)
+    with FSDP.summon_full_params(theirs, recurse=True):
+        theirs.module.norm.bias.data.fill_(3)
+    with quiet():
+        assert torch.equal(seen, token_loss(theirs, 0))
+    alone = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with FSDP.summon_full_params(alone, writeback=False):
+        alone.module.weight.data.fill_(7)
+    assert (alone.module.weight.to_local() == 7).all()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_apply_writes_full_parameters():
+    def scaled(module):
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.copy_(torch.arange(module.weight.numel()).view_as(module.weight))
+
+    theirs, ours = trees()
+    assert ours.apply(scaled) is ours
+    theirs.apply(scaled)
+    with quiet():
+        assert torch.equal(token_loss(ours, 1), token_loss(theirs, 1))
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_an_optimizer_built_before_wrapping():
+    def trained(wrapper, **arguments):
+        model = Decoder()
+        decay = [param for param in model.parameters() if param.requires_grad and param.ndim > 1]
+        others = [param for param in model.parameters() if param.requires_grad and param.ndim == 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}, {"params": []}]
+        optimizer = torch.optim.Adagrad(groups, lr=1e-2)  # has state from the start
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, found = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments), []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = token_loss(model, 2 * step + dist.get_rank())
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    said = Said()
+    logging.getLogger("shardkit").addHandler(said)
+    assert torch.equal(trained(FSDP), trained(fsdp1))
+    logging.getLogger("shardkit").removeHandler(said)
+    assert sum("Adagrad was built before FSDP" in line for line in said.lines) == 1
+    assert type(plain.param_groups[0]["params"][0]) is nn.Parameter
+
+
+class Speaker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(TOKENS, 4)
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return self.block(self.embed(tokens))
+
+    def embedded(self, tokens):
+        return self.embed(tokens)
+
+    def generate(self, tokens):
+        for _ in range(3):
+            tokens = torch.cat([tokens, self(tokens).argmax(-1)[:, -1:]], 1)
+        return tokens
+
+    def count(self):
+        return sum(param.numel() for param in self.parameters())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_methods_besides_forward():
+    tokens = torch.tensor([[1, 2]])
+    plain, model = Speaker(), FSDP(Speaker(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with torch.no_grad():
+        assert torch.equal(model.generate(tokens), plain.generate(tokens))
+        with FSDP.summon_full_params(model, writeback=False, recurse=False):
+            assert torch.equal(model.generate(tokens), plain.generate(tokens))
+        with FSDP.summon_full_params(model, writeback=False):
+            assert torch.equal(model.embedded(tokens), plain.embedded(tokens))
+    assert model.count() == plain.count()
+    with pytest.raises(RuntimeError, match=r'register_fsdp_forward_method\(model.module, "embedded"\)'):
+        model.embedded(tokens)
+    whole = FSDP(Speaker(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert torch.equal(whole.embedded(tokens), plain.embedded(tokens))
+    assert all(isinstance(param, DTensor) for param in whole.parameters())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
+    _, model = trees()
+    with torch.no_grad():
+        token_loss(model, 0)
+    assert all(isinstance(param, DTensor) for param in nn.Sequential(model).parameters())
+    loss = token_loss(model, 1)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    loss.backward()
+    norm = model.clip_grad_norm_(1e-3)
+    assert type(norm) is torch.Tensor
+    assert norm > 1e-3
+    clipped = math.sqrt(sum((p.grad.full_tensor() ** 2).sum().item() for p in model.parameters() if p.grad is not None))
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_buffers_are_cast_at_the_first_forward():
+    arguments = {"mixed_precision": MixedPrecision(BF16, BF16, BF16), "auto_wrap_policy": BLOCKS}
+    theirs, ours = fsdp1(Decoder(), use_orig_params=True, **arguments), FSDP(Decoder(), **arguments)
+    assert ours.positions.dtype == theirs.positions.dtype == torch.float32
+    with quiet():
+        assert torch.equal(token_loss(ours, 0), token_loss(theirs, 0))
+    assert ours.positions.dtype == theirs.positions.dtype == BF16
