@@ -183,14 +183,15 @@ class Said(logging.Handler):
 
 @distributed(world_size=2, backend="gloo")
 def test_an_optimizer_built_before_wrapping():
-    def trained(wrapper, **arguments):
-        model = Decoder()
+    def trained(wrapper, kind=torch.optim.AdamW, before=True):
+        model = Decoder() if before else FSDP(Decoder(), auto_wrap_policy=BLOCKS)
         decay = [param for param in model.parameters() if param.requires_grad and param.ndim > 1]
         others = [param for param in model.parameters() if param.requires_grad and param.ndim == 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}, {"params": []}]
-        optimizer = torch.optim.Adagrad(groups, lr=1e-2)  # has state from the start
+        optimizer = kind(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        model, found = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments), []
+        model = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True) if before else model
+        found = []
         for step in range(3):
             optimizer.zero_grad()
             loss = token_loss(model, 2 * step + dist.get_rank())
@@ -205,7 +206,9 @@ def test_an_optimizer_built_before_wrapping():
     logging.getLogger("shardkit").addHandler(said)
     assert torch.equal(trained(FSDP), trained(fsdp1))
     logging.getLogger("shardkit").removeHandler(said)
-    assert sum("Adagrad was built before FSDP" in line for line in said.lines) == 1
+    assert sum("AdamW was built before FSDP" in line for line in said.lines) == 1
+    adagrad = torch.optim.Adagrad  # has state from the start, which FSDP1 could not shard
+    assert torch.equal(trained(FSDP, adagrad), trained(FSDP, adagrad, before=False))
     assert type(plain.param_groups[0]["params"][0]) is nn.Parameter
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from shardkit import _fsdp
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of, wrappers_of
-from shardkit.state_dict import full_params
+from shardkit.state_dict.full_params import full_params
 
 
 class NotSummoned(ShardkitError, NotImplementedError):
