@@ -16,7 +16,7 @@ from typing_extensions import Self
 from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
-from shardkit.fsdp1.shim import methods, missing, optimizers, roots, summon
+from shardkit.fsdp1.shim import guards, methods, missing, optimizers, roots, summon
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
@@ -87,6 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         optimizers.remember(made.parameters, module)
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
+        guards.install(FullyShardedDataParallel)
 
     @property
     def module(self) -> nn.Module:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import accumulating_in_param_dtype, initialize, set_cast_forward_inputs
 from shardkit.fsdp1.shim import optimizers
+from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
 
 
@@ -28,6 +29,7 @@ def begin(wrapper: nn.Module) -> bool:
             _settle(each)
         _cast_buffers(wrapper)
         optimizers.repoint_all()
+        announce(wrapper)
     return record.root is True
 
 
