@@ -1,0 +1,133 @@
+"""The tutorial's image classifier: units by size, CPU offload, the whole state saved from a plain state_dict()."""
+
+import argparse
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 6, 3)
+        self.dropout = nn.Dropout(0.0)
+        self.fc1 = nn.Linear(96, 20)
+        self.fc2 = nn.Linear(20, 10)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.conv1(x)))
+        x = self.dropout(F.relu(self.conv2(x)))
+        x = torch.flatten(x, 1)
+        return F.log_softmax(self.fc2(F.relu(self.fc1(x))), dim=1)
+
+
+def init_weights(module):
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.copy_(torch.sin(torch.arange(module.weight.numel()).float()).view_as(module.weight) / 3)
+
+
+def images(seed, count=16):
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.rand(count, 1, 8, 8, generator=generator)
+    return TensorDataset(data, torch.randint(0, 10, (count,), generator=generator))
+
+
+def test(model, rank, loader):
+    model.eval()
+    total = torch.zeros(3)
+    with torch.no_grad():
+        for data, target in loader:
+            output = model(data)
+            total[0] += F.nll_loss(output, target, reduction="sum").item()
+            total[1] += output.argmax(dim=1, keepdim=True).eq(target.view(-1, 1)).sum().item()
+            total[2] += len(data)
+    dist.all_reduce(total)
+    if rank == 0:
+        print(f"Test set: average loss {total[0] / total[2]:.4f}, accuracy {int(total[1])}/{int(total[2])}")
+    return (total[0] / total[2]).item()
+
+
+def build(args):
+    torch.manual_seed(4)
+    model = Net().to("cpu")
+    options = {
+        "sharding_strategy": ShardingStrategy[args.strategy],
+        "cpu_offload": CPUOffload(offload_params=True) if args.offload else None,
+        "device_id": torch.device("cpu"),
+        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+    }
+    if args.manual:
+        with enable_wrap(wrapper_cls=FSDP, **options):
+            model.fc1 = wrap(model.fc1)
+            model.conv2 = wrap(model.conv2, ignored_modules=None)
+            return wrap(model)
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
+    return FSDP(model, auto_wrap_policy=policy, **options)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set, test_set = images(0), images(1, 8)
+    sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
+    loader = DataLoader(train_set, batch_size=4, sampler=sampler)
+    test_loader = DataLoader(test_set, batch_size=4, sampler=DistributedSampler(test_set, world_size, rank))
+    model = build(args)
+    if args.load:
+        model.load_state_dict(torch.load(args.load, weights_only=True))
+    elif args.init:
+        model.apply(init_weights)
+    if rank == 0:
+        print(model)
+    optimizer = optim.Adadelta(model.parameters(), lr=0.5)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    losses = []
+    for epoch in range(2):
+        model.train()
+        sampler.set_epoch(epoch)
+        for data, target in loader:
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(data), target, reduction="mean")
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        losses.append(test(model, rank, test_loader))
+        scheduler.step()
+    if args.out:
+        dist.barrier()
+        states = model.state_dict()
+        if rank == 0:
+            os.makedirs(os.path.dirname(args.out), exist_ok=True)
+            torch.save(states, args.out)
+        dist.barrier()
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    for switch in ("--offload", "--manual", "--init"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--load", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()

@@ -1,0 +1,291 @@
+"""A class-conditional diffusion transformer with an average of its weights (EMA).
+
+The average is a deep copy made before wrapping and is wrapped itself. Checkpoints: model and EMA full, by rank 0, and
+the optimizer as it is, one file a rank.
+"""
+
+import argparse
+import functools
+import os
+from collections import OrderedDict
+from copy import deepcopy
+from time import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+
+TOKENS, CHANNELS, CLASSES = 4, 6, 5
+
+
+class TimestepEmbedder(nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+
+    def forward(self, t):
+        frequencies = torch.exp(-torch.arange(4, device=t.device) / 2.0)
+        angles = t[:, None].float() * frequencies[None]
+        embedding = torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
+        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    def __init__(self, classes, hidden_size, dropout):
+        super().__init__()
+        self.embedding_table = nn.Embedding(classes + 1, hidden_size)
+        self.classes, self.dropout = classes, dropout
+
+    def forward(self, labels, train):
+        if train and self.dropout:
+            labels = torch.where(torch.rand(labels.shape) < self.dropout, self.classes, labels)
+        return self.embedding_table(labels)
+
+
+def modulate(x, shift, scale):
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class DiTBlock(nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.attn = nn.MultiheadAttention(hidden_size, 2, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size, 2 * hidden_size), nn.GELU(), nn.Linear(2 * hidden_size, hidden_size)
+        )
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x, c):
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
+        h = modulate(self.norm(x), shift_a, scale_a)
+        x = x + gate_a.unsqueeze(1) * self.attn(h, h, h, need_weights=False)[0]
+        return x + gate_m.unsqueeze(1) * self.mlp(modulate(self.norm(x), shift_m, scale_m))
+
+
+class DiT(nn.Module):
+    def __init__(self, hidden_size=16, depth=3, dropout=0.1):
+        super().__init__()
+        self.x_embedder = nn.Linear(CHANNELS, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(CLASSES, hidden_size, dropout)
+        self.pos_embed = nn.Parameter(torch.zeros(1, TOKENS, hidden_size), requires_grad=False)
+        self.blocks = nn.ModuleList([DiTBlock(hidden_size) for _ in range(depth)])
+        self.final_layer = nn.Linear(hidden_size, CHANNELS)
+        self.initialize_weights()
+
+    def initialize_weights(self):
+        def basic_init(module):
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.constant_(module.bias, 0)
+
+        self.apply(basic_init)
+        self.pos_embed.data.copy_(torch.sin(torch.arange(self.pos_embed.numel()) / 3.0).view_as(self.pos_embed))
+        for block in self.blocks:
+            nn.init.normal_(block.adaLN_modulation[-1].weight, std=0.1)
+
+    def forward(self, x, t, y):
+        x = self.x_embedder(x) + self.pos_embed
+        c = self.t_embedder(t) + self.y_embedder(y, self.training)
+        for block in self.blocks:
+            x = block(x, c)
+        return self.final_layer(x)
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        """Both halves of the batch are the same images, with and without their class."""
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        conditional, unconditional = out.chunk(2)
+        return torch.cat([unconditional + cfg_scale * (conditional - unconditional)] * 2)
+
+    def get_fsdp_wrap_module_list(self):
+        return list(self.blocks)
+
+
+@torch.no_grad()
+def update_ema(ema_model, model, decay=0.9):
+    ema_params = OrderedDict(ema_model.named_parameters())
+    model_params = OrderedDict(model.named_parameters())
+    assert set(ema_params) == set(model_params)
+    for name, param in model_params.items():
+        ema_params[name].mul_(decay).add_(param.data, alpha=1 - decay)
+
+
+def requires_grad(model, flag=True):
+    for p in model.parameters():
+        p.requires_grad = flag
+
+
+def setup_fsdp_sync(model, args, precision=None):
+    """The model on its device, the same on all ranks, in units that the model names or by class."""
+    if args.policy == "class":
+        policy = ModuleWrapPolicy([DiTBlock])
+    else:
+        modules = model.get_fsdp_wrap_module_list()
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in modules)
+    model = FSDP(
+        model,
+        auto_wrap_policy=policy,
+        process_group=None,
+        sharding_strategy={
+            "h_sdp": ShardingStrategy._HYBRID_SHARD_ZERO2,
+            "fsdp": ShardingStrategy.FULL_SHARD,
+            "sdp": ShardingStrategy.SHARD_GRAD_OP,
+        }[args.data_parallel],
+        mixed_precision=precision,
+        device_id=torch.device("cpu"),
+        sync_module_states=True,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+    return model
+
+
+def training_losses(model, x, t, y, noise):
+    x_t = (1 - t)[:, None, None] * x + t[:, None, None] * noise
+    out = model(x_t, t, y)
+    return ((out.float() - (noise - x)) ** 2).mean(dim=(1, 2))
+
+
+def save_checkpoint(directory, model, ema, opt, step):
+    os.makedirs(directory, exist_ok=True)
+    for name, module in (("consolidated", model), ("consolidated_ema", ema)):
+        with FSDP.state_dict_type(
+            module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+        ):
+            state = module.state_dict()
+            if dist.get_rank() == 0:
+                torch.save(state, os.path.join(directory, f"{name}.pth"))
+        dist.barrier()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.save(opt.state_dict(), os.path.join(directory, f"optimizer.{rank:05d}-of-{world:05d}.pth"))
+    with open(os.path.join(directory, "resume_step.txt"), "w") as file:
+        print(step, file=file)
+    dist.barrier()
+
+
+def resume_optimizer(opt, args):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    path = os.path.join(args.resume, f"optimizer.{rank:05d}-of-{world:05d}.pth")
+    if os.path.exists(path) and not args.fresh_optimizer:
+        opt.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+        for group in opt.param_groups:
+            group["lr"], group["weight_decay"] = args.lr, 0.01
+
+
+def build(args):
+    torch.manual_seed(0)
+    model = DiT()
+    model_ema = deepcopy(model)
+    if args.resume:
+        if dist.get_rank() == 0:
+            model.load_state_dict(torch.load(os.path.join(args.resume, "consolidated.pth")), strict=True)
+            model_ema.load_state_dict(torch.load(os.path.join(args.resume, "consolidated_ema.pth")), strict=True)
+        dist.barrier()
+    requires_grad(model_ema, False)
+    dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[args.precision]
+    reduce_dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[args.grad_precision or args.precision]
+    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    model = setup_fsdp_sync(model, args, precision)
+    model_ema = setup_fsdp_sync(model_ema, args)
+    model_ema.eval()
+    return model, model_ema
+
+
+def train_step(model, ema, opt, generator, args):
+    x = torch.randn(args.batch_size, TOKENS, CHANNELS, generator=generator)
+    y = torch.randint(0, CLASSES, (args.batch_size,), generator=generator)
+    opt.zero_grad()
+    total = 0.0
+    for start in range(0, len(x), args.micro_batch_size):
+        part = slice(start, start + args.micro_batch_size)
+        t = torch.rand(len(x[part]), generator=generator)
+        noise = torch.randn(x[part].shape, generator=generator)
+        last = start + args.micro_batch_size >= len(x)
+        loss = training_losses(model, x[part], t, y[part], noise).sum() / len(x)
+        if last or not args.no_sync:
+            loss.backward()
+        else:
+            with model.no_sync():
+                loss.backward()
+        total += loss.item()
+    grad_norm = model.clip_grad_norm_(max_norm=args.grad_clip)
+    opt.step()
+    update_ema(ema, model)
+    return total, grad_norm
+
+
+@torch.no_grad()
+def sample(ema, args):
+    """Samples of the average, by its own method, inside of the full parameters."""
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(1, TOKENS, CHANNELS, generator=generator).repeat(2, 1, 1)
+    with FSDP.summon_full_params(ema, writeback=False, recurse=True):
+        for step in range(3):
+            t = torch.full((2,), 1 - step / 3)
+            x = x - ema.module.forward_with_cfg(x, t, torch.tensor([1, CLASSES]), 1.5) / 3
+    return x.mean().item()
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model, ema = build(args)
+    parameters = sum(p.numel() for p in model.parameters())
+    opt = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    first = 0
+    if args.resume:
+        resume_optimizer(opt, args)
+        with open(os.path.join(args.resume, "resume_step.txt")) as file:
+            first = int(file.read().strip())
+    else:
+        update_ema(ema, model, decay=0)
+    model.train()
+    losses, start = [], time()
+    for step in range(first, args.steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss, grad_norm = train_step(model, ema, opt, generator, args)
+        losses.append(loss)
+        if dist.get_rank() == 0:
+            print(f"(step={step:07d}) {parameters} loss {loss:.4f} norm {grad_norm:.4f} {time() - start:.2f} s")
+        if args.out and step + 1 == args.save_at:
+            save_checkpoint(args.out, model, ema, opt, step + 1)
+    losses.append(sample(ema, args))
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--grad-clip", type=float, default=2.0)
+    parser.add_argument("--policy", default="lambda")
+    parser.add_argument("--data-parallel", default="fsdp")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--grad-precision", default="")
+    parser.add_argument("--no-sync", action="store_true")
+    parser.add_argument("--fresh-optimizer", action="store_true")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--resume", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()

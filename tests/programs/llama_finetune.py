@@ -1,0 +1,215 @@
+"""Fine-tuning a Llama, in full or with LoRA: rank 0 holds the pretrained weights, the others begin on meta.
+
+Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a perplexity over all ranks, checkpoints
+are directories of torch.distributed.checkpoint.
+"""
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from llama_policies import (
+    OFFLOAD,
+    PRECISION,
+    fsdp_auto_wrap_policy,
+    get_llama_wrapper,
+    load_model_sharded,
+    load_optimizer_sharded,
+    save_adapters,
+    save_model_and_optimizer_sharded,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.lr_scheduler import StepLR
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and a trained correction of low rank."""
+
+    def __init__(self, base_layer, r=2, alpha=4):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, r, bias=False)
+        self.lora_B = nn.Linear(r, base_layer.out_features, bias=False)
+        self.scaling = alpha / r
+
+    def forward(self, x):
+        result = self.base_layer(x)
+        correction = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scaling
+        return result + correction.to(result.dtype)
+
+
+def get_peft_model(model):
+    """Freeze the model and put LoRA on queries and values."""
+    for param in model.parameters():
+        param.requires_grad = False
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name)))
+    return model
+
+
+def freeze_transformer_layers(model, count):
+    for index, layer in enumerate(model.model.layers):
+        if index < count:
+            for param in layer.parameters():
+                param.requires_grad = False
+
+
+def build_model(args, rank):
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    if args.low_cpu_fsdp and rank != 0:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(config)
+    if args.pure_bf16:
+        model.to(torch.bfloat16)
+    if args.use_peft:
+        with torch.device("meta") if args.low_cpu_fsdp and rank != 0 else contextlib.nullcontext():
+            model = get_peft_model(model)
+    elif args.freeze_layers:
+        freeze_transformer_layers(model, args.freeze_layers)
+    return model
+
+
+def wrap_model(model, args, rank):
+    policy = fsdp_auto_wrap_policy(LlamaDecoderLayer) if args.use_peft else get_llama_wrapper()
+    model = FSDP(
+        model,
+        auto_wrap_policy=policy,
+        cpu_offload=OFFLOAD if args.fsdp_cpu_offload else None,
+        mixed_precision=None if args.pure_bf16 else PRECISION[args.precision],
+        sharding_strategy=ShardingStrategy[args.sharding_strategy],
+        device_id=torch.device("cpu"),
+        limit_all_gathers=True,
+        sync_module_states=args.low_cpu_fsdp,
+        param_init_fn=(lambda module: module.to_empty(device=torch.device("cpu"), recurse=False))
+        if args.low_cpu_fsdp and rank != 0
+        else None,
+        use_orig_params=args.freeze_layers > 0,
+    )
+    if args.fsdp_activation_checkpointing:
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
+                module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+            ),
+            check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
+        )
+    return model
+
+
+def batches(args, seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(1, 64, (2, 8), generator=generator)
+        labels = ids.clone()
+        labels[:, :2] = -100
+        yield {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def evaluation(model, args, rank, world_size):
+    model.eval()
+    eval_loss = torch.tensor(0.0)
+    for batch in batches(args, 70 + rank, 2):
+        with torch.no_grad():
+            eval_loss += model(**batch).loss.detach().float()
+    dist.all_reduce(eval_loss, op=dist.ReduceOp.SUM)
+    eval_epoch_loss = eval_loss / 2 / world_size
+    if rank == 0:
+        print(f"eval_ppl={torch.exp(eval_epoch_loss)} eval_epoch_loss={eval_epoch_loss}")
+    return eval_epoch_loss.item()
+
+
+def train(model, optimizer, scheduler, args, rank, world_size):
+    scaler = ShardedGradScaler(enabled=torch.cuda.is_available()) if args.use_fp16 else None
+    losses = []
+    for epoch in range(args.first_epoch, args.num_epochs):
+        model.train()
+        for step, batch in enumerate(batches(args, 10 * epoch + rank, args.steps)):
+            loss = model(**batch).loss / args.gradient_accumulation_steps
+            losses.append(loss.detach().float().item())
+            last = (step + 1) % args.gradient_accumulation_steps == 0 or step + 1 == args.steps
+            if scaler is not None:
+                scaler.scale(loss).backward()
+                if last:
+                    if args.gradient_clipping:
+                        scaler.unscale_(optimizer)
+                        model.clip_grad_norm_(args.gradient_clipping)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+            else:
+                loss.backward()
+                if last:
+                    if args.gradient_clipping:
+                        model.clip_grad_norm_(args.gradient_clipping)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        scheduler.step()
+        losses.append(evaluation(model, args, rank, world_size))
+        if args.out and epoch == args.first_epoch:
+            save_model_and_optimizer_sharded(model, args.out + "/sharded", optimizer)
+            if args.use_peft:
+                save_adapters(model, args.out + "/adapters.pt")
+    return losses
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = wrap_model(build_model(args, rank), args, rank)
+    if args.dist_checkpoint:
+        load_model_sharded(model, args.dist_checkpoint)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.01, foreach=False
+    )
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
+    if args.dist_checkpoint:
+        load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
+    if rank == 0:
+        print(f"{model.module.config.model_type}: {sum(p.numel() for p in optimizer.param_groups[0]['params'])}")
+    return train(model, optimizer, scheduler, args, rank, world_size)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--num-epochs", type=int, default=2)
+    parser.add_argument("--first-epoch", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    parser.add_argument("--gradient-clipping", type=float, default=0.0)
+    parser.add_argument("--sharding-strategy", default="FULL_SHARD")
+    parser.add_argument("--precision", choices=PRECISION, default="none")
+    parser.add_argument("--freeze-layers", type=int, default=0)
+    for switch in (
+        "use-peft", "low-cpu-fsdp", "pure-bf16", "use-fp16", "fsdp-cpu-offload", "fsdp-activation-checkpointing",
+    ):  # fmt: skip
+        parser.add_argument(f"--{switch}", action="store_true")
+    parser.add_argument("--dist-checkpoint", default="")
+    parser.add_argument("--out", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()

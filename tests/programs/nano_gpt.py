@@ -1,0 +1,268 @@
+"""A small GPT from scratch: tied head, decay groups by dimension, cosine schedule, accumulation under no_sync.
+
+Wrapped with use_orig_params for torch.compile and parameter groups; the checkpoint holds model, optimizer and the
+arguments, and training resumes from it.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 48
+    n_layer: int = 2
+    n_head: int = 2
+    n_embd: int = 16
+    dropout: float = 0.0
+    bias: bool = True
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.register_buffer("bias", torch.tril(torch.ones(config.block_size, config.block_size))[None, None])
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(c, dim=2))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+        y = F.dropout(F.softmax(scores, dim=-1), self.dropout, self.training) @ v
+        return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd)
+        )
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                "ln_f": nn.LayerNorm(config.n_embd),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, mean=0.0, std=0.2)
+
+    def get_num_params(self):
+        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+
+    def estimate_mfu(self, fwdbwd_per_iter, dt):
+        return 6 * self.get_num_params() * self.config.block_size * fwdbwd_per_iter / dt / 312e12
+
+    def forward(self, idx, targets=None):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -self.config.block_size :])
+            idx = torch.cat((idx, logits[:, -1, :].argmax(-1, keepdim=True)), dim=1)
+        return idx
+
+
+def configure_optimizer(model, weight_decay, lr, use_orig_params):
+    """Weights of two dimensions decay, biases and norms do not."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not use_orig_params:
+        return torch.optim.AdamW(params.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    plain = {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in params.items()}
+    no_decay = [p for name, p in plain.items() if "ln_" in name or name.endswith("bias")]
+    decay = [p for name, p in plain.items() if not ("ln_" in name or name.endswith("bias"))]
+    groups = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+        {"params": [p for name, p in plain.items() if "adapter" in name], "weight_decay": 0.0, "lr": lr / 10},
+    ]
+    print(f"decayed tensors: {len(decay)}, others: {len(no_decay)}")
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def get_lr(it, args):
+    if it < 2:
+        return args.lr * (it + 1) / 3
+    ratio = (it - 2) / max(1, args.max_iters - 2)
+    return args.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * ratio)))
+
+
+def get_batch(data, args, config, generator):
+    ix = torch.randint(len(data) - config.block_size - 1, (args.batch_size,), generator=generator)
+    x = torch.stack([data[i : i + config.block_size] for i in ix])
+    y = torch.stack([data[i + 1 : i + 1 + config.block_size] for i in ix])
+    return x, y
+
+
+@torch.no_grad()
+def estimate_loss(model, data, args, config):
+    out = []
+    model.eval()
+    for split in ("train", "val"):
+        generator = torch.Generator().manual_seed(len(split))
+        losses = torch.stack([model(*get_batch(data, args, config, generator))[1] for _ in range(2)])
+        mean = losses.float().mean()
+        dist.all_reduce(mean)
+        out.append(mean.item() / dist.get_world_size())
+    model.train()
+    return out
+
+
+def save(model, optimizer, config, it, path):
+    with FSDP.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    ):
+        checkpoint = {
+            "model": model.state_dict(),
+            "optimizer": FSDP.optim_state_dict(model, optimizer),
+            "model_args": asdict(config),
+            "iter_num": it,
+        }
+    if dist.get_rank() == 0:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save(checkpoint, path)
+    dist.barrier()
+
+
+def wrap(model, args):
+    precision = None
+    if args.dtype != "float32":
+        dtype = getattr(torch, args.dtype)
+        precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[args.strategy],
+        mixed_precision=precision,
+        device_id=torch.device("cpu"),
+        use_orig_params=not args.flat,
+    )
+
+
+def train_step(model, optimizer, data, args, config, generator):
+    total = 0.0
+    for micro_step in range(args.accumulation):
+        last = micro_step == args.accumulation - 1
+        with contextlib.nullcontext() if last or args.always_sync else model.no_sync():
+            _, loss = model(*get_batch(data, args, config, generator))
+            loss = loss / args.accumulation
+            loss.backward()
+        total += loss.item()
+    if args.grad_clip:
+        model.clip_grad_norm_(args.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(1337)
+    data = torch.arange(400) * 7 % 41 + torch.randint(0, 3, (400,))
+    checkpoint = torch.load(args.init_from, weights_only=False, mmap=True) if args.init_from else None
+    config = GPTConfig(**checkpoint["model_args"]) if checkpoint else GPTConfig()
+    model = GPT(config)
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+    model = wrap(model, args)
+    optimizer = configure_optimizer(model, 0.1, args.lr, not args.flat)
+    first = 0
+    if checkpoint:
+        first = checkpoint["iter_num"]
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))
+    fsdp_model = model
+    if args.compile:
+        model = torch.compile(model, backend=args.compile)
+    raw_model = fsdp_model.module
+    generator = torch.Generator().manual_seed(1000 * first + dist.get_rank())
+    losses = estimate_loss(model, data, args, config)
+    for it in range(first, args.max_iters):
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(it, args)
+        losses.append(train_step(model, optimizer, data, args, config, generator))
+        if it + 1 == args.save_at and args.out:
+            save(fsdp_model, optimizer, config, it + 1, args.out)
+    losses += estimate_loss(model, data, args, config)
+    if args.sample:
+        with FSDP.summon_full_params(fsdp_model, writeback=False):
+            sampled = raw_model.generate(torch.zeros((1, 1), dtype=torch.long), 10)
+            print(f"{raw_model.get_num_params()} parameters, mfu {raw_model.estimate_mfu(4, 1.0):.2e}")
+        losses += sampled[0].float().tolist()
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-iters", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--grad-clip", type=float, default=0.0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    parser.add_argument("--compile", default="")
+    for switch in ("--flat", "--always-sync", "--sample"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--init-from", default="")
+    parser.add_argument("--out", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()

@@ -1,0 +1,206 @@
+"""A language model that wraps itself while it is built: enable_wrap and wrap around checkpointed layers.
+
+FSDP is subclassed, as older training libraries do, and takes its group by position. The loss is scaled for fp16,
+state is one file a rank (SHARDED and LOCAL), and the norm of the weights is logged.
+"""
+
+import argparse
+import contextlib
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+)
+from torch.distributed.fsdp import (
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
+
+
+class FullyShardedModel(FSDP):
+    """The library's own FSDP: knows its inner module by name and keeps a flag."""
+
+    def __init__(self, *args, **kwargs):
+        self.use_sharded_state = kwargs.pop("use_sharded_state", False)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def unwrapped_module(self):
+        return self.module.unwrapped_module if isinstance(self.module, FSDP) else self.module
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = wrap(nn.Linear(width, 2 * width))
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x, scale=None):
+        hidden = F.relu(self.fc1(self.norm(x)))
+        hidden = hidden.cumsum(1) / torch.arange(1, x.size(1) + 1, device=x.device, dtype=hidden.dtype)[None, :, None]
+        return x + self.fc2(hidden) * (1.0 if scale is None else scale)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, args, vocabulary=40, width=12):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([self.build_layer(args, width) for _ in range(args.layers)])
+        self.tail = wrap(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary)))
+
+    def build_layer(self, args, width):
+        layer = Layer(width)
+        if args.checkpoint_activations:
+            layer = checkpoint_wrapper(layer)
+        return wrap(layer) if args.wrap_layers else layer
+
+    def forward(self, tokens, *, scale=None):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, scale=scale)
+        return self.tail(x)
+
+    def max_positions(self):
+        return 128
+
+
+def build(args):
+    torch.manual_seed(11)
+    precision = None
+    if args.bf16:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    parameters = {
+        "process_group": dist.group.WORLD,
+        "sharding_strategy": ShardingStrategy.FULL_SHARD if args.reshard else ShardingStrategy.SHARD_GRAD_OP,
+        "mixed_precision": precision,
+        "device_id": torch.device("cpu"),
+    }
+    with enable_wrap(wrapper_cls=FullyShardedModel, **parameters):
+        model = LanguageModel(args)
+    return FullyShardedModel(
+        model,
+        dist.group.WORLD,
+        parameters["sharding_strategy"],
+        None,
+        None,
+        mixed_precision=precision,
+        device_id=torch.device("cpu"),
+        use_sharded_state=True,
+    )
+
+
+def weight_norm(model):
+    """The norm of all weights, from what each rank keeps outside of forward and backward."""
+    with FSDP.summon_full_params(model, recurse=True, writeback=False, rank0_only=True):
+        if dist.get_rank() != 0:
+            return 0.0
+        return torch.stack([p.detach().float().norm() for p in model.parameters()]).norm().item()
+
+
+def state_type(args):
+    if args.state == "local":
+        return StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), None
+    return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+
+
+def save(model, optimizer, args):
+    os.makedirs(args.out, exist_ok=True)
+    kind, config, optim_config = state_type(args)
+    with FSDP.state_dict_type(model, kind, config, optim_config):
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            state["optimizer"] = FSDP.optim_state_dict(model, optimizer)
+    torch.save(state, os.path.join(args.out, f"checkpoint-shard{dist.get_rank()}.pt"))
+    dist.barrier()
+
+
+def load(model, optimizer, args):
+    path = os.path.join(args.restore, f"checkpoint-shard{dist.get_rank()}.pt")
+    state = torch.load(path, weights_only=False)
+    kind, config, optim_config = state_type(args)
+    with FSDP.state_dict_type(model, kind, config, optim_config):
+        model.load_state_dict(state["model"])
+        optim_state = state["optimizer"]
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            optim_state = FSDP.optim_state_dict_to_load(model, optimizer, optim_state)
+    optimizer.load_state_dict(optim_state)
+
+
+def train_step(model, optimizer, scaler, args, step):
+    losses = []
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    optimizer.zero_grad()
+    for micro in range(args.update_freq):
+        tokens = torch.randint(0, 40, (2, 6), generator=generator)
+        maybe_no_sync = model.no_sync() if micro < args.update_freq - 1 else contextlib.nullcontext()
+        with maybe_no_sync:
+            logits = model(tokens[:, :-1], scale=torch.tensor(0.5))
+            loss = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:])
+            scaler.scale(loss / args.update_freq).backward()
+        losses.append(loss.item())
+    scaler.unscale_(optimizer)
+    if args.clip_norm:
+        norm = model.clip_grad_norm_(args.clip_norm, norm_type=args.norm_type)
+        assert norm.dim() == 0
+    scaler.step(optimizer)
+    scaler.update()
+    return losses
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = build(args)
+    assert model.unwrapped_module.max_positions() == model.max_positions() == 128
+    assert model.use_sharded_state and model.check_is_root()
+    units = FSDP.fsdp_modules(model)
+    print(f"{len(units)} units, types {sorted({type(unit).__name__ for unit in units})}")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98))
+    scaler = ShardedGradScaler(init_scale=4.0, enabled=False, process_group=dist.group.WORLD)
+    if args.restore:
+        load(model, optimizer, args)
+    losses = []
+    for step in range(args.first, args.steps):
+        losses += train_step(model, optimizer, scaler, args, step)
+        if args.out and step + 1 == args.save_at:
+            save(model, optimizer, args)
+    losses.append(weight_norm(model))
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--update-freq", type=int, default=2)
+    parser.add_argument("--clip-norm", type=float, default=0.0)
+    parser.add_argument("--norm-type", type=float, default=2.0)
+    for switch in ("--bf16", "--reshard", "--wrap-layers", "--checkpoint-activations"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--state", default="sharded")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--restore", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()

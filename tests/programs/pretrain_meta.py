@@ -1,0 +1,265 @@
+"""Pretraining from a meta model: every rank begins on meta, reset_parameters draws the values while wrapping.
+
+Hybrid sharding, activation checkpointing of every other block before or after wrapping, a LambdaLR, and a
+checkpointer with sharded model and optimizer state through torch.distributed.checkpoint.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed import checkpoint as dist_cp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+)
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+bfSixteen = MixedPrecision(
+    param_dtype=torch.bfloat16,
+    reduce_dtype=torch.bfloat16,
+    buffer_dtype=torch.bfloat16,
+)
+fpThirtytwo_bfReduce = MixedPrecision(
+    param_dtype=torch.float32,
+    reduce_dtype=torch.bfloat16,
+    buffer_dtype=torch.float32,
+)
+
+
+class RotaryTable(nn.Module):
+    """Angles in a buffer that no checkpoint holds: made again wherever the model lands."""
+
+    def __init__(self, width, length=16):
+        super().__init__()
+        self.width, self.length = width, length
+        self.register_buffer("table", torch.empty(length, width), persistent=False)
+
+    def compute(self):
+        rates = 1.0 / 100 ** (torch.arange(self.width, device=self.table.device) / self.width)
+        angles = torch.arange(self.length, device=self.table.device)[:, None] * rates[None]
+        self.table.copy_(torch.cos(angles))
+
+    reset_parameters = compute
+
+    def forward(self, x):
+        return x * self.table[: x.shape[1]]
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.rotary = RotaryTable(width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in (self.rotary(q), self.rotary(k), v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5).type_as(x) * self.weight
+
+
+class LLaMABlock(nn.Module):
+    def __init__(self, width, heads=2):
+        super().__init__()
+        self.ln, self.attn = RMSNorm(width), Attention(width, heads)
+        self.ff_ln, self.up, self.down = (
+            RMSNorm(width),
+            nn.Linear(width, 32, bias=False),
+            nn.Linear(32, width, bias=False),
+        )
+
+    def forward(self, x):
+        x = x + self.attn(self.ln(x))
+        return x + self.down(nn.functional.silu(self.up(self.ff_ln(x))))
+
+
+class LLaMA(nn.Module):
+    def __init__(self, vocabulary=40, width=16, depth=4):
+        super().__init__()
+        self.shared = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([LLaMABlock(width) for _ in range(depth)])
+        self.dec_norm, self.head = RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def reset_parameters(self):
+        """Of all modules below, as a model that was not built on meta would have done."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def forward(self, tokens):
+        x = self.shared(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.dec_norm(x))
+
+
+def param_init_function(module):
+    """Real memory and values for this module's own parameters and buffers."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own and hasattr(module, "reset_parameters"):
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        torch.manual_seed(sum(tensor.numel() for tensor in own))  # the values do not depend on the order of wrapping
+        with torch.no_grad():
+            module.reset_parameters()
+
+
+def every_nth(block, every, counter):
+    if not isinstance(block, LLaMABlock):
+        return False
+    counter[0] += 1
+    return counter[0] % every == 0
+
+
+def apply_checkpointing(model, every):
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    selective = functools.partial(every_nth, every=every, counter=[0])
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=selective)
+
+
+class Checkpointer:
+    """Sharded state in one directory a step; training goes on from the newest."""
+
+    def __init__(self, directory, legacy):
+        self.directory, self.legacy = Path(directory), legacy
+
+    def save(self, step, model, optimizer, tokens_seen):
+        path = self.directory / f"step_{step}_ckp"
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model_state": model.state_dict()}
+            if self.legacy:
+                state["optimizer_state"] = FSDP.sharded_optim_state_dict(model, optimizer)
+                dist_cp.save(state, storage_writer=FileSystemWriter(path), planner=DefaultSavePlanner())
+            else:
+                state["optimizer_state"] = FSDP.optim_state_dict(model, optimizer)
+                dist_cp.save(state, checkpoint_id=path)
+        if dist.get_rank() == 0:
+            torch.save({"step": step, "tokens_seen": tokens_seen}, path / "metadata.pth")
+        dist.barrier()
+
+    def load(self, model, optimizer):
+        paths = sorted(self.directory.glob("step_*_ckp"))
+        if not paths:
+            return 0, 0
+        reader = FileSystemReader(paths[-1])
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            model_state = {"model_state": model.state_dict()}
+            dist_cp.load(model_state, storage_reader=reader, planner=DefaultLoadPlanner())
+            model.load_state_dict(model_state["model_state"])
+            optimizer_state = load_sharded_optimizer_state_dict(
+                model_state_dict=model_state["model_state"], optimizer_key="optimizer_state", storage_reader=reader
+            )["optimizer_state"]
+            if self.legacy:
+                flattened = FSDP.flatten_sharded_optim_state_dict(optimizer_state, model, optim=optimizer)
+            else:
+                flattened = FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state)
+            optimizer.load_state_dict(flattened)
+        metadata = torch.load(paths[-1] / "metadata.pth", weights_only=True)
+        return metadata["step"], metadata["tokens_seen"]
+
+
+def hybrid_mesh(args):
+    """Two dimensions, replicas outside; with or without names for them."""
+    names = None if args.nameless_mesh else ("replicate", "shard")
+    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with torch.device("meta"):
+        model = LLaMA()
+    if args.checkpoint_every and not args.checkpoint_after:
+        apply_checkpointing(model, args.checkpoint_every)
+    model = FSDP(
+        model,
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LLaMABlock}),
+        mixed_precision={"none": None, "bf16": bfSixteen, "reduce": fpThirtytwo_bfReduce}[args.precision],
+        sharding_strategy=ShardingStrategy[args.strategy],
+        device_mesh=hybrid_mesh(args) if "HYBRID" in args.strategy else None,
+        use_orig_params=args.orig,
+        device_id=torch.device("cpu"),
+        limit_all_gathers=True,
+        param_init_fn=None if args.default_init else param_init_function,
+    )
+    if args.checkpoint_every and args.checkpoint_after:
+        apply_checkpointing(model, args.checkpoint_every)
+    if args.default_init:  # each rank drew its own values, or the same by its seed: what counts is that they are there
+        assert all(p.device.type == "cpu" and p.isfinite().all() for p in model.parameters())
+    optimizer = optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    checkpointer = Checkpointer(args.ckpt, args.legacy_state) if args.ckpt else None
+    first, tokens_seen = checkpointer.load(model, optimizer) if checkpointer else (0, 0)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((first + step + 1) / 3, 1.0))
+    model.train()
+    losses = []
+    criterion = nn.CrossEntropyLoss()
+    for step in range(first, args.steps):
+        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        output = model(tokens[:, :-1])
+        loss = criterion(output.view(-1, output.size(-1)).float(), tokens[:, 1:].reshape(-1))
+        loss.backward()
+        stats = torch.stack([loss.detach(), model.clip_grad_norm_(args.clip), torch.ones(())])
+        optimizer.step()
+        scheduler.step()
+        dist.all_reduce(stats)
+        tokens_seen += tokens.numel() * dist.get_world_size()
+        losses.append(loss.item())
+        if rank == 0:
+            print(f"step {step} loss {stats[0] / stats[2]:.4f} gradient norm {stats[1] / stats[2]:.4f} {tokens_seen}")
+        if checkpointer and (step + 1) == args.save_at:
+            checkpointer.save(step + 1, model, optimizer, tokens_seen)
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--clip", type=float, default=1e6)
+    parser.add_argument("--precision", default="none")
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
+    for switch in ("--checkpoint-after", "--orig", "--default-init", "--legacy-state", "--nameless-mesh"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--ckpt", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()
