@@ -7,12 +7,14 @@ breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSD
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._torch import units_of
@@ -258,3 +260,25 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
     state._mp_policy = policy
     for unit in units_of(state):
         unit.mp_policy = policy
+
+
+def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class and the attributes that an FSDP module would have had without ``fully_shard``. Local, pure.
+
+    fsdp1: to copy a model, which FSDP2 refuses. Its class is made of ``FSDPModule`` and the module's own; its hooks
+    and two keys of ``torch.distributed._composable`` are what it adds to the attributes (torch 2.11 to 2.13).
+    """
+    attributes = dict(vars(module))
+    if not isinstance(module, FSDPModule):
+        return type(module), attributes
+    state: Any = module._get_fsdp_state()
+    for key in (STATE_KEY, REGISTRY_KEY):
+        attributes.pop(key, None)
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        attributes[name] = OrderedDict(
+            (k, hook) for k, hook in attributes[name].items() if not _is_bound_to(hook, state)
+        )
+    kept = attributes["_forward_pre_hooks"].keys() | attributes["_forward_hooks"].keys()
+    for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        attributes[name] = OrderedDict((k, flag) for k, flag in attributes[name].items() if k in kept)
+    return type(module).__bases__[1], attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -276,3 +277,29 @@ def test_buffers_are_cast_at_the_first_forward():
     with quiet():
         assert torch.equal(token_loss(ours, 0), token_loss(theirs, 0))
     assert ours.positions.dtype == theirs.positions.dtype == BF16
+
+
+@distributed(world_size=2, backend="gloo")
+def test_deep_copies():
+    precision = MixedPrecision(BF16, torch.float32, BF16)
+    arguments = {"mixed_precision": precision, "use_orig_params": True}
+    by_hand = Decoder()
+    by_hand.layers[1] = FSDP(by_hand.layers[1], **arguments)
+    for model in (FSDP(Decoder(), auto_wrap_policy=BLOCKS, **arguments), FSDP(by_hand, **arguments)):
+        losses(model, steps=1)
+        average = copy.deepcopy(model)
+        assert [str(each) for each in (model, average)] == [str(model)] * 2
+        assert average.module is not model.module
+        assert average.head.weight is average.embed.weight
+        with torch.no_grad():
+            assert torch.equal(token_loss(average, 1), token_loss(model, 1))
+            pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+            before = [mine.to_local().clone() for mine, _ in pairs]
+        assert all(mine.placements == theirs.placements and mine.grad is None for mine, theirs in pairs)
+        expected = losses(copy.deepcopy(model))
+        assert torch.equal(losses(model), expected)
+        assert all(torch.equal(mine.to_local(), old) for (mine, _), old in zip(pairs, before, strict=True))
+        with torch.no_grad():
+            for mine, theirs in pairs:
+                mine.lerp_(theirs, 0.5)
+        assert len(FSDP.fsdp_modules(average)) == len(FSDP.fsdp_modules(model))

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
-from shardkit.fsdp1.shim import guards, methods, missing, optimizers, roots, summon
+from shardkit.fsdp1.shim import copying, guards, methods, missing, optimizers, roots, summon
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
@@ -199,6 +199,10 @@ class FullyShardedDataParallel(nn.Module):
         """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""
         summon.apply(self, fn)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy that is sharded alike, with memory of its own and without gradients. Local."""
+        return copying.copied(self, memo, _around)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Refused.

@@ -100,6 +100,11 @@ def record_of(wrapper: nn.Module) -> Record:
     return record
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is one of the drop-in's wrappers."""
+    return KEY in vars(module)
+
+
 def wrappers_of(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
     """The wrappers at and below ``model``, parents first. Local, pure."""
     from shardkit.fsdp1.shim.module import FullyShardedDataParallel  # which imports this module
