@@ -18,8 +18,8 @@ LATER = {True: 2**-5, False: 1e-3}
 def compare(case: Case, losses: list[float], other: Case, others: list[float]) -> dict[str, Any]:
     """The first and the largest later difference of losses, what is allowed, and whether that holds.
 
-    ``holds`` is None where losses cannot be compared: in a pretended world gathered parameters are copies of a shard, so
-    another way of sharding is another model.
+    ``holds`` is None where losses cannot be compared: in a pretended world gathered parameters are copies of a shard,
+    so another way of sharding is another model.
     """
     exact = {case.side, other.side} <= SAME_ENGINE and _arithmetic(case) == _arithmetic(other)
     differences = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, others, strict=False)]

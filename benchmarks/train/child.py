@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+WORKER = (sys.executable, "-m", "benchmarks.train.worker")
 
 
 class Child:
@@ -32,9 +33,8 @@ class Child:
             env["PYTORCH_ALLOC_CONF"] = allocator
             env.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # torch reads either; two are one too many
         with log.open("w") as stderr:
-            command = [sys.executable, "-m", "benchmarks.train.worker"]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env, text=True
+                WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=env, text=True
             )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

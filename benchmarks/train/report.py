@@ -14,6 +14,7 @@ from benchmarks.train.suites import SUITES
 
 Records = Mapping[str, Record]
 GIB = 2**30
+MOST_LEFT = 2**29  # bytes after a case was freed; workspaces of cuBLAS stay, some ten MiB
 TITLES = ("case", "side", "world", "tokens", "settings", "ms a step", "tokens/s a GPU")
 MORE_TITLES = ("MFU", "MFU, causal", "allocated", "reserved")
 LEGEND = """How to read the tables:
@@ -29,8 +30,8 @@ LEGEND = """How to read the tables:
   (`benchmarks/train/flops.py`). `-` where the peak is not known, for a CPU, and in float32.
 - **allocated**, **reserved**: `torch.cuda.max_memory_allocated` and `_reserved` in GiB over a round of steps after
   warm-up and a reset, with nothing else in the process."""
-CPU_NOTE = """**These are CPU times of a tiny model, to show that everything runs. They say nothing about a GPU, nor which
-side is faster.**"""
+CPU_NOTE = """**These are CPU times of a tiny model, to show that everything runs. They say nothing about a GPU, nor
+which side is faster.**"""
 
 
 def write(folder: Path, suite: Suite, *, skipped: Iterable[str] = (), plots: bool = True) -> None:
@@ -49,7 +50,7 @@ def _draw(folder: Path, known: Records) -> tuple[list[str], str]:
     try:
         from benchmarks.train import plots
     except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib":
+        if (missing.name or "").partition(".")[0] != "matplotlib":
             raise
         return [], "No plots: matplotlib is not installed (`pip install matplotlib`)."
     return plots.draw(folder, known), ""
@@ -184,6 +185,11 @@ def _agreement(agreement: Record | None) -> str:
 
 def _missing(records: Iterable[Record]) -> list[str]:
     lines = [f"- `{each['name']}` failed: {each['error']}" for each in records if each.get("error")]
+    lines += [
+        f"- `{each['name']}` left {each['stayed'] / GIB:.2f} GiB allocated behind it"
+        for each in records
+        if (each.get("stayed") or 0) > MOST_LEFT
+    ]
     lines += [f"- `{each['name']}` left out: {each['unavailable']}" for each in records if each.get("unavailable")]
     return ["\n".join(lines)] if lines else []
 

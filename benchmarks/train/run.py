@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ class Runner:
     def _attempt(self, number: int, group: Group, names: list[str], key: str) -> dict[str, Any] | None:
         """Measure them. None if all went well, or ``{"case": ..., "error": ...}``, or ``{"cut": True}``."""
         child = self._child_for(group)
-        order = {"suite": self.suite.name, "group": group.name, "cases": names, "folder": str(self.folder.resolve())}
-        child.send({**order, "name": f"group/{key}"})
+        suite = {"suite": self.suite.name, "device": self.suite.device, "folder": str(self.folder.resolve())}
+        child.send({**suite, "group": asdict(group), "cases": names, "name": f"group/{key}"})
         self._prepare_next(number)
         limit = time.monotonic() + 3 * estimated(group, names) + SLACK
         end = min(limit, self.deadline + 2 * PATIENCE) if self.deadline else limit

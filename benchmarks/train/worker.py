@@ -6,6 +6,7 @@ touched before there is a job.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -25,8 +26,8 @@ from benchmarks.models import SHAPES
 from benchmarks.train import ceilings, machine, measure, outside, records
 from benchmarks.train.case import Case
 from benchmarks.train.flops import per_token
+from benchmarks.train.group import Group
 from benchmarks.train.peaks import peak
-from benchmarks.train.suites import SUITES
 from benchmarks.train.world import rank_and_size, world
 
 
@@ -34,18 +35,23 @@ class Job:
     """One group, as this process measures it.
 
     Args:
-        order: what :mod:`run` sent: the suite and group by name, the cases to measure, the folder, the attempt.
+        order: what :mod:`run` sent: the group, of its cases the names of those to measure, the suite's name and its
+            device, the folder for records, and a name for the process group that no other job has.
         say: sends a message back.
     """
 
     def __init__(self, order: dict[str, Any], say: Callable[..., None]) -> None:
         self.rank, self.size = rank_and_size()
-        suite = SUITES[order["suite"]]().for_ranks(self.size)
-        self.group = next(group for group in suite.groups if group.name == order["group"])
+        self.group = Group.of(order["group"])
         self.cases = [case for case in self.group.cases if case.name in order["cases"]]
         self.folder, self.name, self.say = Path(order["folder"]), order["name"], say
-        self.device = device_for(suite.device)
-        self.common = {"group": self.group.name, "suite": suite.name, "run": uuid.uuid4().hex, "started": time.time()}
+        self.device = device_for(order["device"])
+        self.common = {
+            "group": self.group.name,
+            "suite": order["suite"],
+            "run": uuid.uuid4().hex,
+            "started": time.time(),
+        }
 
     def run(self) -> None:
         """Measure, and write a record for each case."""
@@ -122,6 +128,8 @@ def serve(orders: TextIO, answers: TextIO) -> None:
     def say(**message: Any) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
+    gc.collect()
+    gc.freeze()  # collecting garbage between rounds need not look at what was imported, a million objects
     say(ready=True)
     for line in orders:
         try:

@@ -54,22 +54,27 @@ def _real(device: torch.device, name: str) -> Iterator[None]:
         forget_meshes()
 
 
+# torch 2.13 calls the first by the second's name, and warns of the first.
+REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
 @contextmanager
 def _pretended(ranks: int) -> Iterator[None]:
     with fake_world(ranks):
-        original = dist.reduce_scatter_tensor
-        if not _fake_reduces():
-            dist.reduce_scatter_tensor = _writing_its_part(original)
+        originals = {name: getattr(dist, name) for name in REDUCE_SCATTERS if hasattr(dist, name)}
+        for name, original in originals.items() if not _fake_reduces(ranks) else ():
+            setattr(dist, name, _writing_its_part(original))
         try:
             yield
         finally:
-            dist.reduce_scatter_tensor = original
+            for name, original in originals.items():
+                setattr(dist, name, original)
 
 
-def _fake_reduces() -> bool:
+def _fake_reduces(ranks: int) -> bool:
     """Whether the ``fake`` backend writes a reduce-scatter's output: torch 2.13 does, and 2.11 leaves it as it was."""
     output = torch.zeros(1)
-    dist.reduce_scatter_tensor(output, torch.ones(dist.get_world_size()))
+    getattr(dist, REDUCE_SCATTERS[1], dist.reduce_scatter_tensor)(output, torch.ones(ranks))
     return bool(output.item())
 
 
@@ -80,9 +85,9 @@ def _writing_its_part(original: Callable[..., Any]) -> Callable[..., Any]:
     needs less power and is faster than it should be.
     """
 
-    def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = original(output, input, *args, **kwargs)
         output.copy_(input.flatten()[: output.numel()].view_as(output))
         return work
 
-    return reduce_scatter_tensor
+    return reduce_scatter
