@@ -17,6 +17,10 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
+# fsdp1: what FSDP1's training_state is; torch has no public name for it, and FSDP2's own enum has other members.
+# 2.11 to 2.13.
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+
 from shardkit._torch import units_of
 
 

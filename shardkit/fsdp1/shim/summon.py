@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit import _fsdp
 from shardkit.errors import ShardkitError, message
+from shardkit.fsdp1.shim.internals import assert_state
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of, wrappers_of
 from shardkit.state_dict.full_params import full_params
 
@@ -63,8 +64,7 @@ def summon_full_params(
 
 def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """Calls ``fn`` with each module from the inside out, on full parameters, and keeps what it writes. Collective."""
-    if record_of(wrapper).summoned:
-        raise _in_use("apply", "already unsharding parameters", "Call it outside of summon_full_params")
+    assert_state(wrapper, _fsdp.TrainingState.IDLE)
     with summon_full_params(wrapper, True, True, False, False, False):
         for module in _children_first(wrapper):
             fn(module)
