@@ -1,9 +1,15 @@
-"""What holds for every test: hypothesis without a deadline, for a first example may start or import things."""
+"""What holds for every test: one thread, hypothesis without a deadline, and two processes for the whole suite."""
 
 import gc
+import os
+
+# One thread for each process: ranks and tests share the cores, and a process that has started threads must not fork.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
+from side_by_side import pytest_runtestloop as pytest_runtestloop
 
+# No deadline: a first example may start or import things.
 settings.register_profile("shardkit", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("shardkit")
 

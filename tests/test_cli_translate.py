@@ -2,7 +2,7 @@
 
 import builtins
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -168,9 +168,13 @@ def test_the_model_is_built_on_meta():
     assert {param.device.type for param in named_model("small_models:Decoder").parameters()} == {"meta"}
 
 
-def test_it_is_a_command(tmp_path):
+def test_it_is_a_command(tmp_path, monkeypatch, capsys):
+    """``python -m shardkit``, without a new process: tests/test_demo.py has one."""
     file = config_file(tmp_path, fsdp=True, sharding_strategy="NO_SHARD", world_size=4)
-    command = [sys.executable, "-m", "shardkit", "translate", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "distributed_type: MULTI_GPU" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["shardkit", "translate", str(file)])
+    monkeypatch.delitem(sys.modules, "shardkit.__main__")  # runpy warns of a module that was imported before it runs
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("shardkit", run_name="__main__", alter_sys=True)
+    shown = capsys.readouterr()
+    assert (end.value.code, shown.err) == (0, "")
+    assert "distributed_type: MULTI_GPU" in shown.out

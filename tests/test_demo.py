@@ -1,5 +1,6 @@
 """The demo: it runs as the README says, its verdict can be no, and a failing rank is reported."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
+from shardkit.demo import launch
 from shardkit.demo.console import Progress
 from shardkit.demo.launch import run_on_ranks
 from shardkit.demo.model import ByteTransformer
@@ -18,19 +21,58 @@ from shardkit.demo.text import load_text, micro_batch
 from shardkit.demo.train import Job, Run, held_tensors, nbytes
 from shardkit.demo.verify import compare
 from shardkit.testing import distributed
+from shardkit.testing.ranks import START_METHOD, _context
 
 
-def test_the_command_of_the_readme_trains_and_verifies():
-    command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]
+def test_the_command_runs_in_processes_of_its_own():
+    """The least of it, as each new process imports torch."""
+    command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "1", "--steps", "1", "--device", "cpu"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == ""
+    assert "shardkit demo: 1 rank on cpu, 1 steps" in run.stdout
+    assert run.stdout.count("  ok\n") == 3
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch, tmp_path):
+    """``run_on_ranks`` forks from the server of ``shardkit.testing``, which has imported torch once for all."""
+
+    def spawn(body, args, nprocs, daemon):
+        into = {name: tmp_path / name for name in ("stdout", "stderr")}
+        try:
+            ranks = functools.partial(start_processes, nprocs=nprocs, daemon=daemon, start_method=START_METHOD)
+            ranks(as_a_new_process, (body, args, dict(os.environ), into))
+        finally:
+            for name, file in into.items():
+                getattr(sys, name).write(file.read_text())
+                file.unlink()
+
+    monkeypatch.setattr(launch, "spawn", spawn)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # --device cpu sets it
+    assert _context(START_METHOD)  # makes the server import torch
+
+
+def as_a_new_process(rank, body, args, environment, into):
+    """A fork of the server has the server's environment and output, which a new process would have from its parent."""
+    os.environ.update(environment)
+    for name, file in into.items():
+        with file.open("a") as opened:
+            os.dup2(opened.fileno(), getattr(sys, f"__{name}__").fileno())
+    body(rank, *args)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_command_of_the_readme_trains_and_verifies(capfd):
+    assert main(["demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]) == 0
+    shown = capfd.readouterr()
+    assert shown.err == ""
     for words in ("ShardingPlan: ", "layers.0 .. layers.3", "sharded  step 3/3", "plain    step 3/3", "MiB unsharded"):
-        assert words in run.stdout
-    assert "The checkpoint of 2 ranks, on 3:" in run.stdout
-    assert run.stdout.count("  ok\n") == 4
-    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("sharded ")]
+        assert words in shown.out
+    assert "The checkpoint of 2 ranks, on 3:" in shown.out
+    assert shown.out.count("  ok\n") == 4
+    losses = [float(line.split()[-1]) for line in shown.out.splitlines() if line.startswith("sharded ")]
     assert losses[-1] < losses[0] - 1  # it learns
 
 
@@ -63,6 +105,7 @@ def disagree():
     return 1 if dist.get_rank() == 0 else 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("body", "said"), [(raise_on_rank_1, "KeyError: 'lost'"), (disagree, "")])
 def test_a_failing_rank_is_reported_with_its_traceback(body, said, capfd):
     assert run_on_ranks(body, 2) == 1

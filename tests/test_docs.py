@@ -7,11 +7,12 @@ line ``<!-- fake_world(8) -->`` the rest of the file runs in such a world, whate
 
 import doctest
 import importlib
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import nn
 
 import shardkit
 import shardkit.testing
+from shardkit.__main__ import main
 from shardkit.testing import fake_world
 
 ROOT = Path(__file__).parent.parent
@@ -118,9 +120,11 @@ def unknown_commands(text: str) -> set[str]:
     shown = set(COMMAND.findall(text))
     if not shown:
         return set()
-    command = [sys.executable, "-m", "shardkit", "--help"]
-    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name for name in shown if not re.search(rf"\b{re.escape(name)}\b", known)}
+    known = io.StringIO()
+    with redirect_stdout(known), pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    return {name for name in shown if not re.search(rf"\b{re.escape(name)}\b", known.getvalue())}
 
 
 def test_the_commands_of_the_pages_exist():

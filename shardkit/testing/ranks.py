@@ -29,6 +29,7 @@ from shardkit.testing.worker import STACK_SIGNAL, Call, Returned, Seat, Started,
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
 # A process has one fork server: one that the program has started already serves as well, only slower.
 TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # imported there too, where this process has them
+LAZY_IMPORTS = ("transformers",)  # with all of their modules that this process has: 1 to 3 s for each rank otherwise
 START_LIMIT = 120.0  # seconds to start, and to import what a call needs: a slow disk is not the test's fault
 GRACE = 1.0  # seconds that the other ranks have to report too, once one has failed
 STACK_LIMIT = 1.0  # seconds to wait for the stack of a rank that is stuck
@@ -219,7 +220,6 @@ def _context(method: str) -> SpawnContext | ForkServerContext:
     if method == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [*RANK_IMPORTS, worker.__name__, *(name for name in TEST_IMPORTS if name in sys.modules)]
-    )
+    tests = [name for name in sys.modules if name in TEST_IMPORTS or name.partition(".")[0] in LAZY_IMPORTS]
+    context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *tests])
     return context

@@ -1,0 +1,166 @@
+"""The whole suite in two processes: ranks leave a core idle now and then, and most files need no ranks.
+
+``pytest_runtestloop`` forks once everything is collected and imported. The fork takes one file after the other that
+does not use ``distributed``, whose ranks are the parent's; the parent runs the files with ranks and then takes others
+too. It reports all of it, a file at a time, as if it had run it. Only on Linux, where a fork before the first test is
+safe, and only for what is worth it: a few files run as ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORTH_IT = 10  # files without ranks
+Group = list[pytest.Item]  # of one file
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the collected items; None leaves it to pytest."""
+    groups = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
+    ranks = [number for number, group in enumerate(groups) if _has_ranks(group)]
+    others = [number for number, group in enumerate(groups) if not _has_ranks(group)]
+    option = session.config.option
+    if option.collectonly or option.usepdb or session.testsfailed or sys.platform != "linux" or os.cpu_count() == 1:
+        return None
+    if not ranks or len(others) < WORTH_IT:
+        return None
+    # Made before the fork, so that only the parent cleans up; the fork ends without that.
+    folder = Path(session.config._tmp_path_factory.mktemp("side_by_side"))
+    _Two(session, groups, others, folder).run(ranks)
+    return True
+
+
+def _has_ranks(group: Group) -> bool:
+    return any(hasattr(getattr(item, "module", None), "distributed") for item in group)
+
+
+class _Two:
+    """Both processes' common knowledge.
+
+    The numbers of the files that either may run stand in a pipe, which gives each number to one of them. What the
+    fork has to say about file 7 is the file ``7`` in the folder.
+    """
+
+    def __init__(self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path) -> None:
+        self.session, self.groups, self.folder = session, groups, folder
+        self.unread = set(others)  # files that nothing is reported of
+        self.queue, end = os.pipe()
+        os.write(end, b"".join(number.to_bytes(4, "little") for number in others))
+        os.close(end)
+
+    def run(self, ranks: list[int]) -> None:
+        """Be the parent: fork, run files with ranks, then others, and report the fork's."""
+        child = os.fork()
+        if not child:
+            _end_as_a_fork(self._serve)
+        try:
+            for number in itertools.chain(ranks, self._claimed()):
+                self.unread.discard(number)
+                _run(self.session, self.groups[number])
+                self._report()
+            _, status = os.waitpid(child, 0)
+            child = 0
+            self._report()
+            self._report_lost(os.waitstatus_to_exitcode(status))
+        finally:
+            os.close(self.queue)
+            if child:  # stopped by -x or Ctrl-C
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+    def _claimed(self) -> Iterator[int]:
+        while number := os.read(self.queue, 4):
+            yield int.from_bytes(number, "little")
+
+    def _serve(self) -> None:
+        """Be the fork: run files, and write down what became of them."""
+        parent, plugins = os.getppid(), self.session.config.pluginmanager
+        plugins.unregister(name="terminalreporter")
+        capture = plugins.getplugin("capturemanager")  # its files are the parent's
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+        for number in self._claimed():
+            recorder = _Recorder(self.session.config)
+            plugins.register(recorder)
+            try:
+                _run(self.session, self.groups[number])
+            finally:  # also what -x stops
+                plugins.unregister(recorder)
+                (self.folder / "unfinished").write_bytes(pickle.dumps(recorder.reports))
+                (self.folder / "unfinished").rename(self.folder / str(number))
+            if os.getppid() != parent:
+                return
+
+    def _report(self) -> None:
+        """Report the files that the fork has finished."""
+        for number in sorted(self.unread):
+            file = self.folder / str(number)
+            if file.exists():
+                self.unread.discard(number)
+                reports = pickle.loads(file.read_bytes())
+                for item in self.groups[number]:
+                    self._log(item, reports.get(item.nodeid, []))  # none where the fork was stopped before it
+
+    def _report_lost(self, code: int) -> None:
+        """Fail what the fork has taken and not finished."""
+        for number in sorted(self.unread):
+            for item in self.groups[number]:
+                said = f"the process that ran this file's tests ended with {code}"
+                lost = pytest.TestReport(item.nodeid, item.location, {}, "failed", said, "call")
+                self._log(item, [item.config.hook.pytest_report_to_serializable(config=item.config, report=lost)])
+
+    def _log(self, item: pytest.Item, reports: list[dict[str, Any]]) -> None:
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for data in reports:
+            report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        _stop_if_asked(self.session)
+
+
+class _Recorder:
+    """Keeps the reports of each item, in a form that another process can read."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.reports: dict[str, list[dict[str, Any]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.reports.setdefault(report.nodeid, []).append(data)
+
+
+def _run(session: pytest.Session, group: Group) -> None:
+    """What pytest's own loop does, for one file; its fixtures end with it."""
+    for item, following in itertools.zip_longest(group, group[1:]):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        _stop_if_asked(session)
+
+
+def _stop_if_asked(session: pytest.Session) -> None:
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
+def _end_as_a_fork(body: Any) -> None:
+    """Run ``body`` and end without what the parent's end is for: summaries, and the caller's ``finally``."""
+    code = 1
+    try:
+        body()
+        code = 0
+    except (pytest.Session.Failed, pytest.Session.Interrupted):  # the parent stops too, when it reads of the failure
+        code = 0
+    finally:
+        os._exit(code)
