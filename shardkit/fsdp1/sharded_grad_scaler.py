@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
+from shardkit import grads  # not its class by name: here that name is torch's own, as in torch's module
 from shardkit.fsdp1.shim.private import resolve
-from shardkit.grads import GradScaler
 
 __all__ = ["ShardedGradScaler"]
 
 
-class ShardedGradScaler(GradScaler, TorchShardedGradScaler):
+class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
     """torch's ``ShardedGradScaler``, with gradients unscaled as by :class:`shardkit.GradScaler`.
 
     Arguments, ``scale``, growth and backoff are torch's own, and so is the default device "cuda": where there is no

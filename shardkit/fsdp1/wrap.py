@@ -1,11 +1,11 @@
 """``torch.distributed.fsdp.wrap``: torch's own policies, ``wrap`` and ``enable_wrap``, which take any wrapper class."""
 
-from typing import Any
+import typing as _typing
 
 from torch.distributed.fsdp.wrap import *  # noqa: F403  every public name, as a program's star import finds them
 
-from shardkit.fsdp1.shim.private import resolve
+from shardkit.fsdp1.shim.private import resolve as _resolve
 
 
-def __getattr__(name: str) -> Any:
-    return resolve("wrap", name)
+def __getattr__(name: str) -> _typing.Any:
+    return _resolve("wrap", name)

@@ -28,6 +28,8 @@ from shardkit.fsdp1.shim.rewrite import mentions, rewrite
 
 MAIN = "__shardkit_main__"  # what multiprocessing calls the program's file when a child imports it once more
 
+_INSTALLED = {"site-packages", "dist-packages"}  # also those of another environment
+
 
 class Redirect:
     """What is redirected, and what was.
@@ -239,7 +241,8 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
 
 
 def _is_library(path: str) -> bool:
-    return any(place.startswith(_libraries()) for place in (os.path.abspath(path), os.path.realpath(path)))
+    places = (os.path.abspath(path), os.path.realpath(path))
+    return any(place.startswith(_libraries()) or _INSTALLED & set(place.split(os.sep)) for place in places)
 
 
 @functools.cache
