@@ -1,17 +1,14 @@
-"""The benchmark suite of training steps: its arithmetic, its pages, how it runs and resumes, and all of it on a CPU."""
+"""The benchmark suite of training steps: its arithmetic, its suites and its pages."""
 
 # ruff: noqa: E402  benchmarks are no part of the package, so the path comes before they are imported
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,14 +22,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.models import SHAPES, Llama
-from benchmarks.train import child, estimate, figures, peaks, plots, ranks, ratios, records, report, run, world
+from benchmarks.train import estimate, figures, peaks, plots, ratios, records, report, run, world
 from benchmarks.train.__main__ import main
 from benchmarks.train.agreement import compare
 from benchmarks.train.case import Case
 from benchmarks.train.flops import matmul_weights, mfu, per_token
-from benchmarks.train.group import Group, Suite
+from benchmarks.train.group import Group
 from benchmarks.train.sides import SIDES
-from benchmarks.train.suites import SUITES, h200, smoke
+from benchmarks.train.suites import h200, smoke
 from benchmarks.train.watch import Watch, thinned
 from shardkit import fully_shard
 
@@ -215,15 +212,12 @@ def test_a_cpu_fills_no_figure_and_losses_that_differ_withhold_the_ratio():
     assert ratios.memory(ours, other | {"agreement": differ}, "allocated") is None
 
 
-def test_the_page_labels_every_world_and_says_what_is_missing(tmp_path):
+def test_the_page_labels_every_world_and_says_what_is_missing():
     known = made_up(agreement={"first": 1.0, "later": 1.0, "allowed": [0.0, 0.1], "holds": False})
     failed = records.failed(CASE, "8b-engines", "out of memory: too much", now=1.0, size=1)
     known["8b-expert"] = failed | {"name": "8b-expert"}
     del known["8b-axis-hsdp"]
-    for record in known.values():
-        records.write(tmp_path, record)
-    report.write(tmp_path, h200(), skipped=["70b-fake64"])
-    page = (tmp_path / "README.md").read_text()
+    page = report.page(known, h200(), skipped=["70b-fake64"])
     rows = [line for line in page.splitlines() if line.startswith(("| 8b-", "| 1b-")) and line.count("|") == 12]
     assert len(rows) > 40
     for row in rows:
@@ -232,9 +226,17 @@ def test_the_page_labels_every_world_and_says_what_is_missing(tmp_path):
         assert shown == ("not sharded" if side == "bare" else f"1 of {fake} pretended" if fake else "1 rank")
     for text in ("`8b-expert` failed: out of memory", "**differ**", "`8b-axis-hsdp`: not yet measured", "NVIDIA H200"):
         assert text in page
+
+
+def test_a_folder_gets_a_page_with_pictures(tmp_path):
+    known = made_up()
+    for name in ("8b-shardkit", "1b-bare", "1b-axis-1x4k", "1b-axis-2x4k"):
+        records.write(tmp_path, known[name])
+    report.write(tmp_path, h200())
+    page = (tmp_path / "README.md").read_text()
     assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in plots.PICTURES)
     assert all(f"({name}.png)" in page for name in plots.PICTURES)
-    assert "1 of 8 pretended" in report.short(tmp_path)
+    assert "| 1 of 8 pretended |" in report.short(tmp_path)
 
 
 def test_without_matplotlib_there_is_a_line_and_no_plots(tmp_path, monkeypatch):
@@ -244,133 +246,3 @@ def test_without_matplotlib_there_is_a_line_and_no_plots(tmp_path, monkeypatch):
     records.write(tmp_path, gpu_record(h200().groups[0].cases[0], 1.0, 50.0))
     report.write(tmp_path, h200())
     assert "matplotlib is not installed" in (tmp_path / "README.md").read_text()
-
-
-# Running, with a worker that measures nothing.
-
-WORKER = """
-import json, os, pathlib, sys, time
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    order = json.loads(line)
-    for name in order["cases"]:
-        print(json.dumps({"case": name, "doing": "building"}), flush=True)
-        if "dies" in name:
-            print("Segmentation fault", file=sys.stderr)
-            os._exit(11)
-        if "hangs" in name:
-            time.sleep(60)
-        record = {"name": name, "finished": time.time(), "error": None, "world": {"kind": "one", "size": 1},
-                  "seconds": [], "order": order, "pid": os.getpid(), "allocator": os.environ.get("PYTORCH_ALLOC_CONF")}
-        path = pathlib.Path(order["folder"], "cases", name + ".json")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record))
-        print(json.dumps({"done": name}), flush=True)
-    print(json.dumps({"finished": True}), flush=True)
-"""
-
-
-@pytest.fixture
-def suite(tmp_path, monkeypatch):
-    """Three groups of a worker's double; the page is not what is tested."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    monkeypatch.setattr(child, "WORKER", (sys.executable, str(script)))
-    monkeypatch.setattr(report, "write", lambda *arguments, **options: None)
-    monkeypatch.setattr(run, "estimated", lambda group, names: 10.0 * len(names))
-    groups = [
-        Group("compared", tuple(replace(CASE, name=name) for name in ("ours", "dies", "theirs")), "apart"),
-        Group("alone", tuple(replace(CASE, name=name) for name in ("one", "two")), "each", allocator="backend:native"),
-        Group("long", tuple(replace(CASE, name=f"long{number}") for number in range(3)), "each"),
-    ]
-    return Suite("test", tuple(groups), "cpu")
-
-
-def test_what_ends_a_process_is_recorded_and_the_rest_goes_on(suite, tmp_path):
-    run.Runner(suite, tmp_path).run()
-    known = records.read(tmp_path)
-    assert set(known) == {"ours", "dies", "theirs", "one", "two", "long0", "long1", "long2"}
-    assert known["dies"]["error"] == "the process ended with code 11: Segmentation fault"
-    assert known["ours"]["order"]["cases"] == ["ours", "theirs"]  # measured again, by one process
-    assert [known[name]["allocator"] for name in ("one", "two", "long0")] == ["backend:native", "backend:native", None]
-    assert len({known[name]["pid"] for name in ("ours", "one", "long0")}) == 3  # a process each
-    before = {name: record["finished"] for name, record in known.items()}
-    records.path_of(tmp_path, "two").unlink()
-    run.Runner(suite, tmp_path).run()
-    again = records.read(tmp_path)
-    assert {name for name in again if again[name]["finished"] != before[name]} == {"two"}
-    records.path_of(tmp_path, "theirs").unlink()  # of a comparison all are measured again that can be
-    run.Runner(suite, tmp_path).run()
-    assert records.read(tmp_path)["ours"]["finished"] != before["ours"]
-    run.Runner(suite, tmp_path, retry=True)
-    assert "dies" not in records.read(tmp_path)
-
-
-def test_a_budget_leaves_out_what_does_not_fit_and_ends_what_takes_longer(suite, tmp_path, monkeypatch):
-    runner = run.Runner(suite, tmp_path, minutes=25 / 60)
-    runner.run()
-    assert runner.skipped == ["compared", "long"]
-    assert set(records.read(tmp_path)) == {"one", "two"}
-    monkeypatch.setattr(run, "estimated", lambda group, names: 0.5)
-    slow = replace(suite, groups=(Group("slow", (replace(CASE, name="hangs"),), "each"),))
-    runner = run.Runner(slow, tmp_path, minutes=1 / 60)
-    runner.run()
-    assert time.monotonic() - runner.started < 30
-    assert "hangs" not in records.read(tmp_path)  # nobody's fault
-
-
-def test_several_ranks_decide_and_end_together(monkeypatch):
-    shared = dist.HashStore()
-    monkeypatch.setattr(world, "store", lambda name: shared)
-    heard: dict[int, Any] = {}
-
-    def rank(number: int) -> None:
-        me = ranks.Launched.__new__(ranks.Launched)
-        me.rank, me.size, me._store = number, 2, shared
-        decided = me.decide("0", lambda: ["a", "b"])
-        bad = {"case": "a", "error": "OOM"} if number else {"case": None, "error": "another rank's process ended"}
-        heard[number] = (decided, me.ended("0", bad), me.any_ended_badly("0"), me.ended("1", None))
-
-    threads = [Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert heard[0] == heard[1] == (["a", "b"], {"case": "a", "error": "OOM"}, True, None)
-
-
-# The whole, on a CPU.
-
-
-def test_the_smoke_suite_runs_every_side_and_resumes(tmp_path, capsys):
-    assert main(["--suite", "smoke", "--out", str(tmp_path)]) == 0
-    page, known = capsys.readouterr().out, records.read(tmp_path)
-    assert set(known) == {case.name for group in SUITES["smoke"]().groups for case in group.cases}
-    assert {name: record["error"] for name, record in known.items() if record["error"]} == {}
-    assert {record["case"]["side"] for record in known.values() if record.get("unavailable")} <= {
-        "accelerate",
-        "lightning",
-    }
-    steps = [record for record in known.values() if record.get("step")]
-    assert len(steps) >= 14
-    for record in steps:
-        assert record["mfu"] is record["allocated"] is record["reserved"] is None
-        assert record["tokens_per_second_per_gpu"] > 0
-        assert record["machine"]["torch"] == torch.__version__
-    group = next(group for group in SUITES["smoke"]().groups if group.name == "world1")
-    compared = [known[case.name] for case in group.cases[1:] if records.measured(known[case.name])]
-    assert len(compared) >= 6
-    assert all(record["agreement"]["holds"] and len(record["seconds"]) == 2 for record in compared)
-    assert "say nothing about a GPU" in page
-    assert page.count("not yet measured") == len(figures.FIGURES)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cases/*.json")}
-    assert main(["--suite", "smoke", "--out", str(tmp_path)]) == 0
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cases/*.json")} == before
-    assert os.listdir(tmp_path / "logs")
-
-
-def test_the_gpu_suite_refuses_a_cpu(tmp_path, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["--suite", "h200", "--out", str(tmp_path)]) == 2
-    assert "sees no GPU" in capsys.readouterr().err

@@ -165,7 +165,7 @@ class Measurement:
         seen.losses = self._warm_up(seen, training)
         pivot = self.all[0]
         if self.group.compares and seen is not pivot and pivot.losses:
-            seen.agreement = compare(seen.case, seen.losses, pivot.case, pivot.losses)
+            seen.agreement = compare(seen.case, self._common(seen), pivot.case, pivot.losses)
 
         def note(allocated: int | None, reserved: int | None) -> None:
             seen.allocated, seen.reserved = self._most(allocated), self._most(reserved)
@@ -174,6 +174,10 @@ class Measurement:
             self._time(seen, training, 0) if counts else self._steps(seen, training, 0, 2)
         if seen.case.name in self.group.watch and seen.allocated is not None and not seen.case.compile:
             self._watch(seen, training)
+
+    def _common(self, seen: Seen) -> list[float]:
+        """The losses that others must have too: a bare model's ranks train apart, and agree before the first update."""
+        return seen.losses if self.alone or seen.case.side != "bare" else seen.losses[:1]
 
     def _warm_up(self, seen: Seen, training: Training) -> list[float]:
         self.say(seen.case.name, "compiling, warming up" if seen.case.compile else "warming up")

@@ -83,7 +83,7 @@ def micro_batches(rows: list[Record]) -> Figure | None:
         label = f"{row['case']['model']}, {row['case']['side']}, {_world(row)}"
         axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=label)
     axes.set_xlabel(f"micro-batch, rows of {shown[0][0][2]['case']['sequence']:,} tokens")
-    axes.set_ylabel("tokens/s of a GPU")
+    axes.set_ylabel("tokens/s of a rank")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     return figure

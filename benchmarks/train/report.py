@@ -15,7 +15,7 @@ from benchmarks.train.suites import SUITES
 Records = Mapping[str, Record]
 GIB = 2**30
 MOST_LEFT = 2**29  # bytes after a case was freed; workspaces of cuBLAS stay, some ten MiB
-TITLES = ("case", "side", "world", "tokens", "settings", "ms a step", "tokens/s a GPU")
+TITLES = ("case", "side", "world", "tokens", "settings", "ms a step", "tokens/s a rank")
 MORE_TITLES = ("MFU", "MFU, causal", "allocated", "reserved")
 LEGEND = """How to read the tables:
 
@@ -132,7 +132,7 @@ def _cells(record: Record) -> list[str]:
     case, step, both = case_of(record), record["step"], record.get("mfu") or {}
     spread = f"({step['fastest_round'] * 1e3:.1f} to {step['slowest_round'] * 1e3:.1f})"
     return [
-        *(case.name, case.side, _world(record), f"{case.micro_batch} x {case.sequence:,}", settings(case)),
+        *(case.name, case.side, _world(record), f"{case.micro_batch} x {case.sequence:,}", _settings(record)),
         *(f"{step['median'] * 1e3:.1f} {spread}", f"{record['tokens_per_second_per_gpu']:,.0f}"),
         *(f"{both[name]:.1%}" if both.get(name) else "-" for name in ("full", "causal")),
         *(f"{record[name] / GIB:.2f}" if record.get(name) else "-" for name in ("allocated", "reserved")),
@@ -141,6 +141,10 @@ def _cells(record: Record) -> list[str]:
 
 def _world(record: Record) -> str:
     return "not sharded" if record["case"]["side"] == "bare" else str(record["world"]["label"])
+
+
+def _settings(record: Record) -> str:
+    return ", ".join(filter(None, [settings(case_of(record)), record.get("allocator")]))
 
 
 def settings(case: Case) -> str:
@@ -204,14 +208,16 @@ def _left(known: Records, groups: list[Group], skipped: list[str]) -> str:
 
 def _machines(records: Iterable[Record]) -> str:
     """Where and with what; several lines if the folder holds several."""
-    lines = {_machine(record["machine"]): None for record in records if "machine" in record}
+    lines = {_machine(record): None for record in records if "machine" in record}
     return "\n".join(f"- {line}" for line in lines) if len(lines) > 1 else "".join(lines)
 
 
-def _machine(facts: Record) -> str:
+def _machine(record: Record) -> str:
+    facts = record["machine"]
     gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}" if facts["gpu"] else "CPU"
     packages = "".join(f", {name} {version}" for name, version in facts["packages"].items())
-    set_by_user = "".join(f", {name}={value}" for name, value in facts["settings"].items())
+    asked = record.get("allocator")  # stands in the row
+    set_by_user = "".join(f", {name}={value}" for name, value in facts["settings"].items() if value != asked)
     commit = (facts["commit"] or "unknown")[:12] + ("+" if (facts["commit"] or "").endswith("+") else "")
     versions = f"torch {facts['torch']}, Python {facts['python']}{packages}"
     return f"{gpu}; {versions}; {facts['cpus']} CPU cores; commit {commit}{set_by_user}."

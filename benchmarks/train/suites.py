@@ -31,7 +31,12 @@ def engines() -> list[Group]:
     short = replace(large, name="8b-512", sequence=512)
     bare = replace(small, name="1b-bare", side="bare", fake_ranks=0)
     return [
-        Group("8b-engines", sides(large, "shardkit", "expert", "naive", "fsdp1"), steps=3, watch=("8b-shardkit",)),
+        Group(
+            "8b-engines",
+            sides(large, "shardkit", "expert", "naive", "fsdp1"),
+            steps=3,
+            watch=("8b-shardkit", "8b-naive"),
+        ),
         Group("1b-engines", (*sides(small, "shardkit", "expert", "naive", "fsdp1"), bare), "together", 3, 3),
         Group("8b-peaks", sides(short, "shardkit", "naive", "expert"), rounds=2),
         Group("ceilings", (Case("ceilings", "bare", "8B"),), "ceilings"),

@@ -72,9 +72,9 @@ class Job:
         record = self._record(case) | {name: value for name, value in vars(seen).items() if name != "case"}
         if seen.runs and seen.seconds:
             shape = SHAPES[case.model.removeprefix("hf-")]
-            flops = per_token(shape, case.sequence)
-            record["flops_per_token"] = asdict(flops)
-            record |= records.speed(case, seen.seconds, flops, peak(self.facts["gpu"]) if case.bf16 else None)
+            flops, most = per_token(shape, case.sequence), peak(self.facts["gpu"]) if case.bf16 else None
+            record |= {"flops_per_token": asdict(flops), "peak_flops": most}
+            record |= records.speed(case, seen.seconds, flops, most)
         self._write(record)
 
     def _other(self, case: Case) -> None:
