@@ -7,13 +7,16 @@ breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSD
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
@@ -41,6 +44,8 @@ class FSDPUnit(Protocol):
     reduce_grads: bool
     all_reduce_grads: bool
     gradient_divide_factor: float | None  # None: the number of ranks
+    reduce_scatter_unused_params: bool  # since 2.13
+    post_backward: Callable[..., None]
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
@@ -286,3 +291,69 @@ def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         attributes[name] = OrderedDict((k, flag) for k, flag in attributes[name].items() if k in kept)
     return type(module).__bases__[1], attributes
+
+
+def use_dtensor(config: Any) -> None:
+    """Set the flag by which FSDP1 notes in a ``Sharded...Config`` that it gives DTensors; it has no public name."""
+    config._use_dtensor = True
+
+
+def asked_by_checkpoint() -> bool:
+    """Whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
+
+    fsdp1: its ``get_model_state_dict`` gives sharded state whatever FSDP1's ``state_dict_type`` was set to, by setting
+    it; which it does for models of torch's own class alone (torch 2.11 to 2.13).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
+
+
+def reduce_unused_beside_used(model: nn.Module) -> None:
+    """Parameters without a gradient reduce as zeros where another one of their unit has one, as in FSDP1. Local.
+
+    torch's ``set_reduce_scatter_unused_params`` gives zeros to units that no backward reached too, where FSDP1 left
+    None, and optimizers then apply weight decay and momentum to them.
+    """
+    for unit in fsdp_units(model):
+        unit.post_backward = partial(_post_backward, unit, unit.post_backward)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
+    unit.reduce_scatter_unused_params = any(map(_has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
+    original()
+
+
+def _has_gradient(param: Any) -> bool:
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """Whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    return isinstance(tensor, ShardedTensor)
+
+
+def gathered_sharded_tensor(tensor: Any) -> Tensor:
+    """The full tensor of a ShardedTensor that is cut along its first dim, on every rank of its group. Collective.
+
+    fsdp1: its public ``gather`` gives it to one rank only (torch 2.11 to 2.13).
+    """
+    if not tensor.shape.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
+
+    return _all_gather_sharded_tensor(tensor, tensor._process_group)
+
+
+def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
+
+    fsdp1: FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
+    """
+    return getattr(param, "_in_backward_optimizers", [])

@@ -115,12 +115,20 @@ def unwritten_optimizer_state(
     present = {n: tensor_leaves(each.state[p]) for each in optimizers for n, p in params.items() if p in each.state}
 
     def placed(fqn: str, entry: object) -> object:
-        return with_leaves(entry, lambda path, spec: _room(params[fqn], path, spec, present.get(fqn, {}).get(path)))
+        return with_leaves(entry, lambda path, spec: room_for(params[fqn], path, spec, present.get(fqn, {}).get(path)))
 
     return {**described, "state": {fqn: placed(fqn, entry) for fqn, entry in described["state"].items()}}
 
 
-def _room(param: nn.Parameter, path: str, spec: Tensor, present: Tensor | None) -> Tensor:
+def room_for(param: nn.Parameter, path: str, spec: Tensor, present: Tensor | None) -> Tensor:
+    """New memory for one tensor of a parameter's state, placed as :func:`load_full_optimizer_state_dict` says. Local.
+
+    Args:
+        param: the parameter.
+        path: of the tensor in its state, such as ``"/step"``.
+        spec: of the full tensor's shape and dtype.
+        present: what the optimizer has there, if anything.
+    """
     home = local_of(param).device
     if isinstance(present, DTensor) and present.shape == spec.shape:
         return unwritten(present, spec.dtype, local_of(present).device)
@@ -155,9 +163,9 @@ def _check_names(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str],
     wanted = set(chain.from_iterable(own))
     options = {fqn: group for group in found["param_groups"] for fqn in group["params"]}
     mixed = [
-        f"group of {fqns[0]}: {_differing([options[fqn] for fqn in fqns if fqn in options])}"
+        f"group of {fqns[0]}: {differing_options([options[fqn] for fqn in fqns if fqn in options])}"
         for fqns in own
-        if len(groups := [options[fqn] for fqn in fqns if fqn in options]) > 1 and _differing(groups)
+        if len(groups := [options[fqn] for fqn in fqns if fqn in options]) > 1 and differing_options(groups)
     ]
     problems = {
         "missing": [fqn for fqn in chain.from_iterable(own) if fqn not in options],
@@ -167,7 +175,7 @@ def _check_names(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str],
     raise_listed("state_dict", problems, "Make the optimizer of the same parameters, in the same groups")
 
 
-def _differing(groups: list[dict[str, Any]]) -> str:
+def differing_options(groups: list[dict[str, Any]]) -> str:
     """Options that are not the same in all of the groups."""
     first, *others = {id(group): group for group in groups}.values()
     keys = [k for k in first if k not in ("params", "param_names")]
