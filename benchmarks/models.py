@@ -39,6 +39,15 @@ SHAPES = {
 }
 
 
+def _narrow(shape: Shape) -> Shape:
+    return Shape(64, 160, shape.layers, 4, 2, 1000, shape.tied)
+
+
+# As deep as the others, with as many parameters of few elements: for what a CPU does besides computing.
+NARROW = {name: f"{name}-narrow" for name in ("1B", "8B")}
+SHAPES |= {narrow: _narrow(SHAPES[name]) for name, narrow in NARROW.items()}
+
+
 def rope_table(positions: int, head: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, ``(positions, head / 2)`` each, computed in float32.
 
