@@ -133,7 +133,7 @@ def _wrong(given: Arguments) -> Iterator[tuple[str, str, str]]:
     if not isinstance(given.backward_prefetch, (BackwardPrefetch, type(None))):
         yield "backward_prefetch", "a BackwardPrefetch or None", "Use BackwardPrefetch.BACKWARD_PRE"
     if given.param_init_fn is not None and not isinstance(given.param_init_fn, Callable):  # type: ignore[arg-type]
-        yield "param_init_fn", "called with a module", "Pass a function"
+        yield "param_init_fn", "called with a module, so it has to be callable", "Pass a function"
     if not _is_device(given.device_id):
         yield "device_id", "a device or the number of one", "Use torch.cuda.current_device()"
     for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):

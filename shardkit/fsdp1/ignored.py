@@ -19,12 +19,14 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
         TranslationError: both are given, or hold something else, or leave nothing to shard.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise _error("ignored_states", "given together with ignored_modules", "Pass ignored_states alone")
+        rule = "Cannot pass both ignored_modules and ignored_states at the same time"
+        raise _error("ignored_states", "given together with ignored_modules", "Pass ignored_states alone", rule)
     modules = _listed("ignored_modules", ignored_modules, nn.Module)
     states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter))
     params = [state for state in states if isinstance(state, nn.Parameter)]
     if params and len(params) < len(states):
-        raise _error("ignored_states", "parameters and modules", "Pass either parameters or modules")
+        rule = f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
+        raise _error("ignored_states", "parameters and modules", "Pass either parameters or modules", rule)
     modules += [state for state in states if isinstance(state, nn.Module)]
     below = frozenset(inner for module in modules for inner in module.modules())
     ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
@@ -48,10 +50,19 @@ def _listed(argument: str, given: Any, kinds: Any) -> list[Any]:
     states = list(given)
     wrong = dict.fromkeys(type(state).__name__ for state in states if not isinstance(state, kinds))
     if wrong:
-        raise _error(argument, listing(wrong), f"Pass a list of {what}")
+        rule = f"{argument} expects {_KINDS[argument]} list elements but got types {_types(states)}"
+        raise _error(argument, listing(wrong), f"Pass a list of {what}", rule)
     return states
 
 
-def _error(argument: str, problem: str, fix: str) -> TranslationError:
-    rule = "What is ignored is a list of modules, or of parameters, and not all of the model"
+# The rules that follow a subject are in FSDP1's words, which programs may look for.
+_KINDS = {"ignored_modules": "nn.Module", "ignored_states": "all nn.Parameter or all nn.Module"}
+_RULE = "What is ignored is a list of modules, or of parameters, and not all of the model"
+
+
+def _types(states: Iterable[object]) -> list[type]:
+    return sorted({type(state) for state in states}, key=repr)
+
+
+def _error(argument: str, problem: str, fix: str, rule: str = _RULE) -> TranslationError:
     return TranslationError(message(argument, problem, rule, fix))

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit._fsdp import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
 from shardkit.apply import carry_out, check_applicable
@@ -18,7 +19,6 @@ from shardkit.fsdp1.place import groups_to_agree
 from shardkit.fsdp1.states import Sources, UnitStates, cast_buffers, check_initialisers
 from shardkit.fsdp1.translate import translate_fsdp1
 from shardkit.fsdp1.types import Translation
-from shardkit.grads import set_reduce_scatter_unused_params
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
 from shardkit.meta import materialize
 from shardkit.plan import ShardingPlan
@@ -101,7 +101,7 @@ def shard_translated(
     if sources.recorded:
         materialize(model)
     if REDUCES_UNUSED:
-        set_reduce_scatter_unused_params(model)
+        reduce_unused_beside_used(model)
     return decided[0], mesh
 
 

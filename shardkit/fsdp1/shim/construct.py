@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.arguments import Arguments
@@ -51,13 +53,18 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
         TranslationError, PlanError: on every rank, with the module unchanged; each is a ValueError too.
     """
     ensure_process_group()
+    given = _listed(given)
     _check_by_hand(given)
+    _check_ignored(module, given, kind)
     apart = dict(outermost(module, kind))
-    _check_nesting(given, apart)
+    _check_nesting(module, given, kind)
     given = _with_node(given)
     before = dict(module.named_parameters(remove_duplicate=False))
+    if not apart and _all_ignored(module, given):
+        return Constructed(_without_parameters(module, given), {}, before)
     groups = groups_to_agree(given.process_group, given.device_mesh)
     translation, mesh = shard_translated(module, lambda: translate(module, given, apart), groups, _shared_mesh)
+    _say_alone(given, mesh)
     below = {
         fqn: Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
         for fqn, own in translation.wrapped.items()
@@ -92,13 +99,66 @@ def _check_by_hand(given: Arguments) -> None:
         )
 
 
-def _check_nesting(given: Arguments, apart: Mapping[str, nn.Module]) -> None:
-    if given.auto_wrap_policy is not None and apart:
-        problem = f"given, and FSDP wraps {next(iter(apart))} already"
-        rule = "Nested modules are wrapped by a policy or by hand"
+def _check_nesting(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
+    wrapped = [fqn for fqn, child in module.named_modules() if isinstance(child, kind)]
+    if given.auto_wrap_policy is not None and wrapped:
+        problem = f"given, and FSDP wraps {wrapped[0]} already"
+        rule = (
+            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {wrapped[0]} in the model"
+        )
         raise TranslationError(
             message("auto_wrap_policy", problem, rule, "Leave out the policy or the inner FSDP(...)")
         )
+
+
+def _listed(given: Arguments) -> Arguments:
+    """With lists for what may be iterators, which can be read once."""
+    names = ("ignored_modules", "ignored_states")
+    once = {name: value for name in names if isinstance(value := getattr(given, name), Iterator)}
+    return replace(given, **{name: list(value) for name, value in once.items()})
+
+
+def _check_ignored(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
+    """By FSDP1's rules; its words, which programs may look for."""
+    ignored = [
+        each
+        for states in (given.ignored_modules, given.ignored_states)
+        for each in (states if isinstance(states, Iterable) else ())
+        if isinstance(each, nn.Module)
+    ]
+    if any(isinstance(each, kind) for each in ignored):
+        rule = "`ignored_modules` should not include FSDP modules"
+        fix = "Leave them out: what is wrapped already is left alone as it is"
+        raise TranslationError(message("ignored_modules", "modules that FSDP wraps already", rule, fix))
+    if any(each is module for each in ignored):
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored and is not well-supported: {type(module).__name__}",
+            stacklevel=4,
+        )
+
+
+def _say_alone(given: Arguments, mesh: DeviceMesh) -> None:
+    """As FSDP1, in its words."""
+    strategy = parse_strategy(given.sharding_strategy)
+    if mesh.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        text = f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
+        warnings.warn(text, stacklevel=4)
+
+
+def _all_ignored(module: nn.Module, given: Arguments) -> bool:
+    states = (*(given.ignored_modules or ()), *(given.ignored_states or ()))
+    ignored = {param for state in states if isinstance(state, nn.Module) for param in state.parameters()}
+    return {*ignored, *states}.issuperset(module.parameters())
+
+
+def _without_parameters(module: nn.Module, given: Arguments) -> Record:
+    """The record of a wrapper that shards nothing, which FSDP1 allows: its mesh is that of any module."""
+    plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
+    translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
+    ignored = {inner for each in given.ignored_modules or () for inner in each.modules()}
+    fqns = tuple(fqn for fqn, child in module.named_modules() if child in ignored)
+    return Record(given, replace(translation, ignored_modules=fqns), _shared_mesh(translation), top=True)
 
 
 def _with_node(given: Arguments) -> Arguments:

@@ -18,7 +18,6 @@ from shardkit.fsdp1.shim import roots
 from shardkit.fsdp1.shim.construct import put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import Record, inner_of, is_wrapper, record_of
-from shardkit.grads import set_reduce_scatter_unused_params
 from shardkit.meta.shards import install
 from shardkit.state_dict.place import new_memory
 from shardkit.state_dict.routes import local_of
@@ -42,7 +41,7 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     record = record_of(wrapper)
     carry_out(inner, record.translation.plan, record.mesh)
     if REDUCES_UNUSED:
-        set_reduce_scatter_unused_params(inner)
+        _fsdp.reduce_unused_beside_used(inner)
     _fill(inner, inner_of(wrapper))
     put_in_place(inner, _records_below(wrapper, memo), wrap)
     new = memo[id(wrapper)] = wrap(inner, _fresh(record, memo))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardkit._fsdp import optimizers_in_backward
 from shardkit.errors import listing
 from shardkit.shards import local_part
 from shardkit.state_dict.place import unwritten
@@ -86,3 +87,19 @@ def _hook() -> None:
     if not _hooked:
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: repoint(optimizer))
         _hooked = True
+
+
+def step_in_backward(root: nn.Module) -> None:
+    """Lets the optimizers that torch's ``_apply_optimizer_in_backward`` gave to parameters step in backward. Local.
+
+    They step when the gradient of their parameter is reduced, and clear it, as under FSDP1; FSDP2 passes them over.
+    """
+    for param in root.parameters():
+        if optimizers_in_backward(param):
+            param.register_post_accumulate_grad_hook(_step)  # type: ignore[no-untyped-call]
+
+
+def _step(param: Tensor) -> None:
+    for optimizer in optimizers_in_backward(param):
+        optimizer.step()
+        optimizer.zero_grad()

@@ -29,6 +29,7 @@ def begin(wrapper: nn.Module) -> bool:
             _settle(each)
         _cast_buffers(wrapper)
         optimizers.repoint_all()
+        optimizers.step_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
 
