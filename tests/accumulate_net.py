@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from grads_net import Net, mesh_of
+from grads_net import Net
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

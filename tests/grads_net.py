@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
+from meshes import mesh_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -32,11 +32,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x).relu()
         return self.head(self.frozen(x) * self.gain) + self.narrow(x).sum(-1, keepdim=True)
-
-
-def mesh_of(shape: tuple[int, ...]):
-    names = ("dp_replicate", "dp_shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def sharded_net(shape: tuple[int, ...], dtype=torch.float32, offload=False, ignored=()) -> Net:
@@ -72,6 +67,19 @@ def like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def full_grads(net: nn.Module) -> dict[str, torch.Tensor]:
     grads_of = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads_of.items()}
+
+
+def wrong_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of gradients that are not the full ``expected``, to the bit; each rank looks at its own part."""
+    grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+    assert grads.keys() == expected.keys()
+    return [name for name, grad in grads.items() if not _same(grad, expected[name].to(grad.dtype))]
+
+
+def _same(part: torch.Tensor, full: torch.Tensor) -> bool:
+    if not isinstance(part, DTensor):
+        return torch.equal(part, full)
+    return part.shape == full.shape and torch.equal(part.to_local(), like(full, part).to_local())
 
 
 def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:

@@ -12,33 +12,28 @@ here. Two ways to weigh the ranks:
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from zoo import ZOO, Entry
 
 from shardkit import ShardingPlan, plan_model, shard_model
+from shardkit.optim import step_on_local_shards
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adamw on local shards": lambda params: step_on_local_shards(torch.optim.AdamW(params, lr=1e-2)),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
 }
 
 
-@cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """A CPU mesh of all ranks: ``(4,)``, ``(2, 2)`` or ``(4, 1)``. Kept, since each one makes process groups."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
-
-
 def one_counts(
-    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 3, **options: Any
+    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 4, **options: Any
 ) -> None:
     """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal.
 

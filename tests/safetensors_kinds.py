@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from meshes import mesh_of
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,10 +24,6 @@ SHARDED = {
     "twice": ((2, 2), (Shard(0), Shard(0))),
     "replicated": ((4,), (Replicate(),)),
 }
-
-
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
 
 
 def value(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -86,7 +83,7 @@ class TpBlock(torch.nn.Module):
 def tp_and_fsdp(seed: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A block under tensor parallelism and then FSDP2, whose shards are strided, and its whole values."""
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     block = TpBlock()
     whole = {name: each.detach().clone() for name, each in block.named_parameters()}
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

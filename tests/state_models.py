@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -84,11 +83,6 @@ class Odd(nn.Module):
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return build()
-
-
-@cache
-def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names or ("dp_replicate", "dp_shard")[-len(shape) :])
 
 
 def blockwise(net: nn.Module, **options: object) -> nn.Module:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from meshes import mesh_of
 from small_models import Block, Decoder, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +75,7 @@ def test_beside_tensor_parallelism() -> None:
     torch.manual_seed(0)
     plain = Decoder(dim=12)
     model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     shard_model(model, mesh=mesh["dp"])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_net import assert_same, is_first
-from grads_net import mesh_of
+from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_net import assert_same
-from grads_net import mesh_of
+from meshes import mesh_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -175,7 +174,7 @@ def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(terminal, tmp_
 
 def parallel(seed: int) -> nn.Module:
     """Two linear layers, the first cut by columns and the second by rows over two ranks, then both by FSDP2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 12, bias=False), nn.ReLU(), nn.Linear(12, 10, bias=False))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

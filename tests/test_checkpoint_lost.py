@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from grads_net import mesh_of
+from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

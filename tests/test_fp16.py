@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, one_large_batch, shard
 from grads_net import MESHES, Net, full_grads, give_grads, sharded_net
+from meshes import mesh_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,7 +36,7 @@ class TpBlock(nn.Module):
 def tp_block() -> nn.Module:
     """On two meshes: the norm on data-parallel ranks alone."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     block = TpBlock()
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(block, mesh=mesh["dp"])

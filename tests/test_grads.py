@@ -21,7 +21,6 @@ from grads_net import (
     sharded_net,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -124,7 +123,7 @@ class TpBlock(nn.Module):
 @distributed(world_size=4, backend="gloo")
 def test_tensor_parallel_and_fsdp_shards_together(p):
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     block = TpBlock()
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(block, mesh=mesh["dp"])

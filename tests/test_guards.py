@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, shard
-from grads_net import MESHES, Net, full_grads, mesh_of
+from grads_net import MESHES, Net, full_grads
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError
 from shardkit.grads import accumulate, reset_after_error, set_reduce_scatter_unused_params
+from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -91,7 +93,7 @@ def fail(net: nn.Module, failing: Failing, where: str, ids: Tensor, **options: A
 @distributed(world_size=4, backend="gloo")
 def test_the_next_step_is_that_of_a_model_that_never_failed(settings):
     (net, failing), (twin, _) = failing_net(SETTINGS[settings]), failing_net(SETTINGS[settings])
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, twin)]
+    optimizers = [step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=0.1)) for model in (net, twin)]
     sharded = list(net.parameters())
     dirty = 0
     for seed, (where, micro_batches, options) in enumerate(FAILURES):

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from grads_net import mesh_of
+from meshes import mesh_of
 from safetensors.torch import save_file
 from safetensors_kinds import TpBlock, assert_holds, tp_and_fsdp
 from torch import nn

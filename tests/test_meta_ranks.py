@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from meta_check import build_sharded, check_same_as_ordinary, differences, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,10 +22,6 @@ from shardkit.testing import distributed
 MESHES = {"fsdp": (4,), "hsdp": (2, 2), "ddp-like": (4, 1)}
 PLAIN_NAMES = sorted(set(PLAIN) - {"channels_last"})  # FSDP2 takes no parameters that are not contiguous
 CHOICE = ["nn_transformer", "lstm_lm", "nanogpt_tied", "resnet", "weight_norm", "root_parameter", "narrow", "complex"]
-
-
-def mesh_of(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
 
 
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
@@ -86,7 +83,7 @@ def test_sharding_another_dim():
 
 @distributed(world_size=4)
 def test_with_tensor_parallelism():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
     torch.manual_seed(0)

@@ -42,14 +42,14 @@ MODELS = [pytest.param(name, marks=uneven_needs_a_setter) if ZOO[name].uneven el
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=4, backend="gloo")
 def test_default_rule(name):
-    parity.one_counts(name)
+    parity.one_counts(name, optimizer="adamw on local shards")  # a third less work than torch's step on DTensors
 
 
 @pytest.mark.parametrize("name", VARIETY)
 @pytest.mark.parametrize("setting", SETTINGS)
 @distributed(world_size=4, backend="gloo")
 def test_settings(setting, name):
-    parity.one_counts(name, steps=2, **SETTINGS[setting])
+    parity.one_counts(name, steps=3, **SETTINGS[setting])
 
 
 @pytest.mark.parametrize("name", ["resnet", "narrow", "mixed_dtypes", "shared_weight"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
-from grads_net import MESHES, Net, full_grads, mesh_of
+from grads_net import MESHES, Net, full_grads
+from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

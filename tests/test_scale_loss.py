@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import WEIGHTS, batches, integer_net, shard
-from grads_net import MESHES, Net, full_grads, mesh_of
+from grads_net import MESHES, Net, full_grads, wrong_grads
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +34,7 @@ def token_mean(plain: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 def assert_grads(net: nn.Module, expected: dict[str, Tensor]) -> None:
-    wrong = [name for name, grad in full_grads(net).items() if not torch.equal(grad, expected[name])]
+    wrong = wrong_grads(net, expected)
     assert not wrong, wrong
     net.zero_grad()
 
@@ -111,7 +112,7 @@ def test_one_all_reduce_counts(mesh, expected):
 
 @distributed(world_size=4, backend="gloo")
 def test_only_the_ranks_of_the_mesh_count_and_tensor_parallel_ones_once():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), "dp", "tp")
     net = fully_shard(integer_net(), mesh=mesh["dp"])
     rank = dist.get_rank()
     own = torch.tensor(10 * (rank // 2))  # ranks 0 and 1 hold the same tokens

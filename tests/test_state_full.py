@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import mesh_of as zoo_mesh
+from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, Net, Odd, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp1_models import TOKENS, Decoder
-from grads_net import mesh_of
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -27,6 +27,15 @@ MOE = {**GQA, "intermediate_size": 24}  # grouped matmuls take strides of whole 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
+CLASSES: list[str] = []
+
+
+def import_models() -> None:
+    """Import the models of all entries, which each process does otherwise when it first builds one."""
+    for name in CLASSES:
+        getattr(tf, name)
+
+
 def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
@@ -41,6 +50,7 @@ def _entry(
     **arguments: Any,
 ) -> Entry:
     """``head(config(**arguments))``; classes by name, since transformers imports a model when it is asked for."""
+    CLASSES.extend((head, config))
 
     def build() -> torch.nn.Module:
         return getattr(tf, head)(getattr(tf, config)(**arguments)).train()
