@@ -34,6 +34,7 @@ SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8, 128_256, tied=True),
     "8B": Shape(4096, 14_336, 32, 32, 8, 128_256),
     "70B": Shape(8192, 28_672, 80, 64, 8, 128_256),
+    "200M": Shape(1024, 2816, 12, 16, 8, 32_000),  # nobody's; for what a CPU measures
     "tiny": Shape(64, 160, 4, 4, 2, 1000),
     "tiny-tied": Shape(64, 160, 4, 4, 2, 1000, tied=True),
 }

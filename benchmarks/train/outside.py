@@ -1,14 +1,14 @@
 """CPU time of a training step outside of the model: the hooks of FSDP2, clipping and the optimizer.
 
-A GPU waits for this time wherever kernels are short. Three things take turns in one process: shardkit's default with its
-own clipping and :func:`step_on_local_shards`, torchtitan's grouping by hand with torch's clipping and AdamW on DTensors,
-and the bare model's forward and backward. A side's time outside of the model is that of its whole step less that of the
-bare forward and backward in the same round: what is left are hooks, copies into and out of buffers, clipping, and the
-update.
+A GPU waits for this time wherever kernels are short. Three things take turns in one process: shardkit's default with
+its own clipping and :func:`step_on_local_shards`; torchtitan's grouping by hand with torch's clipping and AdamW on
+DTensors; and the bare model's forward and backward. A side's time outside of the model is that of its whole step less
+that of the bare forward and backward in the same round: what is left are hooks, copies into and out of buffers,
+clipping, and the update.
 
-Time is CPU time of all of this process's threads. The row's model sees ``TOKENS`` tokens, so that a GPU is done before the
-CPU can issue more: a full queue would be waited for, and waiting is CPU time too. On a CPU kernels are CPU time themselves,
-so there the model is as deep as the row's, and narrow, and both sides pay the same for them.
+Time is CPU time of all of this process's threads. The row's model sees ``TOKENS`` tokens, so that a GPU is done before
+the CPU can issue more: a full queue would be waited for, and waiting is CPU time too. On a CPU kernels are CPU time
+themselves, so there the model is as deep as the row's, and narrow, and both sides pay the same for them.
 """
 
 from __future__ import annotations
