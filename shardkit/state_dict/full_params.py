@@ -69,6 +69,36 @@ def full_params(
         >>> with full_params(model, writeback=True):
         ...     model.embed.weight[0].data.zero_()
     """
+    with full_params_from(
+        model,
+        None,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+        recurse=recurse,
+    ):
+        yield
+
+
+@contextmanager
+def full_params_from(
+    model: nn.Module,
+    rank: int | None,
+    *,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+    recurse: bool = True,
+) -> Iterator[None]:
+    """As :func:`full_params`, with a lead that the caller chooses. Collective.
+
+    Args:
+        rank: the global rank that holds the full parameters with ``rank0_only``; None is the lowest. Ranks that
+            replicate may each name one of their own, as FSDP1 has one for each group that shards; then nothing can be
+            written back from them.
+    """
     groups = groups_of(model)
     with together(groups, call="full_params"):
         if _fsdp.is_under_way(model):
@@ -79,7 +109,7 @@ def full_params(
         all_names = parameter_names(model)
         names = {p: all_names[p] for p in all_names if _is_sharded(p) and (own is None or p in own)}
         refuse_meta((name, param) for param, name in names.items())
-    lead = find_lead(names)
+    lead = find_lead(names, rank)
     want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
     graded = {param: name for param, name in names.items() if with_grads and param.grad is not None}
     _check_same(graded.values(), groups)

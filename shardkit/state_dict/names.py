@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,7 +13,10 @@ from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpoint_wrapper
+# Of torch.compile, of checkpoint_wrapper, and of FSDP1 and its drop-in.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_live: ContextVar[bool] = ContextVar("live", default=False)
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,31 @@ class ModelState:
 
 
 def clean_name(name: str) -> str:
-    """An FQN without the wrappers of ``torch.compile`` and ``checkpoint_wrapper``."""
+    """An FQN without the wrappers of ``torch.compile``, ``checkpoint_wrapper`` and FSDP1."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def is_extra(name: str) -> bool:
     """Whether a module's ``get_extra_state`` made what has this name."""
     return name.rpartition(".")[2] == "_extra_state"
+
+
+@contextmanager
+def live_tensors() -> Iterator[None]:
+    """In this context ``state_dict()`` gives the tensors that a model has, whatever its modules give otherwise.
+
+    A module that gathers when asked for its state, as FSDP1's did, asks ``wants_live`` first. For this thread alone.
+    """
+    before = _live.set(True)
+    try:
+        yield
+    finally:
+        _live.reset(before)
+
+
+def wants_live() -> bool:
+    """Whether it is inside of ``live_tensors``."""
+    return _live.get()
 
 
 def model_state(model: nn.Module) -> ModelState:
@@ -49,7 +72,8 @@ def model_state(model: nn.Module) -> ModelState:
         ShardkitError: two names differ by wrappers only; or it is no module.
     """
     check_module(model)
-    found = model.state_dict(keep_vars=True)
+    with live_tensors():
+        found = model.state_dict(keep_vars=True)
     names = [clean_name(name) for name in found]
     if twice := repeated(names):
         rule = f"Names must differ by more than the wrappers {' and '.join(WRAPPERS)}"

@@ -104,8 +104,8 @@ class Lead:
         return Route(tuple(axes[number] for number in order), (*copies, *beside))
 
 
-def find_lead(tensors: Iterable[Tensor]) -> Lead:
-    """The lead of a model with these tensors. Local.
+def find_lead(tensors: Iterable[Tensor], rank: int | None = None) -> Lead:
+    """The lead of a model with these tensors: ``rank``, or the lowest that holds a part. Local.
 
     Without a DTensor it is rank 0, and all ranks of the default group are taken to hold the model.
 
@@ -121,7 +121,8 @@ def find_lead(tensors: Iterable[Tensor]) -> Lead:
         problem = f"its tensors are on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
         rule = "One mesh must hold all ranks that the others have, for one rank to gather from all"
         raise ShardkitError(message("model", problem, rule, "Gather the parts of the model one by one"))
-    return Lead(min(ranks), len(ranks), Route(copies=tuple(mesh_axes(widest, min(ranks)).values())))
+    first = min(ranks) if rank is None else rank
+    return Lead(first, len(ranks), Route(copies=tuple(mesh_axes(widest, first).values())))
 
 
 def _world() -> Route:

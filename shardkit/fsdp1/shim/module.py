@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,21 @@ from typing_extensions import Self
 from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
-from shardkit.fsdp1.shim import copying, guards, methods, missing, optimizers, roots, summon
+from shardkit.fsdp1.shim import (
+    copying,
+    guards,
+    internals,
+    methods,
+    missing,
+    optim_state,
+    optimizers,
+    rekey,
+    roots,
+    settings,
+    state,
+    state_load,
+    summon,
+)
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
@@ -84,6 +98,7 @@ class FullyShardedDataParallel(nn.Module):
             device_mesh=device_mesh,
         )
         made = construct(module, given, FullyShardedDataParallel)
+        state_load.prepare(module)
         optimizers.remember(made.parameters, module)
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
@@ -98,6 +113,8 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in internals.ANSWERS:
+                return internals.ANSWERS[name](self)
             missing.refuse(name)
             return methods.guarded(self, name, getattr(super().__getattr__(WRAPPED), name))
 
@@ -111,6 +128,24 @@ class FullyShardedDataParallel(nn.Module):
         if is_root and not torch.is_grad_enabled():
             roots.reshard(self)
         return output
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This and all modules below, by their names in the plain model: a wrapper and its module share one. Local.
+
+        So that names of modules and of parameters fit each other, in programs that put them together.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            below = prefix if name == WRAPPED else f"{prefix}.{name}".lstrip(".")
+            if child is not None:
+                yield from child.named_modules(memo, below, remove_duplicate)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -163,6 +198,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: it is no root.
         """
         _check_root(self, "clip_grad_norm_()")
+        missing.say_without_gradients(self)
         return grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
     @staticmethod
@@ -194,6 +230,45 @@ class FullyShardedDataParallel(nn.Module):
         """
         with summon.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             yield
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's state by the names of the plain model; full tensors, unless set otherwise. Collective if FULL.
+
+        What ``set_state_dict_type`` was set to: FULL_STATE_DICT gives plain tensors in memory of their own on every
+        rank, or with ``rank0_only`` nothing on others; SHARDED_STATE_DICT gives DTensors, copies too. Persistent
+        buffers and parameters that are not sharded are the model's own, as in FSDP1.
+
+        Raises:
+            TranslationError: LOCAL_STATE_DICT.
+        """
+        return state.state_dict(self, state.arguments(args, destination, prefix, keep_vars))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads full tensors, DTensors or FSDP1's ShardedTensors: all of it, or nothing. Collective.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+
+        Raises:
+            RuntimeError: on every rank: what does not fit, as ``nn.Module.load_state_dict``.
+        """
+        return state_load.load_state_dict(self, state_dict, strict, assign)
+
+    set_state_dict_type = staticmethod(settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(settings.get_state_dict_type)
+    state_dict_type = staticmethod(settings.state_dict_type)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return state.fqn_modifiers(self)
+
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""
@@ -275,6 +350,7 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
     vars(wrapper)[KEY] = record
     wrapper.training = module.training
     wrapper.register_module(WRAPPED, module)
+    state_load.attach(wrapper)
 
 
 def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
