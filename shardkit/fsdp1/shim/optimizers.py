@@ -27,6 +27,7 @@ logger = logging.getLogger("shardkit")
 
 _replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to what took its place, and its FQN
 _settled: WeakSet[Optimizer] = WeakSet()  # those that were looked at since the last wrapping
+_stepping: Any = WeakIdKeyDictionary()  # parameters that are stepped in backward
 _hooked = False
 
 
@@ -95,7 +96,8 @@ def step_in_backward(root: nn.Module) -> None:
     They step when the gradient of their parameter is reduced, and clear it, as under FSDP1; FSDP2 passes them over.
     """
     for param in root.parameters():
-        if optimizers_in_backward(param):
+        if optimizers_in_backward(param) and param not in _stepping:
+            _stepping[param] = True
             param.register_post_accumulate_grad_hook(_step)  # type: ignore[no-untyped-call]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import accumulating_in_param_dtype, initialize, set_cast_forward_inputs
+from shardkit._fsdp import accumulating_in_param_dtype, initialize, own_parameters, set_cast_forward_inputs
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
@@ -65,6 +66,16 @@ def _settle(wrapper: nn.Module) -> None:
     precision = record.mixed_precision
     root_casts = record.root is True and precision.cast_root_forward_inputs
     set_cast_forward_inputs(sharded, precision.cast_forward_inputs or root_casts)
+    if precision.keep_low_precision_grads and precision.param_dtype is not None:
+        for param in own_parameters(sharded):  # type: ignore[arg-type]
+            param.grad_dtype = None  # any
+            lower = partial(_lower, precision.param_dtype)
+            param.register_post_accumulate_grad_hook(lower)  # type: ignore[no-untyped-call]
+
+
+def _lower(dtype: torch.dtype, param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad = param.grad.to(dtype)
 
 
 def _cast_buffers(root: nn.Module) -> None:
