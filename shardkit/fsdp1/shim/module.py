@@ -17,6 +17,7 @@ from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
 from shardkit.fsdp1.shim import (
+    clip,
     copying,
     guards,
     internals,
@@ -132,7 +133,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This and all modules below, by their names in the plain model: a wrapper and its module share one. Local.
+        """Itself and all modules below, by their names in the plain model: a wrapper and its module share one. Local.
 
         So that names of modules and of parameters fit each other, in programs that put them together.
         """
@@ -198,8 +199,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: it is no root.
         """
         _check_root(self, "clip_grad_norm_()")
-        missing.say_without_gradients(self)
-        return grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+        return clip.clip_grad_norm_(self, max_norm, norm_type)
 
     @staticmethod
     @contextmanager
