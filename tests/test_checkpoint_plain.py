@@ -68,7 +68,7 @@ def through_json(value: object) -> object:
     return decode(json.loads(text), tensors)
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(VALUES)
 def test_plain_data_comes_back_with_every_bit_and_type(value):
     assert same(through_json(value), value)
@@ -181,7 +181,7 @@ def words(tensor: torch.Tensor) -> int:
     return sum(int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)) % 2**64
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
 def test_checksums_of_parts_add_up_however_they_are_cut(shape, dtype, cutter):
     torch.manual_seed(0)

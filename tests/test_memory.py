@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ TOKENS = torch.randint(0, 101, (3, 40))
 NEED_VALUES = {"moe", "moe_skipping", "qwen3_moe", "mixtral", "jamba", "wav2vec2"}
 OWN_WORKSPACE = {"lstm_lm"}  # the CPU's LSTM kernel, which fake tensors take apart
 # All others pass; these are one of each habit.
-IN_SUITE = ["branches", "frozen", "llama_tied", "own_checkpointing", "shared_module", "t5"]
+IN_SUITE = ["branches", "frozen", "gemma2", "llama_tied", "lora", "own_checkpointing", "resnet", "shared_module", "t5"]
 
 
 def decoder(tied: bool = False, layers: int = 4) -> Decoder:
@@ -62,7 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "tied"), list(zip(CASES, itertools.cycle([False, True]), strict=False)))
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", CASES)
 def test_predicted_is_counted(case: str, tied: bool) -> None:
     model = decoder(tied)
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))

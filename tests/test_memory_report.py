@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import re
 from typing import Any
 
@@ -54,7 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "tied"), list(zip(CASES, itertools.cycle([False, True]), strict=False)))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tied", [False, True])
 def test_what_is_held_after_a_step_is_what_was_predicted(case: str, tied: bool) -> None:
     model = decoder(tied)
     model.layers[0].up.weight.requires_grad_(False)
