@@ -35,7 +35,12 @@ def mfu(rows: list[Record]) -> Figure | None:
     rows = sorted(rows, key=lambda row: -row["mfu"]["full"])
     bars = {name: [100 * row["mfu"][name] for row in rows] for name in ("full", "causal")}
     names = {"full": "non-causal, as public figures count", "causal": "causal"}
-    return _bars(rows, {names[name]: values for name, values in bars.items()}, "MFU, % of the dense bf16 peak")
+    named = {names[name]: values for name, values in bars.items()}
+    figure = _bars(rows, named, "MFU, % of the dense bf16 peak; pale: a ceiling without communication")
+    for bars_of_kind in figure.axes[0].containers:
+        for bar, row in zip(bars_of_kind, rows, strict=True):
+            bar.set_alpha(0.4 if row["world"]["kind"] == "fake" and row["case"]["side"] != "bare" else 1.0)
+    return figure
 
 
 def memory(rows: list[Record]) -> Figure | None:
@@ -104,7 +109,7 @@ def _bars(rows: list[Record], bars: Mapping[str, Iterable[float]], label: str) -
         color = (BLUE, ORANGE, GREY)[place]
         axes.barh([at + place * height for at in range(len(rows))], list(values), height, color=color, label=name)
     axes.set_yticks([at + 0.4 - height / 2 for at in range(len(rows))], [_label(row) for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows), -0.5)
     axes.set_xlabel(label)
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(bars))
     return figure

@@ -20,9 +20,10 @@ MORE_TITLES = ("MFU", "MFU, causal", "allocated", "reserved")
 LEGEND = """How to read the tables:
 
 - **world**: `1 of N pretended` is torch's `fake` process group. One process takes itself for rank 0 of N, with that
-  rank's shards, kernels and memory, and nothing is communicated. Its tokens/s are a ceiling without communication, not
-  a speed of N GPUs, and values are not those of a training. `1 rank` has nobody to communicate with: FSDP2 then copies
-  where it would gather. `not sharded` is a plain model in one process. Only `N ranks` is a speed of N GPUs.
+  rank's shards, kernels and memory, and nothing is communicated. Its tokens/s and MFU are a ceiling without
+  communication (`<=`), no speed of N GPUs, and values are not those of a training. `1 rank` has nobody to communicate
+  with: FSDP2 then copies where it would gather. `not sharded` is a plain model in one process. Only `N ranks` is a
+  speed of N GPUs.
 - **ms a step**: forward, backward, clipping and AdamW; the median of all timed steps after warm-up, and the medians of
   the fastest and slowest round. CUDA events on a GPU. Every step has new random tokens, the same on all sides.
 - **MFU**: 6 N + 12 L W S operations a token over the GPU's dense bf16 peak, as public figures are counted; **causal**:
@@ -112,7 +113,7 @@ def _values(record: Record) -> str:
         return _missing([record])[0]
     values, world = record["values"], f"World: {record['world']['label']}."
     if isinstance(values, dict):
-        lines = [f"| {name} | {value:.4g} |" for name, value in values.items()]
+        lines = [f"| {name} | {'-' if value is None else f'{value:.4g}'} |" for name, value in values.items()]
         return "\n".join(["| what | value |", "| --- | --- |", *lines]) + f"\n\n{world}"
     ours, theirs = zip(*values, strict=True)
     middle = len(values) // 2
@@ -130,11 +131,12 @@ def rows_table(records: Iterable[Record]) -> str:
 
 def _cells(record: Record) -> list[str]:
     case, step, both = case_of(record), record["step"], record.get("mfu") or {}
+    most = "<= " if record["world"]["kind"] == "fake" and case.side != "bare" else ""
     spread = f"({step['fastest_round'] * 1e3:.1f} to {step['slowest_round'] * 1e3:.1f})"
     return [
         *(case.name, case.side, _world(record), f"{case.micro_batch} x {case.sequence:,}", _settings(record)),
-        *(f"{step['median'] * 1e3:.1f} {spread}", f"{record['tokens_per_second_per_gpu']:,.0f}"),
-        *(f"{both[name]:.1%}" if both.get(name) else "-" for name in ("full", "causal")),
+        *(f"{step['median'] * 1e3:.1f} {spread}", f"{most}{record['tokens_per_second_per_gpu']:,.0f}"),
+        *(f"{most}{both[name]:.1%}" if both.get(name) else "-" for name in ("full", "causal")),
         *(f"{record[name] / GIB:.2f}" if record.get(name) else "-" for name in ("allocated", "reserved")),
     ]
 

@@ -16,7 +16,8 @@ from benchmarks.train.group import Group, Suite
 from benchmarks.train.ranks import ranks
 
 PATIENCE = 0.2  # seconds between two looks at a child
-SLACK = 120.0  # seconds that a group may take beyond three times its estimate
+SLACK = 180.0  # seconds that a group may take beyond twice its estimate, which is one of an H200
+SHORT = 30.0  # the same where time is limited
 
 
 class Runner:
@@ -82,12 +83,12 @@ class Runner:
         suite = {"suite": self.suite.name, "device": self.suite.device, "folder": str(self.folder.resolve())}
         child.send({**suite, "group": asdict(group), "cases": names, "name": f"group/{key}"})
         self._prepare_next(number)
-        limit = time.monotonic() + 3 * estimated(group, names) + SLACK
-        end = min(limit, self.deadline + 2 * PATIENCE) if self.deadline else limit
+        limit = time.monotonic() + 2 * estimated(group, names) + (SHORT if self.deadline else SLACK)
+        end = min(limit, self.deadline) if self.deadline else limit
         outcome = self._wait(child, f"[{number + 1}/{len(self.suite.groups)}] {group.name}", key, end)
         if outcome == {"late": True}:
             cut = end < limit
-            outcome = {"cut": True} if cut else {"case": None, "error": "it took longer than three times the estimate"}
+            outcome = {"cut": True} if cut else {"case": None, "error": "it took longer than twice the estimate"}
         if outcome is not None or self.suite.fresh:
             child.end()
             self.child = None

@@ -130,8 +130,8 @@ def h200() -> Suite:
     """For one H200; on several GPUs the same cases measure scaling."""
     outside = Case("outside", "shardkit", "1B", fake_ranks=8)
     disk = Case("disk", "shardkit", "8B")
-    figures = [Group("outside", (outside,), "outside", rounds=20), Group("disk", (disk,), "disk")]
-    groups = [*engines(), *one_gpu(), *figures, *whole_world(), *axes(), *batches(), *worlds()]
+    step, files = Group("outside", (outside,), "outside", rounds=20), Group("disk", (disk,), "disk")
+    groups = [*engines(), *one_gpu(), step, *whole_world(), *axes(), files, *batches(), *worlds()]
     return Suite("h200", tuple(groups), device="cuda", minutes=9.0)
 
 

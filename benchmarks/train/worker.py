@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ import torch
 import torch._dynamo  # or the first forward imports it, a second or two
 
 from benchmarks.models import SHAPES
-from benchmarks.train import ceilings, machine, measure, outside, records
+from benchmarks.train import ceilings, disk, machine, measure, outside, records
 from benchmarks.train.case import Case
 from benchmarks.train.flops import per_token
 from benchmarks.train.group import Group
@@ -96,10 +97,10 @@ class Job:
         with world(case.fake_ranks, self.device, self.name):
             return outside.measure(case, self.device, self.group.rounds)
 
-    def _disk(self, case: Case, folder: Path) -> dict[str, float]:
-        from benchmarks.train import disk
-
-        return disk.measure(case.model, self.device, folder)
+    def _disk(self, case: Case, folder: Path) -> dict[str, float | None]:
+        with world(case.fake_ranks, self.device, self.name):
+            speeds = disk.measure(case.model, self.device, folder)
+        return {name: speed if math.isfinite(speed) else None for name, speed in speeds.items()}  # JSON has no infinity
 
     def _record(self, case: Case) -> records.Record:
         world = records.world_of(case, self.size)
