@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import TrainingState, is_under_way, own_parameters
 from shardkit.errors import ShardkitError, message
-from shardkit.fsdp1.shim.record import record_of, sharded_of
+from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of
 from shardkit.fsdp1.strategy import HYBRID, parse_strategy
 
 
@@ -52,6 +53,10 @@ ANSWERS: dict[str, Callable[[nn.Module], Any]] = {
     "_is_root": lambda wrapper: record_of(wrapper).root,
     "_has_params": lambda wrapper: bool(own_parameters(sharded_of(wrapper) or nn.Module())),  # type: ignore[arg-type]
     "_use_orig_params": lambda wrapper: bool(record_of(wrapper).given.use_orig_params),
+    "_ignored_modules": lambda wrapper: {
+        inner_of(wrapper).get_submodule(fqn) for fqn in record_of(wrapper).ignored_modules if record_of(wrapper).top
+    },
+    "_ignored_params": lambda wrapper: {param for param in wrapper.parameters() if not isinstance(param, DTensor)},
     "_device_mesh": lambda wrapper: record_of(wrapper).given.device_mesh,
     "_inter_node_pg": _inter_node_pg,
     "_state_dict_type": lambda wrapper: record_of(wrapper).state_dict_settings.state_dict_type,

@@ -117,7 +117,7 @@ class FullyShardedDataParallel(nn.Module):
             if name in internals.ANSWERS:
                 return internals.ANSWERS[name](self)
             missing.refuse(name)
-            return methods.guarded(self, name, getattr(super().__getattr__(WRAPPED), name))
+            return methods.guarded(self, name, missing.attribute(super().__getattr__(WRAPPED), name))
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]
