@@ -49,13 +49,14 @@ def one_counts(
         _backward(entry, compute, sharded, step, counts)
         for param, twin in zip(plain.parameters(), compute.parameters(), strict=True):
             param.grad = None if twin.grad is None else twin.grad.to(param.dtype)
-        _assert_equal("gradient", step, _grads(plain), _grads(sharded))
+        problems = _differences("gradient", _grads(plain), _grads(sharded))
         for each in optimizers:
             each.step()
             each.zero_grad()
         _take_over(compute, plain)
-        _assert_equal("parameter", step, dict(plain.named_parameters()), dict(sharded.named_parameters()))
-        _assert_equal("buffer", step, dict(compute.named_buffers()), dict(sharded.named_buffers()))
+        problems += _differences("parameter", dict(plain.named_parameters()), dict(sharded.named_parameters()))
+        problems += _differences("buffer", dict(compute.named_buffers()), dict(sharded.named_buffers()))
+        _raise_together([f"step {step}: {problem}" for problem in problems])
     moved = [fqn for fqn, param in plain.named_parameters() if not torch.equal(param, start[fqn])]
     assert moved, "nothing was trained"
 
@@ -168,9 +169,10 @@ def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, step: int, cou
     (expected * (counts / dist.get_world_size())).backward()
     loss = entry.loss(sharded, batch)
     (loss * counts).backward()
-    _raise_together([] if expected.isfinite() else [f"the plain loss in step {step} is {expected}"])
-    same = torch.equal(loss, expected)
-    _raise_together([] if same else [f"loss in step {step}: {loss.item()!r} for {expected.item()!r}"])
+    problems = [] if expected.isfinite() else [f"the plain loss in step {step} is {expected}"]
+    if not torch.equal(loss, expected):
+        problems.append(f"loss in step {step}: {loss.item()!r} for {expected.item()!r}")
+    _raise_together(problems)
     for fqn in entry.ignored:  # as the training loop of a user must
         grad = sharded.get_parameter(fqn).grad
         dist.all_reduce(grad)
@@ -211,7 +213,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _assert_equal(what: str, step: int, plain: dict[str, Tensor], sharded: dict[str, Tensor]) -> None:
+def _differences(what: str, plain: dict[str, Tensor], sharded: dict[str, Tensor]) -> list[str]:
     """Each rank compares the part that it holds, so that together they compare all."""
     problems = [f"{what} {fqn} in one copy alone" for fqn in plain.keys() ^ sharded.keys()]
     for fqn in plain.keys() & sharded.keys():
@@ -223,7 +225,7 @@ def _assert_equal(what: str, step: int, plain: dict[str, Tensor], sharded: dict[
             expected, actual = _part_of(expected, actual), actual.to_local()
         if not torch.equal(actual, expected):
             problems.append(f"{what} {fqn} differs by up to {(actual - expected).abs().max().item()}")
-    _raise_together([f"step {step}: {problem}" for problem in problems])
+    return problems
 
 
 def _part_of(full: Tensor, dtensor: DTensor) -> Tensor:

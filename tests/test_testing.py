@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
 from shardkit.plan import Collectives
-from shardkit.testing import RankFailure, assert_same_on_all_ranks, comm_counts, distributed, fake_world
+from shardkit.testing import RankFailure, assert_same_on_all_ranks, comm_counts, distributed, fake_world, ranks
 
 # --- fake_world and comm_counts -------------------------------------------------------------------------------------
 
@@ -224,6 +224,14 @@ def test_a_body_that_skips_on_every_rank_skips_the_test():
 def test_nccl_without_gpus_is_skipped_with_a_reason():
     with pytest.raises(unittest.SkipTest, match="NCCL with 2 ranks needs 2 GPUs, and there are 0"):
         distributed(world_size=2, backend="nccl")(test_a_body_that_skips_on_every_rank_skips_the_test)()
+
+
+def test_ranks_inherit_the_models_that_transformers_has_loaded(monkeypatch):
+    for name in ("transformers", "transformers.models.novel", "transformers_like", "pytest.novel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    inherited = set(ranks._imports_of_tests())
+    assert {"pytest", "transformers", "transformers.models.novel"} <= inherited
+    assert inherited.isdisjoint({"transformers_like", "pytest.novel", "torch"})
 
 
 def test_a_rank_cannot_have_ranks():

@@ -220,6 +220,9 @@ def _context(method: str) -> SpawnContext | ForkServerContext:
     if method == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    tests = [name for name in sys.modules if name in TEST_IMPORTS or name.partition(".")[0] in LAZY_IMPORTS]
-    context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *tests])
+    context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *_imports_of_tests()])
     return context
+
+
+def _imports_of_tests() -> list[str]:
+    return [name for name in sys.modules if name in TEST_IMPORTS or name.partition(".")[0] in LAZY_IMPORTS]
