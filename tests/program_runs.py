@@ -1,4 +1,4 @@
-"""Runs a program of ``tests/programs`` in a rank: as it stands, on torch's FSDP1, or with its imports changed.
+"""Runs a program of ``tests/programs`` in a rank: on torch's FSDP1, with its imports changed, or redirected.
 
 The one-import change is what a user does with ``sed``: the package's name in the program's own import lines.
 """
@@ -6,17 +6,69 @@ The one-import change is what a user does with ``sed``: the package's name in th
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+import torch
 from torch.distributed.fsdp import _init_utils
+
+from shardkit.fsdp1.shim.redirect import redirected
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
+WAYS = ("torch", "changed", "redirected")
+
+
+def losses(name: str, arguments: list[str], way: str) -> list[float]:
+    """What the program's main returns on this rank."""
+    with warnings.catch_warnings(), contextlib.nullcontext() if way != "torch" else fsdp1_on_a_cpu():
+        warnings.simplefilter("ignore")  # torch's FSDP1 says at each call that it is deprecated
+        torch.manual_seed(0)
+        return load(name, way).main(arguments)
+
+
+@functools.cache
+def torchs_losses(name: str, arguments: tuple[str, ...]) -> list[float]:
+    """The same on torch's FSDP1, once a rank."""
+    return losses(name, list(arguments), "torch")
+
+
+def load(name: str, way: str) -> types.ModuleType:
+    """The program as a fresh module; modules beside it that it imports are its own files, and fresh too."""
+    with redirected() if way == "redirected" else sources(with_changed_imports if way == "changed" else for_a_cpu):
+        sys.path.insert(0, str(PROGRAMS))
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.path.remove(str(PROGRAMS))
+
+
+@contextlib.contextmanager
+def sources(change: Callable[[str], str]) -> Iterator[None]:
+    """Imports of programs, and of files beside them, see what ``change`` makes of their text, and are forgotten."""
+    original, loaded = SourceFileLoader.get_code, []
+
+    def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
+        path = Path(self.get_filename(fullname))
+        if path.parent != PROGRAMS:
+            return original(self, fullname)
+        loaded.append(fullname)
+        return compile(change(path.read_text()), str(path), "exec")
+
+    SourceFileLoader.get_code = get_code
+    try:
+        yield
+    finally:
+        SourceFileLoader.get_code = original
+        for module in loaded:
+            sys.modules.pop(module, None)
 
 
 def with_changed_imports(source: str) -> str:
@@ -40,63 +92,3 @@ def fsdp1_on_a_cpu() -> Iterator[None]:
         yield
     finally:
         _init_utils._check_module_states_for_sync_module_states = check
-
-
-def load(name: str, *, changed: bool) -> types.ModuleType:
-    """The program as a fresh module; modules beside it that it imports are its own files, and fresh too."""
-    module = types.ModuleType(f"{name}_{'shim' if changed else 'torch'}")
-    sys.modules[module.__name__] = module  # dataclasses and pickle look there
-    path = PROGRAMS / f"{name}.py"
-    source = path.read_text()
-    module.__file__ = str(path)
-    with own_files(changed):
-        exec(
-            compile(with_changed_imports(source) if changed else for_a_cpu(source), str(path), "exec"), module.__dict__
-        )
-    return module
-
-
-@contextlib.contextmanager
-def own_files(changed: bool) -> Iterator[None]:
-    """Imports find the files beside the program, each loaded like the program itself, and are then forgotten."""
-    finder = OwnFiles(changed)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in finder.loaded:
-            sys.modules.pop(name, None)
-
-
-class OwnFiles:
-    """Finds top-level modules in ``tests/programs`` and loads them with or without changed imports."""
-
-    def __init__(self, changed: bool) -> None:
-        self.changed = changed
-        self.loaded: list[str] = []
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """A spec for a file beside the program."""
-        from importlib.machinery import ModuleSpec
-
-        file = PROGRAMS / f"{name}.py"
-        return ModuleSpec(name, self, origin=str(file)) if path is None and file.exists() else None
-
-    def create_module(self, spec: object) -> None:
-        """An ordinary module."""
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Run the file."""
-        self.loaded.append(module.__name__)
-        source = (PROGRAMS / f"{module.__name__}.py").read_text()
-        if IMPORT.search(source):
-            source = with_changed_imports(source) if self.changed else for_a_cpu(source)
-        exec(compile(source, module.__spec__.origin, "exec"), module.__dict__)
-
-
-def losses(name: str, arguments: list[str], *, changed: bool) -> list[float]:
-    """What the program's main returns on this rank."""
-    with warnings.catch_warnings(), contextlib.nullcontext() if changed else fsdp1_on_a_cpu():
-        warnings.simplefilter("ignore")  # torch's FSDP1 says at each call that it is deprecated
-        return load(name, changed=changed).main([str(argument) for argument in arguments])

@@ -157,7 +157,7 @@ def load_everything(model, optimizer, path):
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         message = model.load_state_dict(checkpoint["state_dict"])
-        assert not message.missing_keys and not message.unexpected_keys
+        assert message.missing_keys == message.unexpected_keys == []
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))
     return checkpoint["epoch"]
 
@@ -172,7 +172,8 @@ def main(argv=None):
     if args.lock_image:
         lock_image_tower(model)
     model = wrap(model, args)
-    assert isinstance(model, FSDP) and unwrap_model(model).token_embedding.num_embeddings == 30
+    assert isinstance(model, FSDP)
+    assert unwrap_model(model).token_embedding.num_embeddings == 30
     groups, decayed = param_groups(model, args.lr, 0.2)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
     first = load_everything(model, optimizer, args.resume) if args.resume else 0

@@ -73,7 +73,7 @@ class Distiller(nn.Module):
     @torch.no_grad()
     def update_teacher(self, momentum):
         with FullyShardedDataParallel.summon_full_params(self):
-            for mine, theirs in zip(self.student.parameters(), self.teacher.parameters()):
+            for mine, theirs in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
                 theirs.mul_(momentum).add_(mine, alpha=1 - momentum)
 
 

@@ -134,7 +134,7 @@ def setup_fsdp_sync(model, args, precision=None):
     else:
         modules = model.get_fsdp_wrap_module_list()
         policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in modules)
-    model = FSDP(
+    return FSDP(
         model,
         auto_wrap_policy=policy,
         process_group=None,
@@ -149,7 +149,6 @@ def setup_fsdp_sync(model, args, precision=None):
         limit_all_gathers=True,
         use_orig_params=True,
     )
-    return model
 
 
 def training_losses(model, x, t, y, noise):

@@ -84,7 +84,7 @@ def load_optimizer_sharded(model, optimizer, directory):
             group["lr"] = 0.0
         optimizer.step()  # makes the state that is then overwritten
         optimizer.zero_grad()
-        for group, rate in zip(optimizer.param_groups, rates):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         state = {"optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state_dict=state, storage_reader=dcp.FileSystemReader(directory))

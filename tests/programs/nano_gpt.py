@@ -228,11 +228,11 @@ def main(argv=None):
     if args.compile:
         model = torch.compile(model, backend=args.compile)
     raw_model = fsdp_model.module
-    generator = torch.Generator().manual_seed(1000 * first + dist.get_rank())
     losses = estimate_loss(model, data, args, config)
     for it in range(first, args.max_iters):
         for group in optimizer.param_groups:
             group["lr"] = get_lr(it, args)
+        generator = torch.Generator().manual_seed(1000 * it + dist.get_rank())
         losses.append(train_step(model, optimizer, data, args, config, generator))
         if it + 1 == args.save_at and args.out:
             save(fsdp_model, optimizer, config, it + 1, args.out)

@@ -168,7 +168,8 @@ def main(argv=None):
         dist.init_process_group("gloo")
     model = build(args)
     assert model.unwrapped_module.max_positions() == model.max_positions() == 128
-    assert model.use_sharded_state and model.check_is_root()
+    assert model.use_sharded_state
+    assert model.check_is_root()
     units = FSDP.fsdp_modules(model)
     print(f"{len(units)} units, types {sorted({type(unit).__name__ for unit in units})}")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98))

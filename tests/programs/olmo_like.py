@@ -75,7 +75,7 @@ class OLMo(nn.Module):
             if recurse:
                 return True  # always recurse
             if strategy == "by_block_and_size":
-                return isinstance(module, (OLMoBlock, nn.Embedding))
+                return isinstance(module, (OLMoBlock, nn.Linear))
             return module in blocks
 
         return fsdp_wrap_fn
@@ -231,7 +231,8 @@ def main(argv=None):
     )
     with FSDP.summon_full_params(fsdp_model):
         olmo_model.reset_parameters()
-    assert isinstance(olmo_model.transformer.blocks[0], FSDP) and olmo_model.transformer.blocks[2].layer_id == 2
+    assert isinstance(olmo_model.transformer.blocks[0], FSDP)
+    assert olmo_model.transformer.blocks[2].layer_id == 2
     optim = torch.optim.AdamW(get_param_groups(fsdp_model), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.1)
     trainer = Trainer(cfg, olmo_model, fsdp_model, optim)
     if cfg.load_path:

@@ -1,7 +1,7 @@
 """Summaries with a T5: FSDP over T5 blocks, an epoch loop with validation, the best model saved by rank 0.
 
-As tutorials do it: everything by keyword, one FullStateDictConfig made once and passed around, activation
-checkpointing applied to the wrapped model, the pair full_optim_state_dict / scatter_full_optim_state_dict.
+As tutorials do it: everything by keyword, one FullStateDictConfig made once and passed around, the pair
+full_optim_state_dict / scatter_full_optim_state_dict.
 """
 
 import argparse
@@ -11,11 +11,6 @@ import os
 import torch
 import torch.distributed as dist
 from torch import optim
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -123,7 +118,7 @@ def setup_model(args, rank):
         model.load_state_dict(torch.load(os.path.join(args.resume, "t5.pt"), weights_only=True))
         print("model checkpoint loaded to rank0 cpu")
     wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
-    model = FSDP(
+    return FSDP(
         model,
         auto_wrap_policy=wrap_policy,
         mixed_precision=POLICIES[args.precision],
@@ -135,12 +130,6 @@ def setup_model(args, rank):
         sync_module_states=bool(args.resume),
         forward_prefetch=args.strategy == "FULL_SHARD",
     )
-    if args.checkpointing:
-        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, T5Block)
-        )
-    return model
 
 
 def save(model, optimizer, rank, out):
@@ -206,7 +195,6 @@ def parse(argv):
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--out", default="")
     parser.add_argument("--resume", default="")
     return parser.parse_args(argv)

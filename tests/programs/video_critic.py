@@ -89,7 +89,6 @@ class Distillation(nn.Module):
         super().__init__()
         self.generator, self.critic = DiffusionWrapper(), DiffusionWrapper()
         self.real_score = DiffusionWrapper()
-        self.real_score.load_state_dict(self.critic.state_dict())
         self.real_score.requires_grad_(False)
 
     def generator_loss(self, noise):
