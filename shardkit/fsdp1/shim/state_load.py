@@ -117,10 +117,11 @@ def _fit(
     moves = None if assigns else _KEPT_BACK.get()
     for name, live in (*module._parameters.items(), *module._buffers.items()):
         value: Any = state_dict.get(prefix + name)
-        if live is None or not _is_tensor(value) or (not live.ndim and value.numel() == 1):  # torch takes (1,) for ()
+        shape = _shape(value)
+        if live is None or shape is None or (not live.ndim and shape == (1,)):  # torch takes (1,) for ()
             continue
-        if value.shape != live.shape:
-            errors.append(_size_mismatch(state.state_name(prefix + name), value, live))
+        if shape != live.shape:
+            errors.append(_size_mismatch(state.state_name(prefix + name), shape, live.shape))
             here = live
         elif moves is not None and not live.is_meta:
             moves.append((live, _cut(value, live, assigns)))
@@ -130,15 +131,17 @@ def _fit(
         state_dict[prefix + name] = here
 
 
-def _size_mismatch(name: str, value: Tensor, live: Tensor) -> str:
+def _size_mismatch(name: str, there: torch.Size, here: torch.Size) -> str:
     """In torch's words, but for the name."""
-    there, here = torch.Size(value.shape), torch.Size(live.shape)
     copying = f"copying a param with shape {there} from checkpoint, the shape in current model is {here}"
     return f"size mismatch for {name}: {copying}."
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor) or _fsdp.is_sharded_tensor(value)
+def _shape(value: Any) -> torch.Size | None:
+    """None of what is no tensor. A ShardedTensor warns when its ``shape`` is read."""
+    if _fsdp.is_sharded_tensor(value):
+        return torch.Size(value.metadata().size)
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _cut(value: Any, live: Tensor, assigns: bool) -> Tensor:

@@ -1,0 +1,425 @@
+"""The drop-in's model state beside torch's FSDP1 and the plain model: saved, loaded, exchanged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dsd
+from fsdp1_models import fsdp1, hybrid_mesh, quiet
+from state_models import VOCAB, Block, Net
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit import ShardkitError
+from shardkit.errors import TranslationError
+from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FSDP
+from shardkit.testing import distributed
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+BLOCKS = ModuleWrapPolicy({Block})
+BF16 = torch.bfloat16
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    model = Net()
+    model.version = f"of seed {seed}"
+    model.batch_norm.running_mean.uniform_()
+    return model
+
+
+def ours(seed=0, **arguments):
+    return FSDP(net(seed), auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments)
+
+
+def theirs(seed=0, **arguments):
+    return fsdp1(net(seed), auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments)
+
+
+def is_same(found, wanted):
+    """Names, order and values; DTensors count as what they are of."""
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        full = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        assert (torch.equal(full, value) and full.dtype == value.dtype) if torch.is_tensor(value) else full == value
+    return True
+
+
+def wiped(model):
+    """The model with zeros everywhere, so that a load that does nothing shows."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    return model
+
+
+def batch():
+    return torch.arange(6).view(2, 3) % VOCAB
+
+
+class Around(nn.Module):
+    """A module that is not wrapped, with state of its own, around one that is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.own = nn.Linear(3, 3)
+        self.inner = inner
+        self.register_buffer("count", torch.ones(2))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_state_is_full_from_the_start_and_equal_to_fsdp1s():
+    plain, model = net().state_dict(), ours()
+    with quiet():
+        assert is_same(model.state_dict(), theirs().state_dict())
+    state = model.state_dict()
+    assert is_same(state, plain)
+    assert all(type(value) in (torch.Tensor, str) for value in state.values())
+    assert state._metadata == plain._metadata
+    assert state["embed.weight"].data_ptr() != state["head.weight"].data_ptr()  # as in FSDP1; safetensors refuses ties
+    assert state["counts"].data_ptr() == model.counts.data_ptr()  # the model's own, as in FSDP1
+    state["embed.weight"].zero_()
+    assert is_same(model.state_dict(), plain)
+    assert all(not value.requires_grad for value in model.state_dict(keep_vars=True).values() if torch.is_tensor(value))
+
+    assert is_same(model.blocks[1].state_dict(), net().blocks[1].state_dict())
+    into = OrderedDict(before=1)
+    assert model.blocks[1].state_dict(destination=into, prefix="x.") is into
+    assert list(into)[:2] == ["before", "x.norm.weight"]
+    assert "y.norm.bias" in model.blocks[0].state_dict(OrderedDict(), "y.")
+    parent, plain_parent = Around(model), Around(net())
+    plain_parent.own = parent.own
+    assert is_same(parent.state_dict(), plain_parent.state_dict())
+    assert parent.state_dict()._metadata == plain_parent.state_dict()._metadata
+    assert parent.state_dict(prefix="p.", keep_vars=True)["p.own.weight"] is parent.own.weight
+
+    seen = []
+    model.module.register_state_dict_post_hook(lambda _, state, prefix, __: seen.append(state[prefix + "embed.weight"]))
+    model.state_dict()
+    assert isinstance(seen[0], torch.Tensor)
+    assert not isinstance(seen[0], DTensor)
+    with FSDP.summon_full_params(model):
+        assert is_same(model.state_dict(), plain)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_every_type_and_config():
+    plain, model, rank = net().state_dict(), ours(), dist.get_rank()
+    parent = Around(model)
+    with FSDP.state_dict_type(parent, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        assert is_same(model.state_dict(), plain if rank == 0 else {})
+        assert ("inner.counts" in parent.state_dict()) is (rank == 0)
+        assert "own.weight" in parent.state_dict()
+    with FSDP.state_dict_type(model, SHARDED):
+        first = model.state_dict()
+        assert isinstance(first["embed.weight"], DTensor)
+        assert first._metadata == plain._metadata
+        assert is_same(first, plain)
+        with torch.no_grad():
+            model.embed.weight.mul_(2)
+        assert is_same(first, plain)  # a copy, as in FSDP1
+        model.load_state_dict(first)
+    assert is_same(model.state_dict(), plain)
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+        assert model.state_dict()["embed.weight"].to_local().device.type == "cpu"
+    for call in (model.state_dict, lambda: model.load_state_dict(plain)):
+        with FSDP.state_dict_type(model, LOCAL), pytest.raises(TranslationError, match="SHARDED_STATE_DICT") as caught:
+            call()
+        assert isinstance(caught.value, RuntimeError)
+
+    alone = ours(sharding_strategy=ShardingStrategy.NO_SHARD)
+    with FSDP.state_dict_type(alone, SHARDED), pytest.warns(UserWarning, match="full_state_dict will be returned"):
+        state = alone.state_dict()
+    assert type(state["embed.weight"]) is torch.Tensor
+    assert is_same(state, plain)
+
+    half = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    both = ours(mixed_precision=half), theirs(mixed_precision=half)
+    for model in both:
+        with quiet(), torch.no_grad():
+            model.eval()(batch())
+    assert both[0].scale.dtype == BF16
+    with quiet():
+        assert is_same(both[0].state_dict(), both[1].state_dict())
+    with FSDP.state_dict_type(both[0], SHARDED):
+        assert both[0].state_dict()["scale"].dtype == torch.float64
+    both[0].load_state_dict(plain)
+    assert both[0].scale.dtype == BF16
+
+
+@distributed(world_size=2, backend="gloo")
+def test_settings():
+    model = ours()
+    parent = Around(model)
+    start = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    wanted = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig(False))
+    assert FSDP.get_state_dict_type(parent) == start
+    assert FSDP.set_state_dict_type(parent, SHARDED, wanted.state_dict_config, wanted.optim_state_dict_config) == start
+    assert FSDP.get_state_dict_type(model) == FSDP.get_state_dict_type(model.blocks[0]) == wanted
+    assert model._state_dict_type is SHARDED
+    with pytest.raises(KeyError, match="mine"), model.state_dict_type(model, FULL):
+        _compare_and_raise(FSDP.get_state_dict_type(model), start)
+    assert FSDP.get_state_dict_type(model) == wanted
+    for arguments in ((FULL, LocalStateDictConfig()), (FULL, None, ShardedOptimStateDictConfig()), ("full",)):
+        with pytest.raises(RuntimeError, match=r"Expected .*state_dict_config of type|is 'full'"):
+            FSDP.set_state_dict_type(model, *arguments)
+        assert FSDP.get_state_dict_type(model) == wanted
+    FSDP.set_state_dict_type(model.blocks[0], FULL)
+    for call in (FSDP.get_state_dict_type, lambda model: FSDP.set_state_dict_type(model, FULL)):
+        with pytest.raises(AssertionError, match="same state"):
+            call(model)
+    with pytest.raises(AssertionError, match="same state dict settings"):
+        model.state_dict()
+    plain = nn.Linear(2, 2)
+    with FSDP.state_dict_type(plain, SHARDED):
+        assert FSDP.get_state_dict_type(plain) is None
+    on_mesh = FSDP(nn.Linear(4, 4), device_mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    with FSDP.state_dict_type(on_mesh, SHARDED):
+        on_mesh.state_dict()
+        assert FSDP.get_state_dict_type(on_mesh).state_dict_config._use_dtensor
+        assert FSDP.get_state_dict_type(on_mesh).optim_state_dict_config._use_dtensor
+
+
+def _compare_and_raise(found, wanted):
+    assert found == wanted
+    raise KeyError("mine")
+
+
+@distributed(world_size=2, backend="gloo")
+def test_loading():
+    wanted, rank = net(1).state_dict(), dist.get_rank()
+    model = ours()
+    parameters = list(model.parameters())
+    assert not any(model.load_state_dict(state_dict=wanted, strict=True))
+    assert is_same(model.state_dict(), wanted)
+    assert all(before is now for before, now in zip(parameters, model.parameters(), strict=True))
+    parent, plain_parent = Around(wiped(model)), Around(net(1))
+    assert not any(parent.load_state_dict(plain_parent.state_dict()))
+    assert is_same(parent.state_dict(), plain_parent.state_dict())
+
+    with quiet(), TorchFSDP.state_dict_type(source := theirs(1), SHARDED):
+        sharded = source.state_dict()
+    assert type(sharded["embed.weight"]).__name__ == "ShardedTensor"
+    for inner in (model, parent):
+        wiped(model)
+        given = sharded if inner is model else {f"inner.{name}": value for name, value in sharded.items()}
+        inner.load_state_dict(given, strict=inner is model)
+        assert is_same(model.state_dict(), wanted)
+
+    other = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+    placed = [dist.tensor.Replicate(), dist.tensor.Shard(0)]
+    odd = {
+        name: dist.tensor.distribute_tensor(v, other, placed) if getattr(v, "ndim", 0) and name != "counts" else v
+        for name, v in wanted.items()
+    }
+    wiped(model).load_state_dict(odd)
+    assert is_same(model.state_dict(), wanted)
+
+    with FSDP.state_dict_type(wiped(model), FULL, FullStateDictConfig(rank0_only=True)):
+        model.load_state_dict(wanted if rank == 0 else {})
+    assert is_same(model.state_dict(), wanted)
+    with quiet():
+        wiped(model)(batch()).sum()  # leaves the root gathered
+    model.load_state_dict(wanted)
+    assert is_same(model.state_dict(), wanted)
+    wiped(model).load_state_dict(
+        {name: v.double() if name == "head.weight" else v for name, v in wanted.items()}, assign=True
+    )
+    assert is_same(
+        model.state_dict(),
+        {**wanted, **{n: wanted[n].double() for n in ("embed.weight", "head.weight") if n == "head.weight"}},
+    )
+
+    model = ours()
+    model.module.register_load_state_dict_pre_hook(_rename)
+    model.load_state_dict({name.replace("frozen", "ancient"): value for name, value in wanted.items()})
+    assert is_same(model.state_dict(), wanted)
+    copy = deepcopy(model)
+    wiped(copy).load_state_dict(wanted)
+    assert is_same(copy.state_dict(), wanted)
+
+
+def _rename(module, state, prefix, *others):
+    for name in [name for name in state if name.startswith(f"{prefix}ancient")]:
+        assert not isinstance(state[name], DTensor)
+        state[name.replace("ancient", "frozen")] = state.pop(name)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_cannot_be_loaded_changes_nothing_and_is_said_on_every_rank():
+    model, other, rank = ours(), net(1).state_dict(), dist.get_rank()
+    before = deepcopy(model.state_dict())
+    del other["_extra_state"]  # which torch hands to the module at once
+    bad = {name: value for name, value in other.items() if name != "blocks.0.up.weight"}
+    bad |= {"blocks.1.odd": torch.ones(2), "narrow.weight": torch.ones(VOCAB, 2)}
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(bad)
+    assert "_fsdp_wrapped_module" not in str(caught.value)
+    with quiet(), pytest.raises(RuntimeError) as wanted:
+        theirs().load_state_dict(bad)
+    assert str(caught.value) == str(wanted.value).replace("_fsdp_wrapped_module.", "")
+    assert '"blocks.0.up.weight"' in str(caught.value)
+    assert is_same(model.state_dict(), before)
+    with pytest.raises(RuntimeError, match=r"size mismatch for inner\.narrow\.weight"):
+        Around(model).load_state_dict({f"inner.{name}": value for name, value in bad.items()}, strict=False)
+    model = ours()
+    keys = model.load_state_dict({name: value for name, value in bad.items() if name != "narrow.weight"}, strict=False)
+    assert keys.missing_keys == ["_extra_state", "blocks.0.up.weight", "narrow.weight"]
+    assert keys.unexpected_keys == ["blocks.1.odd"]
+    for given, error in ((other if rank == 0 else {}, RuntimeError), (other if rank else None, ShardkitError)):
+        model = ours()
+        with pytest.raises(error, match=r"issing key|dict-like"):
+            model.load_state_dict(given)
+        assert is_same(model.state_dict(), before)
+    only_first = FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
+    with only_first, pytest.raises(RuntimeError, match=r"missing: embed\.weight"):
+        model.load_state_dict({"counts": other["counts"]} if rank == 0 else {})
+
+
+@distributed(world_size=2, backend="gloo")
+def test_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path):
+    wanted = net(1).state_dict()
+    with quiet():
+        torch.save(theirs(1).state_dict(), tmp_path / f"theirs{dist.get_rank()}.pt")
+        model = ours()
+        model.load_state_dict(torch.load(tmp_path / f"theirs{dist.get_rank()}.pt"))
+        assert is_same(model.state_dict(), wanted)
+        torch.save(model.state_dict(), tmp_path / f"ours{dist.get_rank()}.pt")
+        back = theirs()
+        back.load_state_dict(torch.load(tmp_path / f"ours{dist.get_rank()}.pt"))
+        assert is_same(back.state_dict(), wanted)
+
+        for writes, reads, name in ((theirs, ours, "theirs"), (ours, theirs, "ours"), (ours, ours, "both")):
+            source, target = writes(1), reads(2)
+            for model, kind in (
+                (source, TorchFSDP if writes is theirs else FSDP),
+                (target, TorchFSDP if reads is theirs else FSDP),
+            ):
+                kind.set_state_dict_type(model, SHARDED)
+            dcp.save({"model": _tensors(source)}, checkpoint_id=tmp_path / name)
+            state = {"model": _tensors(target)}
+            dcp.load(state, checkpoint_id=tmp_path / name)
+            target.load_state_dict(state["model"], strict=False)
+            kind.set_state_dict_type(target, FULL)
+            found = target.state_dict()
+            assert is_same({name: found[name] for name in _tensors(source)}, {n: wanted[n] for n in _tensors(source)})
+
+
+def _tensors(model):
+    return {name: value for name, value in model.state_dict().items() if "_extra_state" not in name}
+
+
+@distributed(world_size=2, backend="gloo")
+def test_get_and_set_state_dict_of_torch_checkpoint():
+    rank, options = dist.get_rank(), dsd.StateDictOptions
+
+    def broadcastable(seed):  # gloo has no broadcast of int16
+        model = net(seed)
+        model.counts = model.counts.long()
+        return model
+
+    wanted = broadcastable(1).state_dict()
+    source = FSDP(broadcastable(1), auto_wrap_policy=BLOCKS)
+    for model in (source, Around(source)):
+        prefix = "" if model is source else "inner."
+        found = dsd.get_model_state_dict(model)
+        assert isinstance(found[f"{prefix}embed.weight"], DTensor)
+        assert is_same({name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)}, wanted)
+    assert is_same(dsd.get_model_state_dict(source, options=options(full_state_dict=True)), wanted)
+    on_first = dsd.get_model_state_dict(source, options=options(full_state_dict=True, cpu_offload=True))
+    assert is_same(on_first, wanted if rank == 0 else {})
+    assert "frozen.weight" not in dsd.get_model_state_dict(source, options=options(ignore_frozen_params=True))
+    model = FSDP(broadcastable(0), auto_wrap_policy=BLOCKS)
+    given = [
+        (dsd.get_model_state_dict(source), {}),
+        (dict(wanted), {"full_state_dict": True}),
+        (dict(wanted) if rank == 0 else {}, {"full_state_dict": True, "broadcast_from_rank0": True}),
+    ]
+    for state, asked in given:
+        keys = dsd.set_model_state_dict(wiped(model), state, options=options(**asked))
+        assert not any(keys)
+        assert is_same(model.state_dict(), wanted)
+        model.module.version = "another"
+    checkpointed = FSDP(checkpoint_wrapper(net(1)))
+    assert list(dsd.get_model_state_dict(checkpointed)) == list(wanted)
+    odd = nn.Linear(2, 2)
+    odd.module = FSDP(nn.Linear(2, 2))  # a name that FSDP1's wrapper has too
+    assert list(dsd.get_model_state_dict(FSDP(odd))) == ["weight", "bias", "module.weight", "module.bias"]
+
+
+@distributed(world_size=2, backend="gloo")
+def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
+    def around_inner(kind):
+        model = net()
+        model.blocks[0] = kind(checkpoint_wrapper(model.blocks[0]))
+        model.blocks[1] = kind(torch.compile(model.blocks[1], backend="eager"))
+        return kind(model)
+
+    with quiet():
+        model, expected = around_inner(FSDP), around_inner(lambda module: fsdp1(module, use_orig_params=True))
+        assert is_same(model.state_dict(), expected.state_dict())
+        assert "blocks.1._orig_mod.up.weight" in model.state_dict()
+        apply_activation_checkpointing(expected, check_fn=lambda module: isinstance(module, nn.Linear))
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        assert is_same(model.state_dict(), expected.state_dict())
+        state = expected.state_dict()
+        wiped(model).load_state_dict(state)
+        assert is_same(model.state_dict(), state)
+        with FSDP.state_dict_type(model, SHARDED):
+            assert is_same(model.state_dict(), state)
+        outer = torch.compile(ours(), backend="eager")
+        assert list(outer.state_dict()) == [f"_orig_mod.{name}" for name in net().state_dict()]
+        assert not any(outer.load_state_dict(outer.state_dict()))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
+    wanted, model = net(1).state_dict(), ours(1)
+    for each, prefix in ((model, ""), (Around(model), "inner.")):
+        full = shardkit.full_state_dict(each, rank0_only=False)
+        assert is_same({name.removeprefix(prefix): v for name, v in full.items() if name.startswith(prefix)}, wanted)
+    live = shardkit.sharded_state_dict(model)
+    assert live["embed.weight"].to_local().data_ptr() == model.embed.weight.to_local().data_ptr()
+    assert dict(shardkit.named_full_tensors(model)).keys() == {n for n, v in wanted.items() if torch.is_tensor(v)}
+    assert not any(shardkit.load_full_state_dict(wiped(model), wanted if dist.get_rank() == 0 else {}))
+    assert is_same(model.state_dict(), wanted)
+    shardkit.save_checkpoint(tmp_path / "saved", model)
+    shardkit.load_checkpoint(tmp_path / "saved", wiped(model))
+    assert is_same(model.state_dict(), wanted)
+
+
+@distributed(world_size=4, backend="gloo")
+def test_rank0_only_is_of_each_group_that_shards():
+    wanted = net().state_dict()
+    model = ours(device_mesh=hybrid_mesh(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)):
+        assert is_same(model.state_dict(), wanted if model.rank == 0 else {})
+    assert is_same(model.state_dict(), wanted)
+    with FSDP.state_dict_type(model, SHARDED):
+        assert len(model.state_dict()["embed.weight"].placements) == 2
+    wiped(model).load_state_dict(wanted)
+    assert is_same(model.state_dict(), wanted)
