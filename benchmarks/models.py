@@ -117,12 +117,12 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output layer and the loss: one module, so that whoever gathers its weight for its forward gathers it once.
+    """The output layer, and the loss in chunks: whoever gathers the weight for its forward gathers it once.
 
     Attributes:
-        chunk: tokens whose logits exist at a time; None is all of them. 16,384 tokens of 128,256 words are 7.8 GiB in
-            float32, and their gradient as many.
-        chunk_loss: :func:`chunk_loss`, or what ``torch.compile`` made of it.
+        chunk: tokens whose logits exist at a time; None leaves the loss to the model, of all logits at once. 16,384
+            tokens of 128,256 words are 7.8 GiB in float32, and their gradient as many.
+        chunk_loss: :func:`chunk_loss`, or what ``torch.compile`` made of :func:`fusible_chunk_loss`.
     """
 
     def __init__(self, shape: Shape, chunk: int | None) -> None:
@@ -130,28 +130,47 @@ class Head(nn.Linear):
         self.chunk = chunk
         self.chunk_loss = chunk_loss
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        """The mean loss in float32 of ``(batch, positions, width)`` and targets of ``(batch, positions)``."""
-        if self.chunk is None:
-            logits = super().forward(x).float()
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
-        flat = x.flatten(0, 1)
-        return ChunkedLoss.apply(flat, self.weight, targets.flatten(), self.chunk, self.chunk_loss)  # type: ignore[no-any-return, no-untyped-call]
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The logits of ``(batch, positions, width)``, or with targets, in chunks, the mean loss in float32."""
+        if targets is None:
+            return super().forward(x)
+        chunk = self.chunk or targets.numel()
+        loss = ChunkedLoss.apply(x.flatten(0, 1), self.weight, targets.flatten(), chunk, self.chunk_loss)  # type: ignore[no-untyped-call]
+        return loss  # type: ignore[no-any-return]  # noqa: RET504
 
 
 def chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a chunk's tokens times ``scale``, and its gradient by the logits in their dtype."""
+    """The sum of the losses of a chunk's tokens times ``scale``, and its gradient by the logits in their dtype.
+
+    In place: one copy of the logits in float32 is all that exists.
+    """
+    weights, picked = _weights_and_picked(targets, scale)
     logits = (x @ weight.T).float()
-    known = targets != NO_TARGET
-    picked = targets.clamp(min=0)[:, None]
+    of_target = logits.gather(1, picked)
+    largest = logits.amax(dim=1, keepdim=True)
+    powers = logits.sub_(largest).exp_()
+    total = powers.sum(dim=1, keepdim=True)
+    losses = total.log() + largest - of_target
+    powers.mul_(weights / total).scatter_add_(1, picked, -weights)
+    return (losses * weights).sum(), powers.to(x.dtype)
+
+
+def fusible_chunk_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a compiler, which fuses it to passes over the logits as the product left them."""
+    weights, picked = _weights_and_picked(targets, scale)
+    logits = (x @ weight.T).float()
     largest = logits.amax(dim=1, keepdim=True)
     powers = (logits - largest).exp()
     total = powers.sum(dim=1, keepdim=True)
-    losses = (total.log() + largest - logits.gather(1, picked)).squeeze(1)
-    weights = known * scale
+    losses = total.log() + largest - logits.gather(1, picked)
     words = torch.arange(logits.shape[1], device=logits.device)
-    gradient = (powers / total - (words == picked).float()) * weights[:, None]
+    gradient = (powers / total - (words == picked).float()) * weights
     return (losses * weights).sum(), gradient.to(x.dtype)
+
+
+def _weights_and_picked(targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token counts, and the word that it is about, ``(tokens, 1)`` each."""
+    return ((targets != NO_TARGET) * scale)[:, None], targets.clamp(min=0)[:, None]
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -220,7 +239,11 @@ class Llama(nn.Module):
         cos, sin = rope_table(ids.shape[1], self.width_of_heads, like=x)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.head(self.norm(x), F.pad(ids[:, 1:], (0, 1), value=NO_TARGET))  # type: ignore[no-any-return]
+        x = self.norm(x)
+        if self.head.chunk is not None:
+            return self.head(x, F.pad(ids[:, 1:], (0, 1), value=NO_TARGET))  # type: ignore[no-any-return]
+        logits = self.head(x).float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding, as transformers' models name it for tools that look."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import SHAPES, Llama, chunk_loss, llama, rope_table
+from benchmarks.models import SHAPES, Llama, chunk_loss, fusible_chunk_loss, llama, rope_table
 from benchmarks.train import disk, outside
 from benchmarks.train.case import Case
 from benchmarks.train.sides import SIDES
@@ -66,12 +66,14 @@ def test_blocks_and_loss_compile_without_graph_breaks():
     targets, scale = torch.randint(1000, (8,)), torch.tensor(0.1)
     for function, args in (
         (model.layers[0].forward, (x, *rope_table(8, 16, x))),
-        (chunk_loss, (x[0], model.head.weight.detach(), targets, scale)),
+        (fusible_chunk_loss, (x[0], model.head.weight.detach(), targets, scale)),
     ):
         compiled = torch.compile(function, fullgraph=True, backend="eager")
         for mine, other in zip(compiled(*args), function(*args), strict=True):
             assert torch.equal(mine, other)
     torch.compiler.reset()
+    for mine, other in zip(fusible_chunk_loss(*args), chunk_loss(*args), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)  # float32: divided before or after
 
 
 # --- The same training on every side ---------------------------------------------------------------------------------
