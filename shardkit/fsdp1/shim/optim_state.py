@@ -17,9 +17,9 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import with_local
+from shardkit._torch import named_sharded_parameters, with_local
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.shim import optim_load, optimizers
+from shardkit.fsdp1.shim import optim_load, optimizers, settings
 from shardkit.fsdp1.shim.optim_keys import (
     MissingState,
     OptimInput,
@@ -29,7 +29,7 @@ from shardkit.fsdp1.shim.optim_keys import (
     keys_of,
     labels_of,
 )
-from shardkit.fsdp1.shim.record import record_of, wrappers_of
+from shardkit.fsdp1.shim.state import state_name
 from shardkit.ranks import Groups, all_gather_bytes, groups_of, together
 from shardkit.state_dict.gather import Want, gathered
 from shardkit.state_dict.names import parameter_names
@@ -128,9 +128,8 @@ def optim_state_dict_to_load(
         ValueError: no state of an optimizer, or one that does not fit.
         KeyError: parameters that the optimizer does not have. All on every rank, with all names.
     """
-    settings = _settings(model)
-    with_rank0 = settings.full and settings.rank0_only
-    result = optim_load.load(model, optim, None, optim_state_dict, from_rank0=with_rank0, named=is_named_optimizer)
+    from_rank0 = _settings(model).rank0_only
+    result = optim_load.load(model, optim, None, optim_state_dict, from_rank0=from_rank0, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -191,17 +190,15 @@ def _settings(model: nn.Module) -> Settings:
 
     Raises:
         TranslationError: LOCAL_STATE_DICT, or there is no wrapper.
+        AssertionError: the wrappers were told different things.
     """
-    wrapper = next(wrappers_of(model), None)
-    if wrapper is None:
+    found = settings.get_state_dict_type(model)
+    if found is None:
         rule = "state_dict_type is kept by the wrappers"
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
         raise TranslationError(message("model", "no part of it is wrapped", rule, fix))
-    found = record_of(wrapper).state_dict_settings
     if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        rule = "FSDP2 has no flat parameters, whose local parts it would be"
-        fix = "Use StateDictType.SHARDED_STATE_DICT, which is local too: nothing is gathered"
-        raise TranslationError(message("state_dict_type", "is LOCAL_STATE_DICT", rule, fix))
+        raise settings.no_local_state("optim_state_dict")
     config = found.optim_state_dict_config
     full = found.state_dict_type is StateDictType.FULL_STATE_DICT
     return Settings(full, full and getattr(config, "rank0_only", False), config.offload_to_cpu)
@@ -259,13 +256,22 @@ def _pack(model: nn.Module, optim: Optimizer, given: Mapping[str, Any], optim_in
         raise UnknownKeys(message("optim_state_dict", f"param_groups hold {unknown}", rule, fix))
     by_name = {names[key]: entry for key, entry in given["state"].items() if key in names}
     params = {fqn: param for param, fqn in parameter_names(model).items() if fqn in by_name}
+    shown = _shown_names(model)
     others = {key: entry for key, entry in given["state"].items() if key not in names}
-    state = {fqn: by_name[fqn] for fqn in params} | others
+    state = {shown[fqn]: by_name[fqn] for fqn in params} | others
     found = (
-        None if groups is None else [_with_names(group, [names[key] for key in group["params"]]) for group in groups]
+        None
+        if groups is None
+        else [_with_names(group, [shown[names[key]] for key in group["params"]]) for group in groups]
     )
     paths = [path for path, leaf in tensor_leaves(state).items() if isinstance(leaf, DTensor)]
     return _Packed(state, found, [*(fqn for fqn, param in params.items() if isinstance(param, DTensor)), *paths])
+
+
+def _shown_names(model: nn.Module) -> dict[str, str]:
+    """The names that ``state_dict()`` has, by clean FQN."""
+    clean = parameter_names(model)
+    return {clean[param]: state_name(name) for name, param in named_sharded_parameters(model)}
 
 
 def _with_names(group: Mapping[str, Any], fqns: list[str]) -> dict[str, Any]:
