@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint.checksums import part_sum
@@ -70,6 +70,8 @@ def through_json(value: object) -> object:
 
 @settings(max_examples=300)
 @given(VALUES)
+@example(-math.nan)
+@example([complex(-math.inf, -math.nan), complex(math.nan, -0.0), math.inf, -math.inf])
 def test_plain_data_comes_back_with_every_bit_and_type(value):
     assert same(through_json(value), value)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp1_models import Decoder
-from grads_net import mesh_of
+from meshes import mesh_of
 from small_models import Block
 from together_net import (
     CLIP,
@@ -65,7 +65,7 @@ from shardkit.testing import distributed
 # A program from meta to a continuation on another mesh.
 
 
-@pytest.mark.parametrize("flags", [FUSED], ids=["fused"])
+@pytest.mark.parametrize("flags", [FUSED, FOREACH], ids=["fused", "foreach"])
 @distributed(world_size=4, backend="gloo")
 def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path, flags):
     plain = Plain(flags=flags)

@@ -27,7 +27,7 @@ _TYPES: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
     # Half a surrogate pair: os.fsdecode makes them of file names, and JSON would join two of them.
     ("text", type(None), str, lambda text: bytes.fromhex(_text(text)).decode("utf-8", "surrogatepass")),
     ("bytes", bytes, lambda value: value.hex(), lambda text: bytes.fromhex(_text(text))),
-    ("complex", complex, lambda value: [float.hex(value.real), float.hex(value.imag)], lambda pair: _complex(pair)),
+    ("complex", complex, lambda value: [_hex(value.real), _hex(value.imag)], lambda pair: _complex(pair)),
     ("dtype", torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _dtype(name)),
     ("device", torch.device, str, lambda name: torch.device(_text(name))),
 ]
@@ -95,7 +95,7 @@ class _Encoder:
         if kind is str:
             return value if _is_unicode(value) else {TAG: ["text", value.encode("utf-8", "surrogatepass").hex()]}
         if kind is float:
-            return value if math.isfinite(value) else {TAG: ["float", repr(value)]}
+            return value if math.isfinite(value) else {TAG: ["float", _hex(value)]}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         for tag, type_, to_json, _ in _TYPES:
@@ -188,6 +188,11 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
     return value
+
+
+def _hex(value: float) -> str:
+    """What ``float.fromhex`` reads; Python writes NaN without its sign, which it reads."""
+    return "-nan" if math.isnan(value) and math.copysign(1, value) < 0 else float.hex(value)
 
 
 def _complex(pair: Any) -> complex:
