@@ -207,7 +207,7 @@ ANY_POLICY = st.one_of(
 PRECISIONS = st.sampled_from([None, BF16, MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])])
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     recipe=st.lists(RECIPES, min_size=1, max_size=4),
     policy=ANY_POLICY,
