@@ -188,12 +188,13 @@ def test_every_figure_names_cases_that_the_suite_has():
     known["disk"] = known["8b-shardkit"] | {"values": dict.fromkeys(DISK, 2.0)}
     rows = [figure.row(known) for figure in figures.FIGURES]
     assert not [row for row in rows if row[2] == figures.NOT_YET]
+    assert len({row[0] for row in rows}) == len(rows)
     found = {row[0]: row[2:] for row in rows}
-    assert found["shardkit / naive FSDP2 (blocks and root), 8B, fake 8, 512 tokens: peak allocated"] == [
+    assert found["8B, fake 8, 512 tokens: peak allocated of shardkit / blocks and root"] == [
         "0.833x",
         "yes",
     ]
-    assert found["the same at 4,096 tokens"] == ["1.000x", "no"]
+    assert found["8B, fake 8, 4,096 tokens: peak allocated of shardkit / blocks and root"] == ["1.000x", "no"]
     assert {"outside", "disk"} <= {case.name for group in h200().groups for case in group.cases}
 
 

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import nn
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.train import child, figures, measure, ranks, records, report, run, world
+from benchmarks.train import child, figures, machine, measure, meter, ranks, records, report, run, world
 from benchmarks.train.__main__ import main
 from benchmarks.train.case import Case, Training
 from benchmarks.train.group import Group, Suite
@@ -59,11 +60,11 @@ class Hand:
         return Training(model, step)
 
 
-def measured(monkeypatch, kind, *names, **options):
+def measured(monkeypatch, kind, *names, device="cpu", **options):
     hand, done = Hand(), []
     monkeypatch.setattr(measure, "SIDES", {"shardkit": hand})
     group = Group("g", tuple(replace(CASE, name=name) for name in names), kind, rounds=3, steps=2, **options)
-    measure.Measurement(group, group.cases, torch.device("cpu"), lambda *said: None, done.append).run()
+    measure.Measurement(group, group.cases, torch.device(device), lambda *said: None, done.append).run()
     assert [seen.case.name for seen in done] == list(names)
     assert all(model() is None for model in hand.alive)
     return {seen.case.name: seen for seen in done}, hand.built
@@ -93,6 +94,44 @@ def test_what_does_not_fit_together_is_measured_apart(monkeypatch):
     seen, built = measured(monkeypatch, "together", "a", "b", "large")
     assert built == ["a", "b", "large", "a", "b", "large", *"ab", "large", "b", "large", "a", "large", "a", "b"]
     assert all(each.runs and len(each.seconds) == 3 for each in seen.values())
+
+
+class Event:
+    """A CUDA event of a GPU on which 10 ms pass between two of them."""
+
+    clock = iter(range(10_000))
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(self.clock)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 10.0 * (later.at - self.at)
+
+
+def test_a_gpu_is_timed_by_events_and_asked_for_its_peaks(monkeypatch):
+    called = []
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, name=name: called.append(name))
+    for name, value in {"max_memory_allocated": 30, "max_memory_reserved": 40, "memory_allocated": 5}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(meter, "batches", lambda case, device, rank, first, count: [torch.zeros(1)] * count)
+    seen, _ = measured(monkeypatch, "apart", "a", "b", device="cuda", watch=("b",))
+    for each in seen.values():
+        assert each.seconds == [[0.01, 0.01]] * 3
+        assert (each.allocated, each.reserved, each.stayed) == (30, 40, 5)
+    assert seen["a"].timeline is None
+    assert set(seen["b"].timeline) == {5}
+    assert called.count("reset_peak_memory_stats") == 2
+    assert called.count("empty_cache") == 6  # after every build
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=9))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    facts = machine.facts(torch.device("cuda"))
+    assert (facts["gpu"], facts["gpu_bytes"], facts["nccl"]) == ("NVIDIA H200", 9, "2.28.9")
 
 
 def test_with_real_ranks_an_error_ends_the_process_for_others_wait(monkeypatch):

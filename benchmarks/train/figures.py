@@ -33,7 +33,7 @@ class Figure:
 
     def row(self, records: Records) -> list[str]:
         """Cells: what, goal, measured, whether it is reached."""
-        goal = f"{'>=' if self.least else '<='} {self.goal:g}{' %' if self.unit == '%' else 'x'}"
+        goal = f"{'>=' if self.least else '<='} {f'{self.goal:g} %' if self.unit == '%' else f'{self.goal:.2f}x'}"
         found = self.find({name: each for name, each in records.items() if on_gpu(each)})
         if found is None:
             return [self.what, goal, NOT_YET, ""]
@@ -89,28 +89,50 @@ def _disk(ours: str, limits: tuple[str, ...]) -> Callable[[Records], Found | Non
 
 
 FIGURES = (
-    Figure("shardkit / expert's FSDP2, 8B, fake 8: throughput", True, 0.99, "x", _speed("8b-shardkit", "8b-expert")),
-    Figure("the same: peak allocated", False, 1.0, "x", _bytes("8b-shardkit", "8b-expert", "allocated")),
-    Figure("shardkit / expert's FSDP2, 1B, fake 8: throughput", True, 0.99, "x", _speed("1b-shardkit", "1b-expert")),
-    Figure("the same: peak allocated", False, 1.0, "x", _bytes("1b-shardkit", "1b-expert", "allocated")),
     Figure(
-        "shardkit / naive FSDP2 (blocks and root), 8B, fake 8, 512 tokens: peak allocated",
+        "8B, fake 8: throughput of shardkit / FSDP2 by an expert", True, 0.99, "x", _speed("8b-shardkit", "8b-expert")
+    ),
+    Figure(
+        "8B, fake 8: peak allocated of shardkit / FSDP2 by an expert",
+        *(False, 1.0, "x"),
+        _bytes("8b-shardkit", "8b-expert", "allocated"),
+    ),
+    Figure(
+        "1B, fake 8: throughput of shardkit / FSDP2 by an expert", True, 0.99, "x", _speed("1b-shardkit", "1b-expert")
+    ),
+    Figure(
+        "1B, fake 8: peak allocated of shardkit / FSDP2 by an expert",
+        *(False, 1.0, "x"),
+        _bytes("1b-shardkit", "1b-expert", "allocated"),
+    ),
+    Figure(
+        "8B, fake 8, 512 tokens: peak allocated of shardkit / blocks and root",
         *(False, 0.95, "x"),
         _bytes("8b-512-shardkit", "8b-512-naive", "allocated"),
     ),
-    Figure("the same at 4,096 tokens", False, 0.95, "x", _bytes("8b-shardkit", "8b-naive", "allocated")),
     Figure(
-        "shardkit / FSDP1 FULL_SHARD, 8B, fake 8: peak reserved",
+        "8B, fake 8, 4,096 tokens: peak allocated of shardkit / blocks and root",
+        *(False, 0.95, "x"),
+        _bytes("8b-shardkit", "8b-naive", "allocated"),
+    ),
+    Figure(
+        "8B, fake 8: peak reserved of shardkit / FSDP1 FULL_SHARD",
         *(False, 0.93, "x"),
         _bytes("8b-shardkit", "8b-fsdp1", "reserved"),
     ),
-    Figure("the same: throughput", True, 1.05, "x", _speed("8b-shardkit", "8b-fsdp1")),
-    Figure("8B, bf16, float32 masters, compile, 1 GPU: MFU", True, 55.0, "%", _mfu("8b-one")),
-    Figure("1B, the same", True, 50.0, "%", _mfu("1b-one")),
-    Figure("fake-8 tokens/s / bare bf16 model, 1B, 16k tokens", True, 0.95, "x", _speed("1b-shardkit", "1b-bare")),
-    Figure("CPU time of a step outside the model / by hand with torch's clip and AdamW", False, 0.6, "x", _outside),
-    Figure("streaming load of 8B / what disk and PCIe give", True, 0.8, "x", _disk("load", ("read", "to_gpu"))),
-    Figure("direct save of 8B / what disk and PCIe give", True, 0.8, "x", _disk("save", ("write", "from_gpu"))),
+    Figure("8B, fake 8: throughput of shardkit / FSDP1 FULL_SHARD", True, 1.05, "x", _speed("8b-shardkit", "8b-fsdp1")),
+    Figure("8B, bf16, float32 masters, compiled, 1 rank: MFU", True, 55.0, "%", _mfu("8b-one")),
+    Figure("1B, bf16, float32 masters, compiled, 1 rank: MFU", True, 50.0, "%", _mfu("1b-one")),
+    Figure("1B, 16k tokens: throughput at fake 8 / bare bf16 model", True, 0.95, "x", _speed("1b-shardkit", "1b-bare")),
+    Figure(
+        "CPU time of a step outside the model: shardkit / by hand, torch's clip and AdamW", False, 0.6, "x", _outside
+    ),
+    Figure(
+        "8B: streaming load / what disk and bus give in the same run", True, 0.8, "x", _disk("load", ("read", "to_gpu"))
+    ),
+    Figure(
+        "8B: direct save / what disk and bus give in the same run", True, 0.8, "x", _disk("save", ("write", "from_gpu"))
+    ),
 )
 
 
