@@ -26,6 +26,7 @@ from benchmarks.models import NARROW, SHAPES
 from benchmarks.train.case import Case
 from benchmarks.train.meter import collected
 from benchmarks.train.sides import SIDES
+from benchmarks.train.sides.ours import make
 from benchmarks.train.training import build
 
 TOKENS = 16
@@ -33,15 +34,16 @@ CALLS = 5  # steps in a round
 WARM_UP = 3  # make state, and DTensor's plans
 
 
-def measure(case: Case, device: torch.device, rounds: int) -> list[tuple[float, float]]:
+def measure(case: Case, device: torch.device, rounds: int, together: int = 1) -> list[tuple[float, float]]:
     """CPU seconds of a step outside of the model, of shardkit and by hand, a pair for each round. Collective.
 
     Args:
         case: model, world and precision; the rest is set here.
         device: of the step.
         rounds: in each of them every side runs ``CALLS`` steps, in an order that rotates.
+        together: consecutive blocks in one unit of shardkit's; 1 is its default.
     """
-    runs = _runs(case, device)
+    runs = _runs(case, device, together)
     ids = torch.randint(1000, (1, TOKENS), device=device)
     for run in runs.values():
         for _ in range(WARM_UP):
@@ -54,12 +56,12 @@ def measure(case: Case, device: torch.device, rounds: int) -> list[tuple[float, 
     return pairs
 
 
-def _runs(case: Case, device: torch.device) -> dict[str, Callable[[Tensor], object]]:
-    model = case.model if device.type == "cuda" or case.model not in NARROW else NARROW[case.model]
+def _runs(case: Case, device: torch.device, together: int) -> dict[str, Callable[[Tensor], object]]:
+    model = case.model if device.type == "cuda" else NARROW.get(case.model, case.model)
     plain = replace(
         case, model=model, sequence=TOKENS, micro_batch=1, compile=False, checkpointing="none", offload=False
     )
-    ours = SIDES["shardkit"].build(replace(plain, side="shardkit", stepping="local"), device)
+    ours = make(replace(plain, side="shardkit", stepping="local"), device, together)
     theirs = SIDES["expert"].build(replace(plain, side="expert", stepping="fused"), device)
     return {"shardkit": ours.step, "expert": theirs.step, "model": _model_alone(plain, device)}
 
@@ -99,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="1B", choices=[name for name in SHAPES if name != "70B"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--together", type=int, default=1, help="blocks in one unit of shardkit's")
     parser.add_argument("--float32", action="store_true", help="no mixed precision")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,11 +109,13 @@ def main() -> None:
     case = Case("outside", "shardkit", options.model, fake_ranks=8, bf16=not options.float32)
     with world(8, device, "outside"):
         assert dist.get_world_size() == 8
-        pairs = measure(case, device, options.rounds)
+        pairs = measure(case, device, options.rounds, options.together)
     ours, theirs = zip(*pairs, strict=True)
     low, middle, high = statistics.quantiles([mine / other for mine, other in pairs], n=4)
     print(f"torch {torch.__version__}, {device.type}, {options.model} as deep, one rank of 8 pretended ones")
-    print(f"shardkit {statistics.median(ours) * 1e3:.2f} ms, by hand {statistics.median(theirs) * 1e3:.2f} ms")
+    print(
+        f"shardkit, {options.together} block(s) a unit, {statistics.median(ours) * 1e3:.2f} ms, by hand {statistics.median(theirs) * 1e3:.2f} ms"
+    )
     print(f"ratio {middle:.3f} ({low:.3f} to {high:.3f}), goal: at most 0.6")
 
 
