@@ -120,12 +120,8 @@ def _listed(given: Arguments) -> Arguments:
 
 def _check_ignored(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
     """By FSDP1's rules; its words, which programs may look for."""
-    ignored = [
-        each
-        for states in (given.ignored_modules, given.ignored_states)
-        for each in (states if isinstance(states, Iterable) else ())
-        if isinstance(each, nn.Module)
-    ]
+    states = [*_each(given.ignored_modules), *_each(given.ignored_states)]
+    ignored = [each for each in states if isinstance(each, nn.Module)]
     if any(isinstance(each, kind) for each in ignored):
         rule = "`ignored_modules` should not include FSDP modules"
         fix = "Leave them out: what is wrapped already is left alone as it is"
@@ -147,16 +143,24 @@ def _say_alone(given: Arguments, mesh: DeviceMesh) -> None:
 
 
 def _all_ignored(module: nn.Module, given: Arguments) -> bool:
-    states = (*(given.ignored_modules or ()), *(given.ignored_states or ()))
+    """Whether no parameter is left; False where what to ignore is given wrongly, which the translation says."""
+    states = [*_each(given.ignored_modules), *_each(given.ignored_states)]
+    both = given.ignored_modules is not None and given.ignored_states is not None
+    if both or len({isinstance(state, nn.Module) for state in states}) > 1:
+        return False
     ignored = {param for state in states if isinstance(state, nn.Module) for param in state.parameters()}
     return {*ignored, *states}.issuperset(module.parameters())
+
+
+def _each(states: Any) -> list[Any]:
+    return list(states) if isinstance(states, Iterable) and not isinstance(states, nn.Module) else []
 
 
 def _without_parameters(module: nn.Module, given: Arguments) -> Record:
     """The record of a wrapper that shards nothing, which FSDP1 allows: its mesh is that of any module."""
     plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
     translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
-    ignored = {inner for each in given.ignored_modules or () for inner in each.modules()}
+    ignored = {inner for each in _each(given.ignored_modules) for inner in each.modules()}
     fqns = tuple(fqn for fqn, child in module.named_modules() if child in ignored)
     return Record(given, replace(translation, ignored_modules=fqns), _shared_mesh(translation), top=True)
 

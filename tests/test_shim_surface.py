@@ -1,0 +1,166 @@
+"""The edges of the drop-in, where it does as FSDP1 did: words of errors, warnings, internals, which gradients are."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from shardkit import ShardkitError
+from shardkit._fsdp import TrainingState
+from shardkit.errors import TranslationError
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.notes import REDUCES_UNUSED
+from shardkit.testing import distributed
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+HALF = torch.float16
+
+
+def chain(width=6):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Pair(nn.Module):
+    """Two layers, of which the second is computed and left out of the loss, and a parameter that none computes with."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.computed = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.used.register_parameter("idle", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x):
+        return self.used(x), self.computed(x)
+
+
+class Looker(nn.Module):
+    """Notes what ``look`` says during its forward."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.inner, self.look, self.seen = nn.Linear(4, 4), look, []
+
+    def forward(self, x):
+        self.seen.append(self.look())
+        return self.inner(x)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_refusals_are_in_the_words_that_programs_look_for():
+    model = chain()
+    wrong = [
+        ({"ignored_modules": [model[0]], "ignored_states": [model[2]]}, "Cannot pass both ignored_modules and ignored"),
+        ({"ignored_states": [model[0], model[2].weight]}, r"list elements but got types \[<class 'torch.nn.modules"),
+        ({"ignored_modules": [model[2].weight]}, "ignored_modules expects nn.Module list elements"),
+        ({"param_init_fn": 3}, "to be callable"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            FSDP(model, **arguments)
+    model[2] = nn.Sequential(nn.Identity(), FSDP(model[2]))
+    with pytest.raises(ValueError, match=r"to not already have FSDP applied but found 2\.1 in"):
+        FSDP(model, auto_wrap_policy=LINEARS)
+    with pytest.raises(ValueError, match="should not include FSDP modules"):
+        FSDP(model, ignored_modules=[model[2][1]])
+    assert FSDP(model)(torch.ones(2, 6)).shape == (2, 6)  # all that was refused left it as it was
+
+
+@distributed(world_size=2, backend="gloo")
+def test_modules_with_nothing_to_shard():
+    plain = chain()
+    with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
+        ignored = FSDP(plain, ignored_modules=[plain])
+    assert [id(p) for p in ignored.parameters()] == [id(p) for p in plain.parameters()]
+    empty = FSDP(nn.Tanh())
+    assert torch.equal(empty(torch.zeros(3)), torch.zeros(3))
+    assert empty.state_dict() == {}
+    assert empty.world_size == 2
+    every = FSDP(chain(), auto_wrap_policy=always_wrap_policy)
+    assert torch.equal(every(torch.ones(2, 6)), ignored(torch.ones(2, 6)))
+    once = FSDP(model := chain(), ignored_states=(p for p in model[0].parameters()))  # an iterator
+    assert once._ignored_params == set(model[0].parameters())
+
+
+@distributed(world_size=1, backend="gloo")
+def test_a_rank_alone_is_told_that_it_does_not_shard():
+    for strategy in (None, ShardingStrategy.SHARD_GRAD_OP):
+        told = f"instead of {strategy or ShardingStrategy.FULL_SHARD} since the world size is 1"
+        with pytest.warns(UserWarning, match=told):
+            FSDP(chain(), sharding_strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP(chain(), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_internals_are_answered_or_say_what_to_use():
+    inner = Looker(lambda: model.training_state)
+    model = FSDP(inner, auto_wrap_policy=LINEARS, use_orig_params=True)
+    assert model.training_state is TrainingState.IDLE
+    assert model._is_root is None
+    model(torch.ones(2, 4)).sum().backward()
+    assert inner.seen == [TrainingState.FORWARD_BACKWARD]
+    assert (model._is_root, model.inner._is_root, model._has_params) == (True, False, False)
+    with FSDP.summon_full_params(model):
+        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+        with pytest.raises(ValueError, match="expected to be in states"):
+            model.apply(print)
+    model._assert_state([TrainingState.IDLE])
+    with pytest.raises(ShardkitError, match="current state is"):
+        model._assert_state(TrainingState.FORWARD_BACKWARD)
+    for name in ("_handles", "_unshard_stream", "params", "_sync_gradients"):
+        assert not hasattr(model, name)
+        with pytest.raises(TranslationError, match=f"^{name}: is an internal of FSDP1.*[Uu]se |unshard"):
+            getattr(model, name)
+    model.module.params = 5  # a model's own
+    assert model.params == 5
+
+
+@distributed(world_size=2, backend="gloo")
+@pytest.mark.skipif(not REDUCES_UNUSED, reason="before torch 2.13 FSDP2 leaves unused parameters out")
+def test_what_no_gradient_reached_has_none_and_what_is_beside_it_zeros():
+    model = FSDP(Pair(), auto_wrap_policy=LINEARS)
+    for _ in range(2):
+        model(torch.ones(2, 4))[0].sum().backward()
+        assert model.computed.weight.grad is None
+        assert model.used.weight.grad is not None
+        assert torch.equal(model.used.idle.grad.full_tensor(), torch.zeros(4))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_optimizers_that_step_in_backward():
+    plain = chain()
+    apart, inside = (FSDP(copy.deepcopy(plain), auto_wrap_policy=LINEARS, use_orig_params=True) for _ in range(2))
+    _apply_optimizer_in_backward(torch.optim.SGD, inside.parameters(), {"lr": 0.1}, register_hook=False)
+    optimizer = torch.optim.SGD(apart.parameters(), lr=0.1)
+    for step in range(2):
+        for model in (apart, inside):
+            model(torch.full((2, 6), step + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, other in zip(inside.parameters(), apart.parameters(), strict=True):
+        assert ours.grad is None
+        assert torch.equal(ours.to_local(), other.to_local())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_gradients_that_are_kept_in_low_precision_and_the_norm_of_none():
+    kept = FSDP(chain(), mixed_precision=MixedPrecision(HALF, HALF, keep_low_precision_grads=True))
+    whole = FSDP(chain(), mixed_precision=MixedPrecision(HALF, HALF))
+    for model in (kept, whole):
+        with pytest.warns(UserWarning, match="with no gradients -- returning the total norm in the default dtype"):
+            assert model.clip_grad_norm_(1.0) == 0
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+    for low, full in zip(kept.parameters(), whole.parameters(), strict=True):
+        assert (low.grad.dtype, full.grad.dtype) == (HALF, torch.float32)
+    norms = [model.clip_grad_norm_(1e9) for model in (kept, whole)]
+    assert [norm.dtype for norm in norms] == [HALF, torch.float32]
+    torch.testing.assert_close(norms[0].float(), norms[1], rtol=2e-3, atol=0)  # float16 has 11 bits, added up twice
