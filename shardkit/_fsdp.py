@@ -26,6 +26,10 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 
 from shardkit._torch import units_of
 
+# fsdp1: torch.compiler.disable imports all of the compiler where it decorates, seconds of import and an optional
+# package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).
+not_compiled = torch._compile._disable_dynamo
+
 
 class FSDPUnit(Protocol):
     """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how both run.
@@ -320,7 +324,7 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
         unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
     unit.reduce_scatter_unused_params = any(map(_has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
     original()

@@ -10,13 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import accumulating_in_param_dtype, initialize, own_parameters, set_cast_forward_inputs
+from shardkit._fsdp import (
+    accumulating_in_param_dtype,
+    initialize,
+    not_compiled,
+    own_parameters,
+    set_cast_forward_inputs,
+)
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def begin(wrapper: nn.Module) -> bool:
     """Makes ``wrapper`` the root of all below it, unless that was decided before; returns whether it is one. Local.
 
@@ -45,7 +51,7 @@ def accumulating(root: nn.Module) -> Iterator[None]:
         yield
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def reshard(wrapper: nn.Module) -> None:
     """Frees what a forward left gathered for a backward that will not come. Local.
 
