@@ -1,23 +1,17 @@
-"""The drop-in's model state beside torch's FSDP1 and the plain model: saved, loaded, exchanged."""
+"""The drop-in's model state beside torch's FSDP1 and the plain model: saved, loaded, set."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dsd
-from fsdp1_models import fsdp1, hybrid_mesh, quiet
-from state_models import VOCAB, Block, Net
+from fsdp1_models import hybrid_mesh, quiet
+from shim_states import BF16, FULL, LOCAL, SHARDED, Around, batch, is_same, net, ours, theirs, wiped
+from state_models import VOCAB
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,68 +21,14 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-import shardkit
 from shardkit import ShardkitError
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed
-
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
-BLOCKS = ModuleWrapPolicy({Block})
-BF16 = torch.bfloat16
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    model = Net()
-    model.version = f"of seed {seed}"
-    model.batch_norm.running_mean.uniform_()
-    return model
-
-
-def ours(seed=0, **arguments):
-    return FSDP(net(seed), auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments)
-
-
-def theirs(seed=0, **arguments):
-    return fsdp1(net(seed), auto_wrap_policy=BLOCKS, use_orig_params=True, **arguments)
-
-
-def is_same(found, wanted):
-    """Names, order and values; DTensors count as what they are of."""
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        full = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
-        assert (torch.equal(full, value) and full.dtype == value.dtype) if torch.is_tensor(value) else full == value
-    return True
-
-
-def wiped(model):
-    """The model with zeros everywhere, so that a load that does nothing shows."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
-    return model
-
-
-def batch():
-    return torch.arange(6).view(2, 3) % VOCAB
-
-
-class Around(nn.Module):
-    """A module that is not wrapped, with state of its own, around one that is."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.own = nn.Linear(3, 3)
-        self.inner = inner
-        self.register_buffer("count", torch.ones(2))
 
 
 @distributed(world_size=2, backend="gloo")
@@ -298,118 +238,6 @@ def test_what_cannot_be_loaded_changes_nothing_and_is_said_on_every_rank():
     only_first = FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
     with only_first, pytest.raises(RuntimeError, match=r"missing: embed\.weight"):
         model.load_state_dict({"counts": other["counts"]} if rank == 0 else {})
-
-
-@distributed(world_size=2, backend="gloo")
-def test_files_go_both_ways_between_fsdp1_and_the_drop_in(tmp_path: Path):
-    wanted = net(1).state_dict()
-    with quiet():
-        torch.save(theirs(1).state_dict(), tmp_path / f"theirs{dist.get_rank()}.pt")
-        model = ours()
-        model.load_state_dict(torch.load(tmp_path / f"theirs{dist.get_rank()}.pt"))
-        assert is_same(model.state_dict(), wanted)
-        torch.save(model.state_dict(), tmp_path / f"ours{dist.get_rank()}.pt")
-        back = theirs()
-        back.load_state_dict(torch.load(tmp_path / f"ours{dist.get_rank()}.pt"))
-        assert is_same(back.state_dict(), wanted)
-
-        for writes, reads, name in ((theirs, ours, "theirs"), (ours, theirs, "ours"), (ours, ours, "both")):
-            source, target = writes(1), reads(2)
-            for model, kind in (
-                (source, TorchFSDP if writes is theirs else FSDP),
-                (target, TorchFSDP if reads is theirs else FSDP),
-            ):
-                kind.set_state_dict_type(model, SHARDED)
-            dcp.save({"model": _tensors(source)}, checkpoint_id=tmp_path / name)
-            state = {"model": _tensors(target)}
-            dcp.load(state, checkpoint_id=tmp_path / name)
-            target.load_state_dict(state["model"], strict=False)
-            kind.set_state_dict_type(target, FULL)
-            found = target.state_dict()
-            assert is_same({name: found[name] for name in _tensors(source)}, {n: wanted[n] for n in _tensors(source)})
-
-
-def _tensors(model):
-    return {name: value for name, value in model.state_dict().items() if "_extra_state" not in name}
-
-
-@distributed(world_size=2, backend="gloo")
-def test_get_and_set_state_dict_of_torch_checkpoint():
-    rank, options = dist.get_rank(), dsd.StateDictOptions
-
-    def broadcastable(seed):  # gloo has no broadcast of int16
-        model = net(seed)
-        model.counts = model.counts.long()
-        return model
-
-    wanted = broadcastable(1).state_dict()
-    source = FSDP(broadcastable(1), auto_wrap_policy=BLOCKS)
-    for model in (source, Around(source)):
-        prefix = "" if model is source else "inner."
-        found = dsd.get_model_state_dict(model)
-        assert isinstance(found[f"{prefix}embed.weight"], DTensor)
-        assert is_same({name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)}, wanted)
-    assert is_same(dsd.get_model_state_dict(source, options=options(full_state_dict=True)), wanted)
-    on_first = dsd.get_model_state_dict(source, options=options(full_state_dict=True, cpu_offload=True))
-    assert is_same(on_first, wanted if rank == 0 else {})
-    assert "frozen.weight" not in dsd.get_model_state_dict(source, options=options(ignore_frozen_params=True))
-    model = FSDP(broadcastable(0), auto_wrap_policy=BLOCKS)
-    given = [
-        (dsd.get_model_state_dict(source), {}),
-        (dict(wanted), {"full_state_dict": True}),
-        (dict(wanted) if rank == 0 else {}, {"full_state_dict": True, "broadcast_from_rank0": True}),
-    ]
-    for state, asked in given:
-        keys = dsd.set_model_state_dict(wiped(model), state, options=options(**asked))
-        assert not any(keys)
-        assert is_same(model.state_dict(), wanted)
-        model.module.version = "another"
-    checkpointed = FSDP(checkpoint_wrapper(net(1)))
-    assert list(dsd.get_model_state_dict(checkpointed)) == list(wanted)
-    odd = nn.Linear(2, 2)
-    odd.module = FSDP(nn.Linear(2, 2))  # a name that FSDP1's wrapper has too
-    assert list(dsd.get_model_state_dict(FSDP(odd))) == ["weight", "bias", "module.weight", "module.bias"]
-
-
-@distributed(world_size=2, backend="gloo")
-def test_names_under_activation_checkpoints_and_compile_are_fsdp1s():
-    def around_inner(kind):
-        model = net()
-        model.blocks[0] = kind(checkpoint_wrapper(model.blocks[0]))
-        model.blocks[1] = kind(torch.compile(model.blocks[1], backend="eager"))
-        return kind(model)
-
-    with quiet():
-        model, expected = around_inner(FSDP), around_inner(lambda module: fsdp1(module, use_orig_params=True))
-        assert is_same(model.state_dict(), expected.state_dict())
-        assert "blocks.1._orig_mod.up.weight" in model.state_dict()
-        apply_activation_checkpointing(expected, check_fn=lambda module: isinstance(module, nn.Linear))
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
-        assert is_same(model.state_dict(), expected.state_dict())
-        state = expected.state_dict()
-        wiped(model).load_state_dict(state)
-        assert is_same(model.state_dict(), state)
-        with FSDP.state_dict_type(model, SHARDED):
-            assert is_same(model.state_dict(), state)
-        outer = torch.compile(ours(), backend="eager")
-        assert list(outer.state_dict()) == [f"_orig_mod.{name}" for name in net().state_dict()]
-        assert not any(outer.load_state_dict(outer.state_dict()))
-
-
-@distributed(world_size=2, backend="gloo")
-def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
-    wanted, model = net(1).state_dict(), ours(1)
-    for each, prefix in ((model, ""), (Around(model), "inner.")):
-        full = shardkit.full_state_dict(each, rank0_only=False)
-        assert is_same({name.removeprefix(prefix): v for name, v in full.items() if name.startswith(prefix)}, wanted)
-    live = shardkit.sharded_state_dict(model)
-    assert live["embed.weight"].to_local().data_ptr() == model.embed.weight.to_local().data_ptr()
-    assert dict(shardkit.named_full_tensors(model)).keys() == {n for n, v in wanted.items() if torch.is_tensor(v)}
-    assert not any(shardkit.load_full_state_dict(wiped(model), wanted if dist.get_rank() == 0 else {}))
-    assert is_same(model.state_dict(), wanted)
-    shardkit.save_checkpoint(tmp_path / "saved", model)
-    shardkit.load_checkpoint(tmp_path / "saved", wiped(model))
-    assert is_same(model.state_dict(), wanted)
 
 
 @distributed(world_size=4, backend="gloo")
