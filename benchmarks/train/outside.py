@@ -112,10 +112,9 @@ def main() -> None:
         pairs = measure(case, device, options.rounds, options.together)
     ours, theirs = zip(*pairs, strict=True)
     low, middle, high = statistics.quantiles([mine / other for mine, other in pairs], n=4)
+    mine, other = (statistics.median(each) * 1e3 for each in (ours, theirs))
     print(f"torch {torch.__version__}, {device.type}, {options.model} as deep, one rank of 8 pretended ones")
-    print(
-        f"shardkit, {options.together} block(s) a unit, {statistics.median(ours) * 1e3:.2f} ms, by hand {statistics.median(theirs) * 1e3:.2f} ms"
-    )
+    print(f"shardkit, {options.together} block(s) a unit, {mine:.2f} ms, by hand {other:.2f} ms")
     print(f"ratio {middle:.3f} ({low:.3f} to {high:.3f}), goal: at most 0.6")
 
 
