@@ -237,7 +237,8 @@ def main(argv=None):
     trainer = Trainer(cfg, olmo_model, fsdp_model, optim)
     if cfg.load_path:
         trainer.restore_checkpoint(cfg.load_path)
-    trainer.eval()
+    else:
+        trainer.eval()
     while trainer.global_step < cfg.steps:
         trainer.train_step()
         if cfg.save_folder and trainer.global_step == cfg.save_at:
