@@ -167,13 +167,16 @@ def test_what_is_said_is_the_plan_and_code_that_gives_the_same(wrapped):
         plan = announce.whole_plan(model)
         assert plan == translate_fsdp1(model_of_blocks(), auto_wrap_policy={Block}, **ARGUMENTS).plan
         text, code = announce.announcement(model), "\n".join(announce.replacement(model))
-        namespace = {"model": model_of_blocks(), "Block": Block, "torch": torch}
+        namespace = {"model": model_of_blocks(), "Block": Block}
         exec(code.replace("shard_like_fsdp1", "translate_fsdp1"), namespace)
         assert namespace["model"].plan == plan
     assert str(plan) in text
     assert "- limit_all_gathers=False: noted" in text
     assert "mapped" not in text
-    assert code.splitlines()[2:] == [
+    assert code.splitlines() == [
+        "import torch",
+        "from shardkit.fsdp1 import MixedPrecision, shard_like_fsdp1",
+        "",
         "model = shard_like_fsdp1(",
         "    model,",
         '    sharding_strategy="SHARD_GRAD_OP",',

@@ -87,6 +87,7 @@ def replacement(root: nn.Module) -> Iterator[str]:
     """Lines of code that shard the plain model in the same way, without the drop-in."""
     arguments = dict(_spelled(root, record_of(root)))
     kinds = [name for name in ("CPUOffload", "MixedPrecision") if any(name in text for text in arguments.values())]
+    yield from ["import torch"] * any("torch." in text for text in arguments.values())
     yield f"from shardkit.fsdp1 import {', '.join([*kinds, 'shard_like_fsdp1'])}"
     yield ""
     if arguments.get("auto_wrap_policy") == "auto_wrap_policy":
