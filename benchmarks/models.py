@@ -68,6 +68,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
+    """Causal attention of ``(batch, heads, positions, width)`` with fewer heads in keys and values.
+
+    In float32 no fused kernel of a GPU knows grouped heads (torch 2.13), and one that is not fused keeps all scores:
+    there ``grouped=False`` repeats keys and values.
+    """
+    if not grouped:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
     """Causal, with grouped keys and values."""
 
@@ -83,7 +94,7 @@ class Attention(nn.Module):
         """``(batch, positions, width)`` in and out."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = attend(q, k, v, grouped=q.dtype != torch.float32 or not q.is_cuda)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

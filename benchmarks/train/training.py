@@ -187,11 +187,11 @@ def optimizer_by_hand(model: nn.Module, case: Case) -> Any:
 
 @contextmanager
 def fast_attention(case: Case, device: torch.device) -> Iterator[None]:
-    """Attention by cuDNN, or else by FlashAttention, on every side; on a GPU in bfloat16 an error if neither can.
+    """Attention by cuDNN, or else by another fused kernel, on every side; on a GPU in bfloat16 an error if none can.
 
     Around backward too, which recomputes forwards where it is told to.
     """
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(kernels, set_priority=True) if device.type == "cuda" and case.bf16 else nullcontext():
         yield
 
