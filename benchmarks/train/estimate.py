@@ -25,7 +25,9 @@ def seconds(group: Group) -> float:
     """Of one group, from its start to its end."""
     if group.kind in OTHERS:
         return PROCESS + OTHERS[group.kind]
-    return PROCESS + sum(_of_case(group, case) for case in group.cases)
+    compiled = [_compiled(case) for case in group.cases]
+    first = [shape not in compiled[:number] for number, shape in enumerate(compiled)]
+    return PROCESS + sum(_of_case(group, case, new) for case, new in zip(group.cases, first, strict=True))
 
 
 def step(case: Case) -> float:
@@ -36,9 +38,14 @@ def step(case: Case) -> float:
     return compute + (OFFLOADED if case.offload else 0.03)
 
 
-def _of_case(group: Group, case: Case) -> float:
+def _compiled(case: Case) -> tuple[object, ...]:
+    """What blocks of a case are compiled for; another case with the same finds it in the cache on disk."""
+    return case.model, case.sequence, case.micro_batch, case.checkpointing, case.bf16
+
+
+def _of_case(group: Group, case: Case, new: bool) -> float:
     builds = {"each": 1, "apart": group.rounds, "together": 2}[group.kind]
-    compiles = COMPILE + AGAIN * (builds - 1) if case.compile else 0.0
+    compiles = (COMPILE if new else AGAIN) + AGAIN * (builds - 1) if case.compile else 0.0
     switches = group.rounds if group.kind == "together" else 0
     steps = builds * group.warm_up + group.rounds * group.steps + switches + (case.name in group.watch)
     return builds * BUILD[case.model.removeprefix("hf-")] + compiles + steps * step(case)

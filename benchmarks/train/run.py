@@ -17,6 +17,7 @@ from benchmarks.train.ranks import ranks
 
 PATIENCE = 0.2  # seconds between two looks at a child
 SLACK = 180.0  # seconds that a group may take beyond twice its estimate, which is one of an H200
+OLD = 10.0  # seconds after which plots are drawn again, which takes a second or two of another core
 SHORT = 30.0  # the same where time is limited
 
 
@@ -33,7 +34,7 @@ class Runner:
     def __init__(self, suite: Suite, folder: Path, *, minutes: float | None = None, retry: bool = False) -> None:
         self.ranks = ranks()
         self.suite, self.folder = suite.for_ranks(self.ranks.size), folder
-        self.started = time.monotonic()
+        self.started = self.drawn = time.monotonic()
         self.deadline = self.started + 60 * minutes if minutes else None
         self.skipped: list[str] = []
         self.child: Child | None = None
@@ -147,6 +148,9 @@ class Runner:
         return Child(self.folder / "logs" / f"{group.name}.rank{self.ranks.rank}.{os.getpid()}.txt", group.allocator)
 
     def _report(self, *, plots: bool) -> None:
+        """Write the tables, and the plots where asked or where they are old."""
+        plots = plots or time.monotonic() - self.drawn > OLD
+        self.drawn = time.monotonic() if plots else self.drawn
         if self.ranks.rank == 0:
             report.write(self.folder, self.suite, skipped=self.skipped, plots=plots)
 
