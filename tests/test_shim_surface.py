@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
@@ -60,10 +61,17 @@ def test_refusals_are_in_the_words_that_programs_look_for():
         ({"ignored_states": [model[0], model[2].weight]}, r"list elements but got types \[<class 'torch.nn.modules"),
         ({"ignored_modules": [model[2].weight]}, "ignored_modules expects nn.Module list elements"),
         ({"param_init_fn": 3}, "to be callable"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "requires explicit specification of process group or d"),
+        (
+            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": dist.group.WORLD},
+            "Expected process_group to be passed in as either None or Tuple",
+        ),
     ]
     for arguments, words in wrong:
         with pytest.raises(ValueError, match=words):
             FSDP(model, **arguments)
+    with pytest.raises(TranslationError, match="Wrap each of its modules"):
+        FSDP(nn.ModuleList(model), auto_wrap_policy=LINEARS)
     model[2] = nn.Sequential(nn.Identity(), FSDP(model[2]))
     with pytest.raises(ValueError, match=r"to not already have FSDP applied but found 2\.1 in"):
         FSDP(model, auto_wrap_policy=LINEARS)

@@ -112,7 +112,8 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
             "process_group",
             f"{'a tuple of ' if isinstance(given, tuple) else ''}{', '.join(type(each).__name__ for each in groups)} "
             f"for {strategy.name}",
-            "It is one ProcessGroup that this rank is in, or for a hybrid strategy the pair that shards and replicates",
+            "Expected process_group to be passed in as either None or "
+            + ("Tuple[dist.ProcessGroup, dist.ProcessGroup]" if hybrid else "one dist.ProcessGroup of this rank"),
             "Pass (shard_group, replicate_group)" if hybrid else "Pass one of them",
         )
     _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))

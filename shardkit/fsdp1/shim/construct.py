@@ -55,6 +55,7 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
     ensure_process_group()
     given = _listed(given)
     _check_by_hand(given)
+    _check_container(module)
     _check_ignored(module, given, kind)
     apart = dict(outermost(module, kind))
     _check_nesting(module, given, kind)
@@ -90,13 +91,21 @@ def put_in_place(
 
 
 def _check_by_hand(given: Arguments) -> None:
-    hybrid = parse_strategy(given.sharding_strategy).name in HYBRID
+    strategy = parse_strategy(given.sharding_strategy)
+    hybrid = strategy.name in HYBRID
     if hybrid and given.process_group is None and given.device_mesh is None and given.auto_wrap_policy is None:
-        problem = f"{parse_strategy(given.sharding_strategy).name} without process_group, device_mesh or policy"
-        rule = "Wrapping by hand, nothing would say that all wrapped modules share their groups"
+        problem = f"{strategy.name} without process_group, device_mesh or policy"
+        rule = f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh"
         raise TranslationError(
             message("sharding_strategy", problem, rule, "Pass (shard_group, replicate_group) or a 2-d device_mesh")
         )
+
+
+def _check_container(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        rule = "It has no forward, so nothing would gather its parameters, under FSDP1 neither"
+        fix = "Wrap each of its modules, or the module that it is in"
+        raise TranslationError(message("module", f"a {type(module).__name__}", rule, fix))
 
 
 def _check_nesting(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
