@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dsd
 from fsdp1_models import fsdp1, quiet
-from shim_states import BLOCKS, FULL, SHARDED, Around, is_same, net, ours, theirs, wiped
+from shim_states import BLOCKS, FULL, SHARDED, Around, batch, is_same, net, ours, theirs, wiped
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -87,6 +87,23 @@ def test_get_and_set_state_dict_of_torch_checkpoint():
         assert not any(keys)
         assert is_same(model.state_dict(), wanted)
         model.module.version = "another"
+    optimizer = torch.optim.AdamW([param for param in source.parameters() if param.requires_grad])
+    with quiet():
+        source(batch()).sum().backward()
+    optimizer.step()
+    for asked in ({}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}):
+        state, optim_state = dsd.get_state_dict(source, optimizer, options=options(**asked))
+        model = FSDP(broadcastable(0), auto_wrap_policy=BLOCKS)
+        fresh = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+        arguments = {"model_state_dict": state, "optim_state_dict": optim_state, "options": options(**asked)}
+        dsd.set_state_dict(model, fresh, **arguments)
+        assert is_same(model.state_dict(), source.state_dict())
+        moments = [
+            [each.state[param]["exp_avg"].full_tensor() for param in each.param_groups[0]["params"]]
+            for each in (optimizer, fresh)
+        ]
+        assert any(moment.any() for moment in moments[0])
+        assert all(map(torch.equal, *moments))
     checkpointed = FSDP(checkpoint_wrapper(net(1)))
     assert list(dsd.get_model_state_dict(checkpointed)) == list(wanted)
     odd = nn.Linear(2, 2)

@@ -128,9 +128,10 @@ def _found(wrapper: nn.Module, asked: Asked) -> Any:
 def _first_rank(wrapper: nn.Module) -> int:
     """The rank that ``rank0_only`` leaves: rank 0 of the group that shards, so one on each node of a hybrid."""
     record = record_of(wrapper)
-    if record.strategy.name in HYBRID:
+    sharded = [param for param in wrapper.parameters() if isinstance(param, DTensor)]
+    if record.strategy.name in HYBRID or not sharded:
         return dist.get_global_rank(record.process_group, 0)
-    return find_lead(wrapper.parameters()).rank
+    return find_lead(sharded).rank  # on a mesh with more axes, of all of it
 
 
 @dataclass(frozen=True)

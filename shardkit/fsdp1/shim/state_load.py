@@ -43,8 +43,9 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: b
 
     Raises:
         TranslationError: LOCAL_STATE_DICT.
-        RuntimeError: on every rank, with nothing changed: as ``nn.Module.load_state_dict``, with clean names.
-        TypeError: on every rank: it is no dict.
+        RuntimeError: on every rank, with no parameter or buffer changed: as ``nn.Module.load_state_dict``, with clean
+            names. Modules with ``set_extra_state`` have theirs by then.
+        TypeError: it is no dict; ranks that have one raise the RuntimeError.
     """
     if record_of(wrapper).summoned:  # the parameters are plain, perhaps on this rank alone
         return nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
@@ -246,7 +247,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 def _lies_otherwise(value: object, live: Tensor | None) -> bool:
-    if not isinstance(value, DTensor) and not _fsdp.is_sharded_tensor(value):
+    if live is None or not (isinstance(value, DTensor) or _fsdp.is_sharded_tensor(value)):
         return False
     return not isinstance(live, DTensor) or _own_part(value, live) is None
 
