@@ -81,7 +81,7 @@ def test_refusals_are_in_the_words_that_programs_look_for():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_modules_with_nothing_to_shard():
+def test_modules_with_nothing_to_shard_and_one_that_is_sharded():
     plain = chain()
     with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
         ignored = FSDP(plain, ignored_modules=[plain])
@@ -92,6 +92,14 @@ def test_modules_with_nothing_to_shard():
     assert empty.world_size == 2
     every = FSDP(chain(), auto_wrap_policy=always_wrap_policy)
     assert torch.equal(every(torch.ones(2, 6)), ignored(torch.ones(2, 6)))
+    trained = FSDP(again := chain(), auto_wrap_policy=LINEARS)
+    trained(torch.ones(2, 6)).sum().backward()
+    second = FSDP(again)  # as to evaluate
+    assert torch.equal(second(torch.ones(2, 6)), trained(torch.ones(2, 6)))
+    second.load_state_dict({name: value + 1 for name, value in trained.state_dict().items()})
+    assert torch.equal(second.state_dict()["0.bias"], plain.state_dict()["0.bias"] + 1)
+    with pytest.raises(TranslationError, match="sharded already"):
+        FSDP(again, sharding_strategy=ShardingStrategy.NO_SHARD)
     once = FSDP(model := chain(), ignored_states=(p for p in model[0].parameters()))  # an iterator
     assert once._ignored_params == set(model[0].parameters())
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,13 @@ class Constructed:
         record: of the module itself.
         below: of each module below it that the policy chose, by FQN.
         parameters: the module's parameters before, by all of their FQNs.
+        again: whether an earlier call with the same module did all that.
     """
 
     record: Record
     below: Mapping[str, Record]
     parameters: Mapping[str, nn.Parameter]
+    again: bool = False
 
 
 def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Constructed:
@@ -63,6 +66,8 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
     before = dict(module.named_parameters(remove_duplicate=False))
     if not apart and _all_ignored(module, given):
         return Constructed(_without_parameters(module, given), {}, before)
+    if module in _made and _is_as(given, _made[module].given):
+        return Constructed(replace(_made[module], root=None), {}, before, again=True)
     groups = groups_to_agree(given.process_group, given.device_mesh)
     translation, mesh = shard_translated(module, lambda: translate(module, given, apart), groups, _shared_mesh)
     _say_alone(given, mesh)
@@ -70,7 +75,17 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
         fqn: Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
         for fqn, own in translation.wrapped.items()
     }
-    return Constructed(Record(given, translation, mesh, top=True), below, before)
+    _made[module] = record = Record(given, translation, mesh, top=True)
+    return Constructed(record, below, before)
+
+
+# What was sharded, to put a second wrapper around the same module, as programs do that wrap again to evaluate.
+_made: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
+
+
+def _is_as(given: Arguments, before: Arguments) -> bool:
+    names = ("sharding_strategy", "mixed_precision", "cpu_offload", "process_group", "device_mesh")
+    return all(getattr(given, name) == getattr(before, name) for name in names)
 
 
 def put_in_place(

@@ -99,7 +99,8 @@ class FullyShardedDataParallel(nn.Module):
             device_mesh=device_mesh,
         )
         made = construct(module, given, FullyShardedDataParallel)
-        state_load.prepare(module)
+        if not made.again:
+            state_load.prepare(module)
         optimizers.remember(made.parameters, module)
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
