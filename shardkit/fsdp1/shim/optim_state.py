@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters, with_local
-from shardkit.errors import TranslationError, message
+from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.shim import optim_load, optimizers, settings
 from shardkit.fsdp1.shim.optim_keys import (
     MissingState,
@@ -249,23 +249,23 @@ def _pack(model: nn.Module, optim: Optimizer, given: Mapping[str, Any], optim_in
     named = isinstance(next(iter(labels_of(given)), None), str)
     names = keys_of(optim, optim_input, model, named=named).names
     groups = given.get("param_groups")
-    unknown = [key for group in groups or () for key in group["params"] if key not in names]
-    if unknown:
-        rule = "Groups hold the parameters that the optimizer has, by their numbers"
-        fix = "Pass what this optimizer's state_dict() gave"
-        raise UnknownKeys(message("optim_state_dict", f"param_groups hold {unknown}", rule, fix))
+    _check_known([key for group in groups or () for key in group["params"] if key not in names])
     by_name = {names[key]: entry for key, entry in given["state"].items() if key in names}
     params = {fqn: param for param, fqn in parameter_names(model).items() if fqn in by_name}
     shown = _shown_names(model)
     others = {key: entry for key, entry in given["state"].items() if key not in names}
     state = {shown[fqn]: by_name[fqn] for fqn in params} | others
-    found = (
-        None
-        if groups is None
-        else [_with_names(group, [shown[names[key]] for key in group["params"]]) for group in groups]
-    )
-    paths = [path for path, leaf in tensor_leaves(state).items() if isinstance(leaf, DTensor)]
-    return _Packed(state, found, [*(fqn for fqn, param in params.items() if isinstance(param, DTensor)), *paths])
+    named_groups = [_with_names(group, [shown[names[key]] for key in group["params"]]) for group in groups or ()]
+    paths = [f"/state{path}" for path, leaf in tensor_leaves(state).items() if isinstance(leaf, DTensor)]
+    managed = (fqn for fqn, param in params.items() if isinstance(param, DTensor))
+    return _Packed(state, None if groups is None else named_groups, [*managed, *paths])
+
+
+def _check_known(unknown: list[Any]) -> None:
+    if unknown:
+        rule = "Groups hold the parameters that the optimizer has, by their numbers"
+        fix = "Pass what this optimizer's state_dict() gave"
+        raise UnknownKeys(message("optim_state_dict", f"param_groups hold {listing(map(str, unknown))}", rule, fix))
 
 
 def _shown_names(model: nn.Module) -> dict[str, str]:
@@ -298,11 +298,14 @@ def _missing(names: list[str], groups: Groups) -> MissingState:
         reports = all_gather_bytes(json.dumps(list(known.items())).encode(), group)
         known = {rank: found for report in reports for rank, found in json.loads(report)}
     everything = dict.fromkeys(name for found in known.values() for name in found)
+    lacking = {rank: [name for name in everything if name not in set(found)] for rank, found in sorted(known.items())}
+    # A parameter without an entry says it for all that would be in the entry.
+    whole = {name for names in lacking.values() for name in names if not name.startswith("/state/")}
     lines = [
         f"- rank {rank}: {name}"
-        for rank, found in sorted(known.items())
-        for name in everything
-        if name not in set(found)
+        for rank, names in lacking.items()
+        for name in names
+        if name in whole or not any(name.startswith(f"/state/{fqn}/") for fqn in whole)
     ]
     # FSDP1's words, which programs may look for.
     rule = (
