@@ -62,11 +62,13 @@ class UnitRule:
 Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
 
 
-def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) -> UnitRule:
+def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
     """Every module of one of ``classes``, or of a subclass, is a unit of its own.
 
     Args:
         classes: classes, or names of classes where importing them is a burden.
+        together: so many neighbours are one unit, torch's ``fully_shard([a, b])``. Small blocks then cost less time
+            on the CPU, in fewer hooks and larger collectives, and more memory, since they are gathered together.
         overrides: settings for these units.
 
     Example:
@@ -91,20 +93,23 @@ def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) ->
     def matches(_: str, module: nn.Module) -> bool:
         return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
 
-    return _rule_of_predicate(text, matches, overrides)
+    return _rule_of_predicate(text, matches, overrides, together)
 
 
-def by_name(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
+def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
     """Every module whose FQN matches one of ``globs`` is a unit of its own.
 
     Args:
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
             not ``layers.0.mlp``. ``""`` is the root.
+        together: so many neighbours are one unit, as for ``by_class``.
         overrides: settings for these units.
     """
     patterns = [_compile_glob(glob) for glob in globs]
     text = f"by_name({', '.join(map(repr, globs))})"
-    return _rule_of_predicate(text, lambda fqn, _: any(pattern.fullmatch(fqn) for pattern in patterns), overrides)
+    return _rule_of_predicate(
+        text, lambda fqn, _: any(pattern.fullmatch(fqn) for pattern in patterns), overrides, together
+    )
 
 
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -205,18 +210,35 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _rule_of_predicate(
-    text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides
+    text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
-    def select(tree: ModelTree, _: frozenset[int]) -> list[Selection]:
+    if isinstance(together, bool) or not isinstance(together, int) or together < 1:
+        rule = "It is how many neighbours are one unit, at least 1"
+        raise PlanError(message(f"{text}, together", repr(together), rule, "Use together=2"))
+
+    def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         found = []
         for entry in first_entries(tree):
             answer = predicate(tree.fqns[entry], tree.modules[entry])
             if answer or isinstance(answer, Mapping):
                 own = answer if isinstance(answer, Mapping) else Overrides()
                 found.append(Selection((entry,), Overrides(**{**overrides, **own})))
-        return found
+        return found if together == 1 else _joined(tree, found, taken, together)
 
     return UnitRule(text, select)
+
+
+def _joined(tree: ModelTree, found: list[Selection], taken: frozenset[int], together: int) -> list[Selection]:
+    """So many at a time of those that have one parent and are not taken, in the model's order."""
+    siblings: dict[int, list[Selection]] = {}
+    for new in found:
+        if new.entries[0] not in taken:
+            siblings.setdefault(tree.parents[new.entries[0]], []).append(new)
+    return [
+        Selection(tuple(entry for new in some for entry in new.entries), some[0].overrides)
+        for each in siblings.values()
+        for some in (each[start : start + together] for start in range(0, len(each), together))
+    ]
 
 
 def _compile_glob(glob: str) -> re.Pattern[str]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from small_models import Block, Decoder
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, by_class, by_name, by_size, group, plan_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, by_class, by_name, by_size, group, plan_model
 from shardkit.units import Rule
 
 EIGHT = MeshSpec.sharded(8)
@@ -32,6 +32,8 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (group("norm", "head"), ["[norm, head]"]),
         (group("layers.*"), ["[layers.0, layers.1, layers.2]"]),
         (lambda fqn, module: fqn.endswith("up"), ["layers.0.up", "layers.1.up", "layers.2.up"]),
+        (by_class(Block, together=2), ["[layers.0, layers.1]", "layers.2"]),
+        (by_name("layers.*.up", "layers.*.down", together=2), [f"[layers.{n}.up, layers.{n}.down]" for n in range(3)]),
         (by_size(280), ["layers.0", "layers.1", "layers.2"]),
         (by_size(144), [f"layers.{layer}{part}" for layer in range(3) for part in (".up", "")]),
     ],
@@ -129,3 +131,10 @@ def test_resharding_by_default_and_when_asked() -> None:
     assert reshards[True] == [True] * 6
     assert reshards[False] == [False] * 6
     assert reshards[4] == [4] * 6
+
+
+def test_neighbours_that_are_left_are_together() -> None:
+    rules = [by_name("layers.0", reshard_after_forward=False), by_class(Block, together=2)]
+    assert names(Decoder(), rules) == ["layers.0", "[layers.1, layers.2]", "(root)"]
+    with pytest.raises(PlanError, match=r"by_class\(Block\), together: 0"):
+        by_class(Block, together=0)

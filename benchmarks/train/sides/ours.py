@@ -26,6 +26,7 @@ from benchmarks.train.training import (
 )
 from shardkit import (
     MeshSpec,
+    by_class,
     by_name,
     clip_grad_norm_,
     group,
@@ -61,8 +62,7 @@ def make(case: Case, device: torch.device, together: int = 1) -> Training:
 def units_of(model: nn.Module, together: int) -> list[Rule]:
     """The default's units, but that blocks share one."""
     names = {module: fqn for fqn, module in model.named_modules()}
-    every = [names[block] for block in blocks(model)]
-    units: list[Rule] = [group(*every[start : start + together]) for start in range(0, len(every), together)]
+    units: list[Rule] = [by_class(type(next(iter(blocks(model)))), together=together)]
     embed, norm, head = ends(model)
     tied = embed.weight is head.weight
     last = (embed, norm, head) if tied else (norm, head)
