@@ -46,7 +46,7 @@ VARIANTS = {
 CLIPPED = {
     "nano_gpt": "--grad-clip 0.2",
     "dpo": "--max-grad-norm 0.2",
-    "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp",
+    "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp --by-hand",
     "llama_finetune": "--gradient-clipping 0.1 --use-fp16",
     "nested_lm": "--clip-norm 0.1 --norm-type inf --wrap-layers",
     "contrastive": "--grad-clip-norm 0.1",

@@ -202,6 +202,20 @@ def build(args):
     return model, model_ema
 
 
+def clip_by_hand(model, grad_clip):
+    """Each rank adds up the squares of its shards, all-reduces the sum, and scales what it has."""
+    norm_sq = torch.tensor(0.0)
+    for _, param in model.named_parameters():
+        if param.grad is not None:
+            norm_sq += param.grad.norm(dtype=torch.float32) ** 2
+    dist.all_reduce(norm_sq)
+    norm = norm_sq.item() ** 0.5
+    for param in model.parameters():
+        if param.grad is not None and norm > grad_clip:
+            param.grad.mul_(grad_clip / norm)
+    return norm
+
+
 def train_step(model, ema, opt, generator, args):
     x = torch.randn(args.batch_size, TOKENS, CHANNELS, generator=generator)
     y = torch.randint(0, CLASSES, (args.batch_size,), generator=generator)
@@ -219,7 +233,7 @@ def train_step(model, ema, opt, generator, args):
             with model.no_sync():
                 loss.backward()
         total += loss.item()
-    grad_norm = model.clip_grad_norm_(max_norm=args.grad_clip)
+    grad_norm = clip_by_hand(model, args.grad_clip) if args.by_hand else model.clip_grad_norm_(args.grad_clip)
     opt.step()
     update_ema(ema, model)
     return total, grad_norm
@@ -277,6 +291,7 @@ def parse(argv):
     parser.add_argument("--data-parallel", default="fsdp")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--grad-precision", default="")
+    parser.add_argument("--by-hand", action="store_true")
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--fresh-optimizer", action="store_true")
     parser.add_argument("--save-at", type=int, default=0)

@@ -20,6 +20,7 @@ from shardkit._fsdp import (
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
+from shardkit.fsdp1.shim.shard_grads import show_shard
 
 
 @not_compiled
@@ -66,6 +67,9 @@ def reshard(wrapper: nn.Module) -> None:
 def _settle(wrapper: nn.Module) -> None:
     """Tell the wrapper's unit whether it is the root's."""
     record, sharded = record_of(wrapper), sharded_of(wrapper)
+    for param in own_parameters(sharded) if sharded is not None else ():  # type: ignore[arg-type]
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(show_shard)  # type: ignore[no-untyped-call]
     if sharded is None or in_full_precision(wrapper):
         return
     sharded.set_reshard_after_forward(record.reshards and not record.root, recurse=False)
