@@ -304,3 +304,22 @@ def test_deep_copies():
             for mine, theirs in pairs:
                 mine.lerp_(theirs, 0.5)
         assert len(FSDP.fsdp_modules(average)) == len(FSDP.fsdp_modules(model))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_one_optimizer_for_sharded_and_ignored_parameters():
+    def trained(wrapper, **how):
+        model = Decoder()
+        model = wrapper(model, auto_wrap_policy=BLOCKS, use_orig_params=True, ignored_states=[model.norm])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
+        found = []
+        for step in range(3):
+            loss = token_loss(model, step)  # one batch for both ranks, as ignored gradients are not reduced
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    for how in ({"fused": True}, {"foreach": True}, {}):
+        assert torch.equal(trained(FSDP, **how), trained(fsdp1, **how)), how

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import optimizers_in_backward
-from shardkit.errors import listing
+from shardkit.errors import ShardkitError, listing
+from shardkit.optim import step_on_local_shards
 from shardkit.shards import local_part
 from shardkit.state_dict.place import unwritten
 
@@ -66,11 +68,25 @@ def repoint(optimizer: Optimizer) -> None:
     )
 
 
-def repoint_all() -> None:
-    """``repoint`` for every optimizer of the process that still has parameters of a model that was sharded. Local."""
-    if len(_replaced):
-        for found in [each for each in gc.get_objects() if isinstance(each, Optimizer)]:
-            repoint(found)
+def settle_all(root: nn.Module) -> None:
+    """Makes every optimizer of the process fit what is below ``root``, which is about to run first. Local.
+
+    Those with parameters that were sharded are given the sharded ones. Those with plain parameters beside sharded ones
+    (``ignored_states``, parts that are not wrapped) step on local shards: torch refuses the mixture where the step is
+    fused or takes many tensors at once, as it does on GPUs unasked, and FSDP1 had plain tensors only.
+    """
+    plain = [param for param in root.parameters() if param.requires_grad and not isinstance(param, DTensor)]
+    if not len(_replaced) and not plain:
+        return
+    for found in [each for each in gc.get_objects() if isinstance(each, Optimizer)]:
+        repoint(found)
+        if _is_mixed(found):
+            with suppress(ShardkitError):  # an optimizer that is not torch's, and may well take the mixture
+                step_on_local_shards(found)
+
+
+def _is_mixed(optimizer: Optimizer) -> bool:
+    return len({isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]}) > 1
 
 
 def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:

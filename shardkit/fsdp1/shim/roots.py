@@ -36,7 +36,7 @@ def begin(wrapper: nn.Module) -> bool:
             record_of(each).root = each is wrapper
             _settle(each)
         _cast_buffers(wrapper)
-        optimizers.repoint_all()
+        optimizers.settle_all(wrapper)
         optimizers.step_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
