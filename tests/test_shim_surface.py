@@ -105,14 +105,18 @@ def test_modules_with_nothing_to_shard_and_one_that_is_sharded():
 
 
 @distributed(world_size=1, backend="gloo")
-def test_a_rank_alone_is_told_that_it_does_not_shard():
+def test_a_rank_alone_is_told_that_it_does_not_shard_and_what_stays_in_full_precision():
     for strategy in (None, ShardingStrategy.SHARD_GRAD_OP):
         told = f"instead of {strategy or ShardingStrategy.FULL_SHARD} since the world size is 1"
         with pytest.warns(UserWarning, match=told):
             FSDP(chain(), sharding_strategy=strategy)
+    alone = {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": MixedPrecision(HALF)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FSDP(chain(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        FSDP(chain(), auto_wrap_policy=LINEARS, **alone)
+    with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
+        normed = FSDP(nn.Sequential(nn.BatchNorm1d(3)), auto_wrap_policy=LINEARS, **alone)
+    assert isinstance(normed[0], FSDP)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from shardkit._torch import full_precision_classes
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.arguments import Arguments
 from shardkit.fsdp1.place import groups_to_agree
@@ -71,6 +72,7 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
     groups = groups_to_agree(given.process_group, given.device_mesh)
     translation, mesh = shard_translated(module, lambda: translate(module, given, apart), groups, _shared_mesh)
     _say_alone(given, mesh)
+    _say_full_precision(module, given, translation)
     below = {
         fqn: Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
         for fqn, own in translation.wrapped.items()
@@ -164,6 +166,17 @@ def _say_alone(given: Arguments, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         text = f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
         warnings.warn(text, stacklevel=4)
+
+
+def _say_full_precision(module: nn.Module, given: Arguments, translation: Translation) -> None:
+    """As FSDP1, in its words."""
+    classes = full_precision_classes(given.mixed_precision) if given.mixed_precision is not None else ()
+    chosen = map(module.get_submodule, translation.wrapped)
+    found = sorted({type(each).__name__ for each in chosen if isinstance(each, classes)})
+    if found:
+        text = "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
+        text += f"submodules of type: {found}. These modules will be wrapped as separate FSDP instances with mixed "
+        warnings.warn(text + "precision disabled.", stacklevel=4)
 
 
 def _all_ignored(module: nn.Module, given: Arguments) -> bool:
