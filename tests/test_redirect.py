@@ -91,7 +91,6 @@ def test_private_names_that_do_no_harm_are_torchs_own(module, names):
 
 
 REFUSED = [
-    ("_traversal_utils", "_get_fsdp_handles", "named_parameters"),
     ("_unshard_param_utils", "_unshard_params", "summon_full_params"),
     ("_optim_utils", "_optim_state_dict", "optim_state_dict"),
     ("_fsdp_extensions", "_set_fsdp_extensions", "device_mesh"),

@@ -14,11 +14,13 @@ from small_models import Block
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles as torch_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1 import _traversal_utils as traversal_utils
 from shardkit.fsdp1.shim.names import without_wrappers
 from shardkit.testing import distributed
 
@@ -323,3 +325,18 @@ def test_one_optimizer_for_sharded_and_ignored_parameters():
 
     for how in ({"fused": True}, {"foreach": True}, {}):
         assert torch.equal(trained(FSDP, **how), trained(fsdp1, **how)), how
+
+
+@distributed(world_size=2, backend="gloo")
+def test_weights_that_are_averaged_by_the_handles_of_fsdp1():
+    def averaged(wrapper, handles_of):
+        model = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        average = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        losses(model, steps=1)
+        for mine, theirs in zip(handles_of(average), handles_of(model), strict=True):
+            if theirs.flat_param.requires_grad:
+                torch._foreach_lerp_([mine.flat_param.data], [theirs.flat_param.data], 0.5)
+        with quiet(), torch.no_grad():
+            return token_loss(average, 1)
+
+    assert torch.equal(averaged(FSDP, traversal_utils._get_fsdp_handles), averaged(fsdp1, torch_handles))

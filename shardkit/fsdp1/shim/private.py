@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
@@ -30,7 +31,6 @@ _OPTIM = "Use FullyShardedDataParallel.optim_state_dict or optim_state_dict_to_l
 _STATE_DICT = "Use FullyShardedDataParallel.state_dict_type(model, ...) and model.state_dict()"
 _RESHARD = "FSDP2 does so by itself; FSDPModule.reshard and unshard of model.module do it by hand"
 _INSTEAD = {
-    "_get_fsdp_handles": "Walk over model.named_parameters(): each parameter is a DTensor of its own",
     "_set_fsdp_extensions": "Pass a 2D device_mesh: FSDP2 shards what tensor parallelism sharded without extensions",
     "_unshard_params": _SUMMON,
     "_unshard_params_for_summon": _SUMMON,
@@ -156,11 +156,29 @@ def _is_fsdp_flattened(original: Callable[..., bool], tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or original(tensor)
 
 
+@dataclass(frozen=True)
+class Handle:
+    """What programs that average weights shard by shard read of FSDP1's handles, for one parameter.
+
+    Attributes:
+        flat_param: this rank's part of it, in the parameter's own memory: what is written to its ``data`` stays.
+    """
+
+    flat_param: Tensor
+
+
+def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
+    """One for each parameter rather than for each wrapper."""
+    ours = _ours_in(module)
+    return [Handle(p.to_local()) for p in module.parameters() if isinstance(p, DTensor)] if ours else original(module)
+
+
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_lazy_init": _lazy_init,
     "_get_module_fsdp_state": _get_module_fsdp_state,
     "_get_fsdp_states": _get_fsdp_states,
     "_get_fsdp_root_states": _get_fsdp_root_states,
+    "_get_fsdp_handles": _get_fsdp_handles,
     "_is_fsdp_root": _is_fsdp_root,
     "_is_fsdp_flattened": _is_fsdp_flattened,
 }
