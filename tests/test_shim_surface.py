@@ -116,7 +116,7 @@ def test_a_rank_alone_is_told_that_it_does_not_shard_and_what_stays_in_full_prec
         FSDP(chain(), auto_wrap_policy=LINEARS, **alone)
     with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
         normed = FSDP(nn.Sequential(nn.BatchNorm1d(3)), auto_wrap_policy=LINEARS, **alone)
-    assert isinstance(normed[0], FSDP)
+    assert normed[0].mixed_precision == MixedPrecision()
 
 
 @distributed(world_size=2, backend="gloo")

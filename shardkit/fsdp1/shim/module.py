@@ -34,7 +34,7 @@ from shardkit.fsdp1.shim import (
 )
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.shim.record import KEY, Record, inner_of, record_of, wrappers_of
+from shardkit.fsdp1.shim.record import KEY, Record, in_full_precision, inner_of, record_of, wrappers_of
 from shardkit.shards import device_of
 
 
@@ -310,8 +310,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """As given; never None."""
-        return record_of(self).mixed_precision
+        """As given; never None, and that of full precision for what keeps it, such as BatchNorm."""
+        return MixedPrecision() if in_full_precision(self) else record_of(self).mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
