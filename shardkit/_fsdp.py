@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 # fsdp1: what FSDP1's training_state is; torch has no public name for it, and FSDP2's own enum has other members.
 # 2.11 to 2.13.
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+from torch.distributed.tensor import DTensor
 
 from shardkit._torch import units_of
 
@@ -69,6 +70,19 @@ def _states_of(modules: Iterable[nn.Module]) -> list[Any]:
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The sharded parameters of the unit of one module, none if it is no FSDP module. Local, pure."""
     return [param.sharded_param for s in _states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
+
+
+def rebind(module: nn.Module, param: DTensor, local: Tensor) -> None:
+    """Gives a sharded parameter of the unit of ``module`` another local tensor, which it then shares. Local.
+
+    fsdp1: ``param.data = other`` of FSDP1's parameters; torch 2.11 to 2.13 gather from memory that FSDPParam knows, and
+    look for another one in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
+    """
+    module.reshard()  # type: ignore[operator]
+    for each in (each for s in _states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
+        if each.sharded_param is param:
+            param._local_tensor = local
+            each.reset_sharded_param()
 
 
 def initialize(root: FSDPModule) -> None:

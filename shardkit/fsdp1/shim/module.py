@@ -17,6 +17,7 @@ from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.arguments import Arguments
 from shardkit.fsdp1.shim import (
+    assigned,
     clip,
     copying,
     guards,
@@ -34,7 +35,7 @@ from shardkit.fsdp1.shim import (
 )
 from shardkit.fsdp1.shim.construct import construct, put_in_place
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.shim.record import KEY, Record, in_full_precision, inner_of, record_of, wrappers_of
+from shardkit.fsdp1.shim.record import KEY, Record, in_full_precision, inner_of, record_of, sharded_of, wrappers_of
 from shardkit.shards import device_of
 
 
@@ -352,6 +353,7 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
     wrapper.training = module.training
     wrapper.register_module(WRAPPED, module)
     state_load.attach(wrapper)
+    assigned.allow(sharded_of(wrapper))
 
 
 def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:

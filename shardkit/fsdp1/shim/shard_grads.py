@@ -10,8 +10,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+
+from shardkit._torch import with_local
+from shardkit.state_dict.routes import local_of
 
 # Functions that make a number of a tensor, by name, with the count of arguments besides it that are no dimensions.
 REDUCTIONS = {
@@ -33,7 +37,8 @@ class ShardGrad(DTensor):
     """A DTensor that reduces to a plain number of this rank's shard, where a program asks for one of all its elements.
 
     All else is as for a DTensor; what is computed from one element by element is one again. torch's own code, such as
-    ``torch.nn.utils.clip_grad_norm_`` and optimizers, gets what it gets of DTensors.
+    optimizers, gets what it gets of DTensors; but ``torch.nn.utils.clip_grad_norm_`` the norms of whole gradients as
+    plain tensors, so that it returns one, which can be formatted, and takes gradients that are not sharded too.
     """
 
     __slots__ = ()
@@ -43,12 +48,27 @@ class ShardGrad(DTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The function on the shard, or on the DTensor."""
-        kwargs = kwargs or {}
-        if _is_torchs_call():
+        kwargs, caller = kwargs or {}, _caller()
+        if caller == "torch.nn.utils.clip_grad" and getattr(func, "__name__", "") == "_foreach_norm":
+            return [torch.linalg.vector_norm(grad, *args[1:]) for grad in args[0]]
+        if caller == "torch.nn.utils.clip_grad" and getattr(func, "__name__", "") == "linalg_vector_norm":
+            norm = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return norm.full_tensor()
+        if caller.partition(".")[0] == "torch":
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if args and isinstance(args[0], ShardGrad) and _reduces_all(func, args, kwargs):
             return func(args[0].to_local(), *args[1:], **kwargs)
         return _mark(super().__torch_function__(func, types, args, kwargs))  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as a DTensor, which ``torch.load`` knows: state of an optimizer may begin as a gradient."""
+        return with_local(self, local_of(self)).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A copy with memory of its own; torch's own copies no subclass of DTensor."""
+        copied: DTensor = _mark(with_local(self, local_of(self).clone()))
+        memo[id(self)] = copied
+        return copied
 
 
 def _reduces_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -62,9 +82,9 @@ def _mark(value: Any) -> Any:
     return value
 
 
-def _is_torchs_call() -> bool:
-    """Whether the function was called by torch, and not by the program or a library."""
+def _caller() -> str:
+    """The name of the module that called the function."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

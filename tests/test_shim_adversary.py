@@ -1,0 +1,96 @@
+"""What programs do to parameters and gradients by hand, and what FSDP1 let them do."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import TranslationError
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.wrap import ModuleWrapPolicy
+from shardkit.testing import distributed
+
+DATA = torch.linspace(-1, 1, 12).view(4, 3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+        self.head = nn.Linear(5, 1)  # on two ranks, one of them has nothing of it
+
+    def forward(self, x):
+        return self.head(self.below(x))
+
+
+def wrapped():
+    torch.manual_seed(0)
+    return FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=True)
+
+
+def step(model, optimizer):
+    loss = model(DATA).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_weights_are_exchanged_by_assigning_data():
+    """As EMA classes do: the average in place for evaluation, then the trained weights again, which train on."""
+    torch.manual_seed(0)
+    plain, model = Net(), wrapped()
+    losses = {}
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1, momentum=0.9)
+        found = losses[each] = [step(each, optimizer)]
+        shadow = {name: param.data.clone() * 0.5 for name, param in each.named_parameters()}
+        trained = {}
+        for name, param in each.named_parameters():
+            trained[name], param.data = param.data, shadow[name]
+        with torch.no_grad():
+            found.append(each(DATA).square().mean().item())
+        for name, param in each.named_parameters():
+            param.data = trained[name]
+        found += [step(each, optimizer), step(each, optimizer)]
+    model.half().float()  # torch.utils.swap_tensors, which takes no parameters with weak references
+    assert losses[model] == pytest.approx(losses[plain], rel=1e-6)  # two ranks add up gradients of the same data
+    assert len(set(losses[model])) == 4
+    with pytest.raises(TranslationError, match="takes a DTensor of its own shape"):
+        model.module.head.weight.data = torch.zeros(1, 5)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_state_that_begins_as_a_gradient_is_saved_and_copied():
+    model = wrapped()
+    model(DATA).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    file = io.BytesIO()
+    torch.save([grad.clone() for grad in grads], file)
+    file.seek(0)
+    for grad, loaded, copied in zip(grads, torch.load(file), copy.deepcopy(grads), strict=True):
+        assert torch.equal(loaded.to_local(), grad.to_local())
+        assert torch.equal(copied.to_local(), grad.to_local())
+        assert type(copied) is type(grad)
+        assert copied.to_local().data_ptr() != grad.to_local().data_ptr() or not grad.to_local().numel()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_torchs_clipping_returns_a_plain_norm_of_whole_gradients():
+    torch.manual_seed(0)
+    plain, net = Net(), wrapped()
+    inner = copy.deepcopy(plain)
+    ignoring = FSDP(inner, ignored_modules=[inner.head], use_orig_params=True)
+    norms = []
+    for each in (plain, net, ignoring):
+        each(DATA).sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5))
+        assert type(norms[-1]) is torch.Tensor
+        assert f"{torch.nn.utils.get_total_norm([param.grad for param in each.parameters()]):.4f}" == "0.5000"
+    assert norms[0] > 1
+    torch.testing.assert_close(norms[1:], norms[:1] * 2, rtol=1e-6, atol=0)
