@@ -1,4 +1,4 @@
-"""The drop-in's optimizer state: as plain training has it, as torch's FSDP1 writes and reads it, and loaded back."""
+"""The drop-in's optimizer state: as plain training has it, and loaded back."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
+from shim_optimizers import (
+    FULL,
+    ID,
+    NAME,
+    OPTIMIZERS,
+    SHARDED,
+    Parent,
+    assert_same,
+    set_type,
+    train,
+    two_groups,
+    wrapped,
 )
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -41,116 +37,7 @@ from shardkit.errors import TranslationError
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed
 
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-ID, NAME = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Body(nn.Module):
-    """Tied, frozen, and an inner module that the tests let FSDP ignore; 7 and 5 do not divide by 2.
-
-    Rows of 32, so that vectors of 8 or 16 cover shards and full tensors alike: what is left over is rounded otherwise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 32)
-        self.up, self.down = nn.Linear(32, 5), nn.Linear(5, 32)
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.apart = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.head(self.apart(self.frozen(x + self.down(self.up(x).relu()))))
-
-
-class Parent(nn.Module):
-    """Has a parameter that is not wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.shift = nn.Parameter(torch.ones(7))
-        self.body = Body()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.body(ids) + self.shift
-
-
-def wrapped(whole: bool = False) -> nn.Module:
-    """Frozen and trained parameters are apart, as use_orig_params=False needs it. ``whole``: all of it is wrapped."""
-    net = Parent()
-    net.body.frozen, net.body.up = FSDP(net.body.frozen), FSDP(net.body.up)
-    if whole:
-        return FSDP(net)
-    net.body = FSDP(net.body, ignored_modules=[net.body.apart])
-    return net
-
-
-def two_groups(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups with options of their own, and an empty one between them."""
-    named = list(model.named_parameters())
-    weights = [param for name, param in named if "bias" not in name]
-    biases = [param for name, param in named if "bias" in name]
-    step = -1 if backwards else 1
-    return [
-        {"params": weights[::step], "note": "weights"},
-        {"params": []},
-        {"params": biases[::step], "lr": 0.02, "weight_decay": 0.0},
-    ]
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
-    "adam_fused": lambda groups: torch.optim.Adam(groups, lr=0.01, fused=True),
-    "adamw_foreach": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True, amsgrad=True),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
-}
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of steps with the same tokens on all ranks, so that the mean of two gradients is exactly the gradient."""
-    losses = []
-    for step in steps:
-        ids = torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(step))
-        loss = model(ids).square().mean()
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_same(found: object, expected: object, path: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, f"{path}/{number}")
-    elif isinstance(expected, Tensor):
-        assert type(found) is type(expected), path
-        assert found.dtype == expected.dtype, path
-        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected)]
-        assert torch.equal(*whole), path
-    else:
-        assert found == expected, path
-
-
-def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:
-    configs = {
-        FULL: (FullStateDictConfig, FullOptimStateDictConfig),
-        SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-        StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    }[kind]
-    FSDP.set_state_dict_type(model, kind, configs[0](), configs[1](**options))
 
 
 STATICS = [
@@ -385,107 +272,3 @@ def test_every_rank_says_what_does_not_fit():
         FSDP.optim_state_dict(model, optimizer)
     with pytest.raises(TranslationError, match="SHARDED_STATE_DICT"):
         FSDP.optim_state_dict_to_load(model, optimizer, full)
-
-
-def torchs(use_orig_params: bool) -> nn.Module:
-    """On torch's FSDP1, with no ignored module: it keeps state of those apart, and works on them on each rank."""
-    net = Parent()
-    own = {"use_orig_params": use_orig_params, "device_id": CPU}
-    net.body.frozen, net.body.up = TorchFSDP(net.body.frozen, **own), TorchFSDP(net.body.up, **own)
-    net.body = TorchFSDP(net.body, ignored_modules=[net.body.apart], **own)
-    return net
-
-
-@distributed(world_size=2, backend="gloo")
-def test_torchs_fsdp1_and_the_drop_in_go_on_from_each_others_state(folder):
-    """The files are torch.save's. With offload_to_cpu=True FSDP1 on CPU ranks writes one buffer for both moments."""
-    make = OPTIMIZERS["adamw"]
-    plain = Parent()
-    optimizer = make(plain.parameters())
-    expected, later = train(plain, optimizer, range(3)), train(plain, optimizer, range(3, 6))
-    for use_orig_params in (False, True):
-        theirs = torchs(use_orig_params)
-        optimizer = make(list(theirs.parameters()))
-        assert train(theirs, optimizer, range(3)) == expected
-        weights = copy.deepcopy(theirs.state_dict())
-        configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
-        with TorchFSDP.state_dict_type(theirs, FULL, *configs):
-            written = copy.deepcopy(TorchFSDP.optim_state_dict(theirs, optimizer))  # some of it is alive
-        torch.save(written, folder / f"{dist.get_rank()}.pt")
-        with TorchFSDP.state_dict_type(theirs, SHARDED):
-            sharded = TorchFSDP.optim_state_dict(theirs, optimizer)
-
-        ours = wrapped()
-        own = make(ours.parameters())
-        assert train(ours, own, range(3)) == expected
-        full = FSDP.full_optim_state_dict(ours, own, rank0_only=False)
-        assert_same(full["state"], written["state"])
-        for state in (torch.load(folder / f"{dist.get_rank()}.pt"), sharded):  # of ShardedTensors
-            ours = wrapped()
-            ours.load_state_dict(weights)
-            own = make(ours.parameters())
-            own.load_state_dict(FSDP.optim_state_dict_to_load(ours, own, state))
-            assert train(ours, own, range(3, 6)) == later, (use_orig_params, state is sharded)
-
-        back = torchs(use_orig_params)
-        back.load_state_dict(weights)
-        optimizer = make(list(back.parameters()))
-        optimizer.load_state_dict(TorchFSDP.optim_state_dict_to_load(back, optimizer, full))
-        assert train(back, optimizer, range(3, 6)) == later
-
-
-@distributed(world_size=2, backend="gloo")
-def test_distributed_checkpoint_gets_and_sets_saves_and_loads(folder):
-    make = OPTIMIZERS["adamw"]
-
-    def fresh() -> tuple[nn.Module, Optimizer]:
-        net = Parent()
-        net.body = FSDP(net.body)
-        model = FSDP(net)
-        return model, make(model.parameters())
-
-    model, optimizer = fresh()
-    train(model, optimizer, range(3))
-    weights, full = copy.deepcopy(model.state_dict()), FSDP.optim_state_dict(model, optimizer)
-    options = StateDictOptions(full_state_dict=True)
-    assert_same(get_optimizer_state_dict(model, optimizer, options=options)["state"], full["state"])
-    states = copy.deepcopy(get_state_dict(model, optimizer))
-    set_type(model, SHARDED)
-    dcp.save({"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
-    expected = train(model, optimizer, range(3, 6))
-
-    def set_both(model: nn.Module, optimizer: Optimizer) -> None:
-        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
-
-    def set_from_rank0(model: nn.Module, optimizer: Optimizer) -> None:
-        """One after the other: set_state_dict takes two empty dicts for a wish to load the optimizer alone."""
-        given = copy.deepcopy((weights, full)) if dist.get_rank() == 0 else ({}, {})
-        from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, given[0], options=from_rank0)
-        set_optimizer_state_dict(model, optimizer, given[1], options=from_rank0)
-
-    def load_as_fsdp1(model: nn.Module, optimizer: Optimizer) -> None:
-        set_type(model, SHARDED)
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
-        found = load_sharded_optimizer_state_dict(state["model"], "optim", dcp.FileSystemReader(folder))
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, found["optim"]))
-
-    def load_in_place(model: nn.Module, optimizer: Optimizer) -> None:
-        set_type(model, SHARDED)
-        train(model, optimizer, range(1))
-        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
-        FSDP.optim_state_dict_to_load(model, optimizer, state["optim"], load_directly=True)
-
-    for load in (set_both, set_from_rank0, load_as_fsdp1, load_in_place):
-        model, optimizer = fresh()
-        load(model, optimizer)
-        assert train(model, optimizer, range(3, 6)) == expected, load.__name__
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path
