@@ -72,12 +72,15 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [param.sharded_param for s in _states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
 
 
-def rebind(module: nn.Module, param: DTensor, local: Tensor) -> None:
-    """Gives a sharded parameter of the unit of ``module`` another local tensor, which it then shares. Local.
+def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
+    """Gives a sharded parameter of the unit of ``module``, or a gradient, another local tensor to share. Local.
 
     fsdp1: ``param.data = other`` of FSDP1's parameters; torch 2.11 to 2.13 gather from memory that FSDPParam knows, and
     look for another one in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
     """
+    if module is None:
+        param._local_tensor = local
+        return
     module.reshard()  # type: ignore[operator]
     for each in (each for s in _states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
         if each.sharded_param is param:

@@ -61,7 +61,7 @@ def test_weights_are_exchanged_by_assigning_data():
     model.half().float()  # torch.utils.swap_tensors, which takes no parameters with weak references
     assert losses[model] == pytest.approx(losses[plain], rel=1e-6)  # two ranks add up gradients of the same data
     assert len(set(losses[model])) == 4
-    with pytest.raises(TranslationError, match="takes a DTensor of its own shape"):
+    with pytest.raises(TranslationError, match="or gradient takes a DTensor of its own shape"):
         model.module.head.weight.data = torch.zeros(1, 5)
 
 
@@ -78,6 +78,8 @@ def test_state_that_begins_as_a_gradient_is_saved_and_copied():
         assert torch.equal(copied.to_local(), grad.to_local())
         assert type(copied) is type(grad)
         assert copied.to_local().data_ptr() != grad.to_local().data_ptr() or not grad.to_local().numel()
+        grad.data = grad.data * 2
+        assert torch.equal(grad.to_local(), copied.to_local() * 2)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import own_parameters, rebind
 from shardkit.errors import TranslationError, message
+from shardkit.fsdp1.shim.shard_grads import ShardGrad
 from shardkit.state_dict.routes import local_of
 
 _DATA: Any = vars(DTensor).get("data", Tensor.data)
@@ -25,7 +26,7 @@ _owners: dict[int, ref[nn.Module]] = {}
 
 
 def allow(module: FSDPModule | None) -> None:
-    """Lets the parameters of the unit of one module be assigned. Local.
+    """Lets the parameters of the unit of one module be assigned, and their gradients. Local.
 
     Replaces the property ``data`` of ``torch.distributed.tensor.DTensor``: any other DTensor is treated as before.
     """
@@ -42,12 +43,12 @@ def _get(tensor: Any) -> Tensor:
 
 def _set(tensor: Any, value: Tensor) -> None:
     owner = _owner(tensor)
-    if owner is None:
+    if owner is None and not isinstance(tensor, ShardGrad):
         _DATA.__set__(tensor, value)
         return
     if not isinstance(value, DTensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         problem = f"{type(value).__name__} of {value.dtype}, {tuple(value.shape)}, for {tuple(tensor.shape)}"
-        rule = "A sharded parameter takes a DTensor of its own shape, dtype and placements"
+        rule = "A sharded parameter or gradient takes a DTensor of its own shape, dtype and placements"
         fix = "Use param.data.copy_(...), or write to the parameters in FSDP.summon_full_params(model)"
         raise TranslationError(message("param.data = ...", problem, rule, fix))
     placed = value if value.placements == tensor.placements else value.redistribute(placements=tensor.placements)
