@@ -78,6 +78,8 @@ def test_state_that_begins_as_a_gradient_is_saved_and_copied():
         assert torch.equal(copied.to_local(), grad.to_local())
         assert type(copied) is type(grad)
         assert copied.to_local().data_ptr() != grad.to_local().data_ptr() or not grad.to_local().numel()
+        local = grad.to_local()
+        assert torch.tensordot(grad, copied, dims=grad.ndim) == torch.tensordot(local, local, dims=local.ndim)
         grad.data = grad.data * 2
         assert torch.equal(grad.to_local(), copied.to_local() * 2)
 

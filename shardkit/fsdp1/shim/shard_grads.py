@@ -56,6 +56,8 @@ class ShardGrad(DTensor):
             return norm.full_tensor()
         if caller.partition(".")[0] == "torch":
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if _is_dot(func, args, kwargs):
+            return func(args[0].to_local(), args[1].to_local(), *args[2:], **kwargs)
         if args and isinstance(args[0], ShardGrad) and _reduces_all(func, args, kwargs):
             return func(args[0].to_local(), *args[1:], **kwargs)
         return _mark(super().__torch_function__(func, types, args, kwargs))  # type: ignore[no-untyped-call]
@@ -74,6 +76,13 @@ class ShardGrad(DTensor):
 def _reduces_all(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     others = REDUCTIONS.get(getattr(func, "__name__", ""), -1)
     return len(args) <= others + 1 and kwargs.get("dim") is None and kwargs.get("axis") is None
+
+
+def _is_dot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is the sum of products of two gradients' elements, as optimizers log the cosine of two updates."""
+    if getattr(func, "__name__", "") != "tensordot" or not all(isinstance(each, ShardGrad) for each in args[:2]):
+        return False
+    return len(args) >= 2 and kwargs.get("dims", args[2] if len(args) > 2 else 2) == args[0].ndim
 
 
 def _mark(value: Any) -> Any:
