@@ -1,6 +1,5 @@
 """The benchmark suite of training steps: its arithmetic, its suites and its pages."""
 
-# ruff: noqa: E402  benchmarks are no part of the package, so the path comes before they are imported
 from __future__ import annotations
 
 import importlib
@@ -18,9 +17,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
-
 from benchmarks.models import SHAPES, Llama
 from benchmarks.train import estimate, figures, peaks, plots, ratios, records, report, run, world
 from benchmarks.train.__main__ import main
@@ -33,6 +29,7 @@ from benchmarks.train.suites import h200, smoke
 from benchmarks.train.watch import Watch, thinned
 from shardkit import fully_shard
 
+ROOT = Path(__file__).parent.parent
 CASE = Case("a", "shardkit", "tiny", sequence=8, bf16=False)
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  benchmarks are no part of the package, so the path comes before they are imported
 """The benchmark suite of training steps: what it measures, in which processes, how it resumes; all of it on a CPU."""
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
-
 from benchmarks.train import child, figures, machine, measure, meter, ranks, records, report, run, world
 from benchmarks.train.__main__ import main
 from benchmarks.train.case import Case, Training
 from benchmarks.train.group import Group, Suite
 from benchmarks.train.suites import SUITES
 
+ROOT = Path(__file__).parent.parent
 CASE = Case("a", "shardkit", "tiny", sequence=8, bf16=False)
 
 
