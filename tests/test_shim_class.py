@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp1_models import CPU, TOKENS, Decoder, fsdp1, losses, quiet, token_loss
+from fsdp1_models import CPU, TOKENS, Decoder, fsdp1, losses, pairs, quiet, token_loss
 from small_models import Block
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -340,3 +340,14 @@ def test_weights_that_are_averaged_by_the_handles_of_fsdp1():
             return token_loss(average, 1)
 
     assert torch.equal(averaged(FSDP, traversal_utils._get_fsdp_handles), averaged(fsdp1, torch_handles))
+
+
+@distributed(world_size=4, backend="gloo")
+def test_each_group_that_shards_has_a_first_rank():
+    pair = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": pairs()}
+    for wrapper, kind in ((FSDP, FSDP), (fsdp1, TorchFSDP)):
+        model = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True, **pair)
+        with kind.summon_full_params(model, rank0_only=True, writeback=False):
+            assert (
+                model.module.norm.bias.to(CPU).numel() == 7 and not isinstance(model.module.norm.bias, DTensor)
+            ) is (dist.get_rank() in (0, 2)), kind

@@ -117,7 +117,7 @@ def _found(wrapper: nn.Module, asked: Asked) -> Any:
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise settings.no_local_state("state_dict")
     assert isinstance(config, FullStateDictConfig), "set_state_dict_type checks it"
-    rank = _first_rank(wrapper)
+    rank = first_rank(wrapper)
     with full_params_from(wrapper, rank, rank0_only=config.rank0_only, offload_to_cpu=config.offload_to_cpu):
         if config.rank0_only and dist.get_rank() != rank:
             return _torch.with_state_dict_metadata(OrderedDict(), {})
@@ -125,7 +125,7 @@ def _found(wrapper: nn.Module, asked: Asked) -> Any:
     return _finished(found, names, config)
 
 
-def _first_rank(wrapper: nn.Module) -> int:
+def first_rank(wrapper: nn.Module) -> int:
     """The rank that ``rank0_only`` leaves: rank 0 of the group that shards, so one on each node of a hybrid."""
     record = record_of(wrapper)
     sharded = [param for param in wrapper.parameters() if isinstance(param, DTensor)]

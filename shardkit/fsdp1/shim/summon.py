@@ -12,7 +12,8 @@ from shardkit import _fsdp
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.shim.internals import assert_state
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of, wrappers_of
-from shardkit.state_dict.full_params import full_params
+from shardkit.fsdp1.shim.state import first_rank
+from shardkit.state_dict.full_params import full_params_from
 
 
 class NotSummoned(ShardkitError, NotImplementedError):
@@ -48,8 +49,9 @@ def summon_full_params(
     for each in wrappers:
         record_of(each).summoned = True
     try:
-        with full_params(
+        with full_params_from(
             target,
+            first_rank(wrappers[0]) if rank0_only else None,
             writeback=writeback or (shown and not rank0_only),
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
