@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
@@ -103,24 +102,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
         model.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def assert_same(found: object, expected: object, path: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, f"{path}/{number}")
-    elif isinstance(expected, Tensor):
-        assert type(found) is type(expected), path
-        assert found.dtype == expected.dtype, path
-        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected)]
-        assert torch.equal(*whole), path
-    else:
-        assert found == expected, path
 
 
 def set_type(model: nn.Module, kind: StateDictType, **options: Any) -> None:

@@ -14,7 +14,6 @@ from shim_optimizers import (
     OPTIMIZERS,
     SHARDED,
     Parent,
-    assert_same,
     set_type,
     train,
     wrapped,
@@ -35,6 +34,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
+from trees import assert_same
 
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed

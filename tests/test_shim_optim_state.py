@@ -17,7 +17,6 @@ from shim_optimizers import (
     OPTIMIZERS,
     SHARDED,
     Parent,
-    assert_same,
     set_type,
     train,
     two_groups,
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from trees import assert_same
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP

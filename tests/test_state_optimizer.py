@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from trees import assert_same
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import step_on_local_shards
@@ -101,23 +102,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, scheduler=None) 
     return losses
 
 
-def assert_same_tree(found: object, expected: object, path: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            assert_same_tree(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same_tree(*pair, f"{path}/{number}")
-    elif isinstance(expected, Tensor):
-        assert type(found) is Tensor, path
-        assert found.dtype == expected.dtype, path
-        assert torch.equal(found, expected), path
-    else:
-        assert found == expected, path
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(world_size=4, backend="gloo")
 def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
@@ -141,7 +125,7 @@ def test_training_goes_on_to_the_bit_in_a_fresh_model_and_optimizer(name):
     load_full_state_dict(model, state)
     load_full_optimizer_state_dict(model, optimizer, full)
     assert [group["lr"] for group in optimizer.param_groups] == groups
-    assert_same_tree(full, before)
+    assert_same(full, before)
     assert train(model, optimizer, range(3, 6)) == expected
 
 
@@ -161,7 +145,7 @@ def test_every_layout_gathers_and_takes_the_same_state(layout):
         moments = fresh.state[next(p for n, p in model.named_parameters() if n.endswith(".up.weight"))]
         assert isinstance(moments["exp_avg"], DTensor)
         assert not isinstance(moments["step"], DTensor)
-        assert_same_tree(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
+        assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
@@ -173,14 +157,14 @@ def test_torch_gathers_the_same_and_each_loads_the_others(name):
     train(model, optimizer, range(2))
     theirs = get_optimizer_state_dict(model, optimizer, options=FULL)
     ours = full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    assert_same_tree(ours, theirs)
+    assert_same(ours, theirs)
     fresh = make([{"params": list(model.parameters())}])
     load_full_optimizer_state_dict(model, fresh, theirs, src="all")
-    assert_same_tree(full_optimizer_state_dict(model, fresh, rank0_only=False), ours)
+    assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), ours)
     if ours["state"]:  # without any torch raises "Expected device to be set"
         other = make([{"params": list(model.parameters())}])
         set_optimizer_state_dict(model, other, ours, options=StateDictOptions(full_state_dict=True, strict=False))
-        assert_same_tree(full_optimizer_state_dict(model, other, rank0_only=False)["state"], ours["state"])
+        assert_same(full_optimizer_state_dict(model, other, rank0_only=False)["state"], ours["state"])
 
 
 @distributed(world_size=4, backend="gloo")
@@ -241,7 +225,7 @@ def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
     assert not {"gain", "frozen.weight"} & full["state"].keys()
     fresh = optimizers(model)
     load_full_optimizer_state_dict(model, reversed(fresh), full, src="all")
-    assert_same_tree(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
+    assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
     with pytest.raises(ShardkitError, match=r"in several groups"):
         full_optimizer_state_dict(model, [both[0], both[0]])
 
@@ -275,7 +259,7 @@ def test_after_a_forward_the_optimizers_parameters_are_still_known():
     expected = full_optimizer_state_dict(model, optimizer, rank0_only=False)
     model(torch.zeros(2, 3, dtype=torch.long))  # the root is gathered now
     assert not isinstance(model.gain, DTensor)
-    assert_same_tree(full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
+    assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
 
 
 @distributed(world_size=4, backend="gloo")
@@ -288,7 +272,7 @@ def test_sharded_state_goes_from_one_optimizer_to_another():
     assert isinstance(sharded["state"]["gain"]["exp_avg"], DTensor)
     load_sharded_optimizer_state_dict(model, fresh, sharded)
     full = full_optimizer_state_dict(model, used, rank0_only=False)
-    assert_same_tree(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
+    assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
 
 
 @pytest.mark.parametrize("src", ["rank0", "all"])
@@ -310,7 +294,7 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
         load_full_optimizer_state_dict(model, optimizer, optimizer.state_dict(), src=src)
     with pytest.raises(ShardkitError, match="has no 'state'"):
         load_full_optimizer_state_dict(model, optimizer, {"a": 1}, src=src)
-    assert_same_tree(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
+    assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
 
 
 def test_a_process_alone_needs_no_group():
@@ -320,4 +304,4 @@ def test_a_process_alone_needs_no_group():
     full = full_optimizer_state_dict(model, optimizer)
     fresh = OPTIMIZERS["adamw"](two_groups(model))
     load_full_optimizer_state_dict(model, fresh, full)
-    assert_same_tree(full_optimizer_state_dict(model, fresh), full)
+    assert_same(full_optimizer_state_dict(model, fresh), full)
