@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 def one_counts(
-    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 4, **options: Any
+    name: str, mesh: tuple[int, ...] = (4,), optimizer: str = "adamw", steps: int = 3, **options: Any
 ) -> None:
     """Train entry ``name`` of the zoo and its copy under ``shard_model(copy, **options)``: all bits are equal.
 
