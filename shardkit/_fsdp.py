@@ -42,7 +42,6 @@ class FSDPUnit(Protocol):
     modules: tuple[nn.Module, ...]
     fsdp_params: list[Any]
     device: torch.device
-    mp_policy: Any
     mesh_info: Any  # has shard_process_group, replicate_process_group, or both
     post_forward_mesh_info: Any  # None: the parameters stay gathered from forward to backward
     reshard_after_backward: bool
@@ -105,7 +104,8 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
     params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
     before = [(param, param.reduce_dtype) for param in params]
     for param in params:
-        param.reduce_dtype = None  # read by that conversion only; the reduction asks the unit (torch 2.11 to 2.13)
+        # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
+        param.reduce_dtype = param.param_dtype or param.orig_dtype
     try:
         yield
     finally:
@@ -149,14 +149,30 @@ def gathered_until_backward(model: nn.Module) -> Iterator[None]:
 def drop_unreduced_gradients(unit: FSDPUnit) -> None:
     """Forget gradients that backward left aside to be reduced later, which ``zero_grad`` does not see.
 
-    They are the unsharded parameter's, or in ``reduce_dtype`` beside it; on an HSDP mesh what was reduce-scattered
-    and waits for the all-reduce (torch 2.11 to 2.13).
+    They are the unsharded parameter's, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh what was
+    reduce-scattered and waits for the all-reduce, with its layout (since 2.15).
     """
     unit._partial_reduce_output = None  # type: ignore[attr-defined]
+    getattr(unit, "_partial_reduce_output_layout", {}).clear()
     for param in unit.fsdp_params:
-        param.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(param):
+            param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
+    """What a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
+    trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    if not trained:
+        return None
+    stored: torch.dtype = trained[0].sharded_param.dtype
+    policy = getattr(unit, "mp_policy", None)
+    if policy is not None:  # torch 2.11 to 2.14
+        return policy.reduce_dtype or policy.param_dtype or stored
+    return (
+        trained[0].mp_policy.reduce_dtype or stored
+    )  # since 2.15 a policy for each parameter, and param_dtype is not asked
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
@@ -286,10 +302,7 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
     fsdp1: FSDP1 casts the inputs of its root alone, and which module that is shows at the first forward.
     """
     state: Any = module._get_fsdp_state()
-    policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
-    state._mp_policy = policy
-    for unit in units_of(state):
-        unit.mp_policy = policy
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
 def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import torch_version
 from shardkit.fsdp1 import shard_like_fsdp1
 from shardkit.fsdp1.notes import REDUCES_UNUSED
 from shardkit.testing import distributed
@@ -52,14 +53,27 @@ def ranks_of(strategy):
 
 
 def compare(model, loss, **arguments):
-    """Both train; returns the losses, which are equal, after showing that something was trained."""
+    """Both train and have equal losses.
+
+    Since torch 2.15 FSDP2 casts each gradient of a parameter to ``reduce_dtype`` before they are added up, where the
+    parameter is used several times; FSDP1 adds first. With a ``reduce_dtype`` narrower than what is computed in, one
+    such rounding of a gradient, 2**-8 in bf16, moves the losses by at most that part of what training moves them.
+    """
     one_counts = arguments.pop("one_counts", False)
     theirs = losses(fsdp1(model(), **arguments), loss, one_counts=one_counts)
     sharded = shard_like_fsdp1(model(), **arguments)
     assert any(isinstance(param, DTensor) for param in sharded.parameters())
     ours = losses(sharded, loss, one_counts=one_counts, local_step=True)
-    assert torch.equal(ours, theirs), (ours - theirs).tolist()
+    if torch_version() >= (2, 15) and _reduces_narrower(arguments.get("mixed_precision")):
+        bound = 2**-8 * (theirs[0] - theirs[-1]).abs()
+        assert ((ours - theirs).abs() <= bound).all(), (ours - theirs).tolist()
+    else:
+        assert torch.equal(ours, theirs), (ours - theirs).tolist()
     assert ours.isfinite().all()
+
+
+def _reduces_narrower(precision):
+    return precision is not None and precision.param_dtype is None and precision.reduce_dtype is not None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

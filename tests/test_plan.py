@@ -25,6 +25,7 @@ from shardkit import (
     group,
     plan_model,
 )
+from shardkit._torch import torch_version
 from shardkit.plan import is_world_size
 from shardkit.testing import fake_world
 
@@ -229,6 +230,33 @@ def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, chec
     groups = [param_groups(module) for module in model.modules() if isinstance(module, FSDPModule)]
     in_torch = {id(each): len(each.fsdp_params) for found in groups for each in found}
     assert sorted(in_torch.values()) == sorted(len(unit.params) for unit in plan.units if unit.params)
+
+
+def test_the_reduce_dtype_is_resolved() -> None:
+    """torch 2.11 to 2.14 would reduce in bfloat16 and torch 2.15 in float32; a plan means one thing on every torch."""
+    computes = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = Decoder()
+    model.layers[0].requires_grad_(False)
+    plan = plan_model(model, mesh=EIGHT, mp_policy=computes)
+    frozen = next(unit for unit in plan.units if unit.name == "layers.0")
+    assert frozen.mp_policy.reduce_dtype is None
+    trained = [unit for unit in plan.units if plan.trains(unit)]
+    assert {unit.mp_policy.reduce_dtype for unit in trained} == {torch.float32}
+    assert "bfloat16, reduces in float32" in str(plan)
+    assert "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" in plan.to_python()
+    edited = dataclasses.replace(
+        plan, units=tuple(dataclasses.replace(unit, mp_policy=computes) for unit in plan.units)
+    )
+    assert edited == plan == ShardingPlan.from_dict(plan.to_dict())
+    given = plan_model(model, mesh=EIGHT, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    assert {unit.mp_policy.reduce_dtype for unit in given.units} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(torch_version() < (2, 15), reason="MixedPrecisionPolicy has no param_dtype_override_fn before 2.15")
+def test_a_function_in_a_policy_is_refused() -> None:
+    policy = MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
+    with pytest.raises(PlanError, match=r"^mp_policy: param_dtype_override_fn is set for .* plain data"):
+        plan_model(Decoder(), mesh=EIGHT, mp_policy=policy)
 
 
 def test_a_plan_can_be_edited() -> None:

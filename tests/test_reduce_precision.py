@@ -63,7 +63,7 @@ def test_half_the_bytes_and_the_float32_sum_of_bf16_gradients(mesh):
     grads, narrow_bytes = grads_and_bytes(narrow, ids)
     assert full_bytes == 2 * narrow_bytes > 0
     assert difference(grads, exact) <= 1e-6
-    torchs, _ = grads_and_bytes(net_of(MixedPrecisionPolicy(param_dtype=torch.bfloat16), MESHES[mesh]), ids)
+    torchs, _ = grads_and_bytes(net_of(MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), MESHES[mesh]), ids)
     assert difference(torchs, exact) > 1e-4, "adding in bf16 would do as well"
 
 
@@ -137,7 +137,7 @@ def test_with_offload_and_fp16():
 def test_a_unit_that_reduces_in_another_dtype():
     with fake_world(4):
         net = Net()
-        fully_shard(net.blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(net.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         fully_shard(net.blocks[1], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float64))
         fully_shard(net, mp_policy=BF16)
         text = (

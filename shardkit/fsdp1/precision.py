@@ -12,14 +12,14 @@ from shardkit.tree import ModelTree
 def mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPrecisionPolicy:
     """FSDP2's policy for a unit.
 
-    ``reduce_dtype=None`` is ``param_dtype`` in both. FSDP1 casts the inputs of the root only, unless it is told to
-    cast those of every unit; FSDP2 has one flag for each unit.
+    FSDP1 reduces in ``param_dtype`` where ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15. FSDP1 casts
+    the inputs of the root only, unless it is told to cast those of every unit; FSDP2 has one flag for each unit.
     """
     if mixed_precision is None or mixed_precision.param_dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
     return MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=mixed_precision.reduce_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
         cast_forward_inputs=mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs),
     )
 
@@ -28,7 +28,7 @@ def full_precision_policy(around: MixedPrecision | None) -> MixedPrecisionPolicy
     """For BatchNorm: inputs are cast to float32 and outputs back, by hooks in FSDP1 and by the policy in FSDP2."""
     if around is None or around.param_dtype in (None, torch.float32):
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=around.param_dtype)
+    return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=around.param_dtype)
 
 
 def offload_policy(cpu_offload: CPUOffload | None, device: torch.device | None) -> OffloadPolicy:

@@ -71,7 +71,7 @@ ARGUMENTS: dict[str, Row] = {
 # The fields of MixedPrecision and CPUOffload, in their order.
 FIELDS: dict[str, Row] = {
     "mixed_precision.param_dtype": Row("mapped", "param_dtype of the policy; outputs stay in it, in both"),
-    "mixed_precision.reduce_dtype": Row("mapped", "reduce_dtype of the policy; None is param_dtype in both"),
+    "mixed_precision.reduce_dtype": Row("mapped", "reduce_dtype of the policy; where it is None, param_dtype"),
     "mixed_precision.buffer_dtype": Row(
         "mapped",
         "Floating-point buffers are cast once, after sharding, where FSDP1 cast them at the first forward; it cast "

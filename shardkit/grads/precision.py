@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import FSDPUnit, fsdp_units
+from shardkit._fsdp import FSDPUnit, fsdp_units, reduce_dtype
 from shardkit.errors import ShardkitError, listing, message
 
 WIRE = (torch.bfloat16, torch.float16)
@@ -96,7 +96,7 @@ def _wrong_wire(wire: torch.dtype, accumulate: torch.dtype) -> list[str]:
 
 
 def _wrong_reduce_dtype(model: nn.Module, units: list[FSDPUnit], accumulate: torch.dtype) -> list[str]:
-    dtypes = [(unit, _reduce_dtype(unit)) for unit in units]
+    dtypes = [(unit, reduce_dtype(unit)) for unit in units]
     wrong = [f"{_name(model, unit)} in {dtype}" for unit, dtype in dtypes if dtype not in (None, accumulate)]
     if not wrong:
         return []
@@ -108,12 +108,6 @@ def _wrong_reduce_dtype(model: nn.Module, units: list[FSDPUnit], accumulate: tor
             f"Shard with MixedPrecisionPolicy(..., reduce_dtype={accumulate})",
         )
     ]
-
-
-def _reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
-    """What the unit's gradients are reduced in, None if it has none: the policy's word, or what they are made in."""
-    stored = [p.sharded_param.dtype for p in unit.fsdp_params if p.sharded_param.requires_grad]
-    return unit.mp_policy.reduce_dtype or unit.mp_policy.param_dtype or stored[0] if stored else None
 
 
 def _several_meshes(model: nn.Module, units: list[FSDPUnit]) -> list[str]:

@@ -151,7 +151,19 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
+def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
+    found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
+    if found:
+        yield message(
+            "mp_policy",
+            f"param_dtype_override_fn is set for {listing(found, 6)}",
+            "A plan is plain data, which ranks compare and JSON keeps, and a function is not",
+            "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params",
+        )
+
+
 _RULES = (
+    _functions_in_policies,
     _structure,
     _children_first,
     _disjoint_modules,

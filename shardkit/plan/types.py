@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -124,7 +124,8 @@ class ShardUnit:
         modules: FQNs, ``""`` is the root; more than one is torch's list form, ``fully_shard([a, b])``.
         params: FQNs of the parameters this call will own, in torch's order; a tied one once.
         reshard_after_forward: resolved, never None; an int is the number of ranks to reshard to.
-        mp_policy: torch's own class.
+        mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype`` becomes the dtype of
+            the unit's trainable parameters.
         offload_policy: torch's own class.
         checkpoint_activations: recompute the forward of each of the modules in backward.
         compile: compile the forward of each of the modules, after checkpointing and before sharding.
@@ -177,6 +178,20 @@ class ShardingPlan:
     prefetch: int = 0
     forward_methods: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(map(self._with_reduce_dtype, self.units)))
+
+    def _with_reduce_dtype(self, unit: ShardUnit) -> ShardUnit:
+        """The unit with the ``reduce_dtype`` that ``None`` stands for, so that a plan means the same on every torch.
+
+        It is the dtype of the parameters, as since torch 2.15. Before, torch reduced in ``param_dtype``.
+        """
+        policy = unit.mp_policy
+        if policy.param_dtype is None or policy.reduce_dtype is not None:
+            return unit
+        dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
+        return replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop())) if len(dtypes) == 1 else unit
 
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:

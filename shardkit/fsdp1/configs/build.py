@@ -89,7 +89,7 @@ def _of_fsdp2(target: Target, model: nn.Module, notes: tuple[Note, ...]) -> Tran
 def mp_policy(target: Target) -> MixedPrecisionPolicy:
     """torch's policy for the root of a target; ``output_dtype`` is for the root only."""
     precision = target.precision
-    return MixedPrecisionPolicy(precision.param, precision.reduce, precision.output)
+    return MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
 
 
 def offload_policy(target: Target) -> OffloadPolicy:
