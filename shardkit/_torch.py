@@ -230,6 +230,7 @@ tree_leaves = torch.utils._pytree.tree_leaves
 tree_map = torch.utils._pytree.tree_map
 # memory: fake tensors, which have shapes but no data; torch documents them and exports no public name (2.11 to 2.13).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:

@@ -1,58 +1,63 @@
 """Making sure that all ranks do the same: an error that only some ranks see is a hang on the others.
 
-Each rank reports its plan or its failure. One all-gather of 32 bytes shows whether all are the same; only when they
-are not, the reports themselves are exchanged, and every rank raises the same error.
+Each rank reports its plan, and what else must be alike, or its failure. One all-gather of 32 bytes shows whether all
+are the same; only when they are not, the reports themselves are exchanged, and every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.plan import ShardingPlan
-from shardkit.ranks import Groups, all_gather_bytes, collective_device
+from shardkit.ranks import Groups, collective_device, gather_by_rank
 
-Report: TypeAlias = "dict[str, Any] | str"  # a plan, or why there is none
+T = TypeVar("T")
 
 
-def agree_on_plan(decide: Callable[[], ShardingPlan], groups: Groups) -> ShardingPlan:
+def agree_on_plan(
+    decide: Callable[[], ShardingPlan], groups: Groups, facts: Callable[[], Mapping[str, str]] = dict
+) -> ShardingPlan:
     """What ``decide`` returns, when it returns the same on every rank. Collective over ``groups``.
 
     Args:
         decide: local; may raise on any rank.
         groups: the process groups of a mesh's axes, which together reach all its ranks; None is the world.
+        facts: local, called after ``decide``, may raise too: what else all ranks must have alike, by its name. The
+            version of torch is always among them.
 
     Raises:
         PlanError: ranks disagree, or ``decide`` raised on some but not all; the same message on every rank.
         Exception: what ``decide`` raised, when it raised the same on every rank.
     """
-    outcome = _outcome(decide)
-    report = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome.to_dict()
-    digest = hashlib.sha256(report.encode()).digest() if isinstance(report, str) else outcome.digest()  # type: ignore[union-attr]
-    same = _all_equal(digest, groups)
-    if same and isinstance(outcome, ShardingPlan):
-        return outcome
-    if same and isinstance(outcome, Exception):
-        raise outcome
-    cause = outcome if isinstance(outcome, Exception) else None
-    raise PlanError(_disagreement(_exchange(report, groups))) from cause
+    outcome = _outcome(lambda: (decide(), {"torch": str(torch.__version__), **facts()}))
+    if isinstance(outcome, Exception):
+        report = f"{type(outcome).__name__}: {outcome}"
+        if _all_equal(report.encode(), groups):
+            raise outcome
+        raise PlanError(_disagreement(gather_by_rank(report, groups))) from outcome
+    plan, alike = outcome
+    if _all_equal(plan.digest() + json.dumps(alike, sort_keys=True).encode(), groups):
+        return plan
+    raise PlanError(_disagreement(gather_by_rank({"plan": plan.to_dict(), "facts": alike}, groups)))
 
 
-def _outcome(decide: Callable[[], ShardingPlan]) -> ShardingPlan | Exception:
+def _outcome(decide: Callable[[], T]) -> T | Exception:
     try:
         return decide()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         return error
 
 
-def _all_equal(digest: bytes, groups: Groups) -> bool:
-    """Whether all ranks passed the same 32 bytes; a difference travels from group to group as zeros."""
+def _all_equal(report: bytes, groups: Groups) -> bool:
+    """Whether all ranks passed the same, by its SHA-256; a difference travels from group to group as zeros."""
+    digest = hashlib.sha256(report).digest()
     for group in groups:
         device = collective_device(group)
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
@@ -63,32 +68,36 @@ def _all_equal(digest: bytes, groups: Groups) -> bool:
     return digest != bytes(len(digest))
 
 
-def _exchange(report: Report, groups: Groups) -> dict[int, Report]:
-    """Every rank's report, by global rank."""
-    reports: dict[int, Report] = {dist.get_rank(): report}
-    for group in groups:
-        for gathered in all_gather_bytes(json.dumps(reports).encode(), group):
-            reports |= {int(rank): each for rank, each in json.loads(gathered).items()}
-    return dict(sorted(reports.items()))
-
-
-def _disagreement(reports: dict[int, Report]) -> str:
+def _disagreement(reports: dict[int, Any]) -> str:
     """One message for all ranks: who failed and why, else how each differs from the first."""
     failures = {rank: report for rank, report in reports.items() if isinstance(report, str)}
     if failures:
         lines = [f"- rank {rank}: {report}" for rank, report in failures.items()]
         problem = f"planning failed on {len(failures)} of {len(reports)} ranks"
         return message("plan", problem, "All ranks plan the same model", "Mend these") + "\n" + "\n".join(lines)
-    first_rank, first = next(iter(reports.items()))
-    differing = {rank: report for rank, report in reports.items() if report != first}
+    facts = {rank: report["facts"] for rank, report in reports.items()}
+    names = dict.fromkeys(name for each in facts.values() for name in each)
+    different = [_difference(name, {rank: each.get(name) for rank, each in facts.items()}) for name in names]
+    plans = {rank: report["plan"] for rank, report in reports.items()}
+    return "\n".join(filter(None, different)) or _different_plans(plans)
+
+
+def _difference(name: str, values: dict[int, str | None]) -> str | None:
+    first_rank, first = next(iter(values.items()))
+    rank, other = next(((rank, value) for rank, value in values.items() if value != first), (None, None))
+    if rank is None:
+        return None
+    problem = f"{first or 'missing'} on rank {first_rank}, and {other or 'missing'} on rank {rank}"
+    rule = "All ranks run one version of torch, and shard one model with the same arguments"
+    return message(name, problem, rule, f"Make {name} the same on every rank")
+
+
+def _different_plans(plans: dict[int, dict[str, Any]]) -> str:
+    first_rank, first = next(iter(plans.items()))
+    differing = {rank: plan for rank, plan in plans.items() if plan != first}
     problem = f"rank {first_rank} and rank {listing(map(str, differing))} have different plans"
     rank, other = next(iter(differing.items()))
-    difference = ShardingPlan.from_dict(_as_dict(first)).diff(ShardingPlan.from_dict(_as_dict(other)))
+    difference = ShardingPlan.from_dict(first).diff(ShardingPlan.from_dict(other))
     rule = "All ranks apply one plan to one model"
     fix = "Build the same model and pass the same arguments on every rank"
     return message("plan", problem, rule, fix) + f"\n(- rank {first_rank}, + rank {rank})\n{difference}"
-
-
-def _as_dict(report: Report) -> dict[str, Any]:
-    assert isinstance(report, dict)  # failures were reported before plans are compared
-    return report

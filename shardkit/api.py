@@ -90,10 +90,12 @@ def shard_model(
     memory_budget: int | str | None = None,
     example_batch: Any = None,
     plan: ShardingPlan | None = None,
+    sync_module_states: bool = False,
 ) -> nn.Module:
     """Shards ``model`` in place and returns it: ``apply_plan(model, plan_model(model, ...))``.
 
-    Collective: every rank must call, with the same arguments. Under ``torchrun`` the process group is made from its
+    Collective: every rank must call, with the same arguments, and with models of the same values: a sample of every
+    parameter and buffer is compared before anything is changed. Under ``torchrun`` the process group is made from its
     variables; alone, a group of one process is made, so one script runs either way. Build the optimizer afterwards,
     since sharding replaces the model's parameters.
 
@@ -106,6 +108,8 @@ def shard_model(
             prints the choice.
         example_batch: one rank's micro-batch, which a budget needs; only shapes and dtypes count.
         plan: a plan made before, instead of all of these except a DeviceMesh.
+        sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all, but for ignored
+            parameters, one tensor at a time and before sharding; the models' values may then differ.
 
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
@@ -128,7 +132,7 @@ def shard_model(
         decided = plan_model(model, mesh=mesh, **arguments)
         return decided if memory_budget is None else _within(memory_budget, model, decided, example_batch)
 
-    return apply_decided(model, decide, mesh if isinstance(mesh, DeviceMesh) else None)
+    return apply_decided(model, decide, mesh if isinstance(mesh, DeviceMesh) else None, sync_module_states)
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any) -> ShardingPlan:

@@ -17,28 +17,38 @@ from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import device_type
+from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.tree import ModelTree
 
 
-def apply_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None = None) -> nn.Module:
+def apply_plan(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None = None, *, sync_module_states: bool = False
+) -> nn.Module:
     """Shards ``model`` as ``plan`` says, in place, and returns it.
 
     Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their plans, in one
-    all-gather of 32 bytes. Parameters on the meta device stay there, for ``materialize``.
+    all-gather of 32 bytes, and a sample of their values, in one all-reduce of 24 bytes for each tensor. Parameters on
+    the meta device stay there, for ``materialize``.
 
     Args:
         model: the model that the plan was made for; its parameters become DTensors, its classes FSDPModules.
         plan: what ``plan_model`` returned, perhaps edited with ``dataclasses.replace``.
         mesh: the mesh to shard on, of the plan's shape; None builds one over all ranks.
+        sync_module_states: broadcast the first rank's parameters and buffers, as for ``shard_model``.
 
     Raises:
-        PlanError: the plan does not hold, does not fit the model or the mesh, or differs between ranks. Raised on
-            every rank, with the model unchanged.
+        PlanError: the plan does not hold, does not fit the model or the mesh, or differs between ranks, as do the
+            values that they start from. Raised on every rank, with the model unchanged.
     """
-    return apply_decided(model, lambda: plan, mesh)
+    return apply_decided(model, lambda: plan, mesh, sync_module_states)
 
 
-def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: DeviceMesh | None = None) -> nn.Module:
+def apply_decided(
+    model: nn.Module,
+    decide: Callable[[], ShardingPlan],
+    mesh: DeviceMesh | None = None,
+    sync_module_states: bool = False,
+) -> nn.Module:
     """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all."""
     ensure_process_group()
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
@@ -51,8 +61,12 @@ def apply_decided(model: nn.Module, decide: Callable[[], ShardingPlan], mesh: De
         return plan
 
     with real_tensors():  # what ranks tell each other is real, also where the model is made of fake tensors
-        plan = agree_on_plan(decide_and_check, groups)
+        plan = agree_on_plan(decide_and_check, groups, lambda: facts_of(model, sync_module_states))
+        check_same_start(model, plan.ignored, groups, sync_module_states)
         mesh = mesh or build_mesh(plan.mesh)
+        if sync_module_states:
+            states = states_of(model, plan.ignored).values()
+            broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     carry_out(model, plan, mesh)
     return model
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,14 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
     gathered = [padded.clone() for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     return [bytes(each.tolist())[: int(length)] for each, length in zip(gathered, sizes, strict=True)]
+
+
+def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
+    """Each rank's value, plain data that JSON can hold, by global rank in order. Collective over ``groups``."""
+    known: list[tuple[int, Any]] = [(dist.get_rank(), value)]
+    for group in groups:
+        known = [each for data in all_gather_bytes(json.dumps(known).encode(), group) for each in json.loads(data)]
+    return dict(sorted(dict(known).items()))
 
 
 def any_true(value: bool, groups: Groups) -> bool:
@@ -158,15 +166,5 @@ def _waiting(call: str) -> str:
 
 def _reasons(problem: Exception | None, groups: Groups) -> dict[int, str]:
     """What each failed rank says, by global rank."""
-    known = {} if problem is None else {dist.get_rank(): f"{type(problem).__name__}: {problem}"}
-    for group in groups:
-        known = {rank: reason for each in all_gather_bytes(_packed(known), group) for rank, reason in _unpacked(each)}
-    return dict(sorted(known.items()))
-
-
-def _packed(reasons: dict[int, str]) -> bytes:
-    return json.dumps(list(reasons.items())).encode()
-
-
-def _unpacked(data: bytes) -> list[tuple[int, str]]:
-    return [(int(rank), str(reason)) for rank, reason in json.loads(data)]
+    reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
+    return {rank: reason for rank, reason in reasons.items() if reason is not None}

@@ -23,6 +23,7 @@ from shardkit.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_
 from shardkit.meta import materialize
 from shardkit.plan import ShardingPlan
 from shardkit.ranks import Groups, accelerator, device_type
+from shardkit.start import check_same_start, facts_of
 
 
 def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
@@ -71,6 +72,7 @@ def shard_translated(
     decide: Callable[[], Translation],
     groups: Groups,
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
+    any_start: bool = False,
 ) -> tuple[Translation, DeviceMesh]:
     """Shards ``model`` in place as ``decide`` says, but for ``buffer_dtypes``. Collective over ``groups``.
 
@@ -79,6 +81,7 @@ def shard_translated(
         decide: local; what it raises on one rank is raised by all.
         groups: which together reach all ranks that shard; None is the world.
         mesh_of: what to build the mesh with, ``mesh_for`` by default.
+        any_start: whether ranks may start from different values, as FSDP1 lets them.
 
     Returns:
         What was decided, and the mesh.
@@ -92,8 +95,15 @@ def shard_translated(
         decided.append(translation)
         return translation.plan
 
+    def facts() -> dict[str, str]:
+        sync, dtypes = decided[-1].sync_module_states, decided[-1].buffer_dtypes
+        alike = {"sync_module_states": str(sync)} if any_start and not sync else facts_of(model, sync)
+        return alike | {"buffer_dtype": str(dict(dtypes))}
+
     with real_tensors():  # as in apply_decided
-        plan = agree_on_plan(decide_and_check, groups)
+        plan = agree_on_plan(decide_and_check, groups, facts)
+        if not (any_start or decided[0].sync_module_states):
+            check_same_start(model, plan.ignored, groups, sync_module_states=False)
         sources = Sources(model, decided[0], groups)
         mesh = (mesh_of or mesh_for)(decided[0])
     needed = decided[0].sync_module_states or sources.anywhere_on_meta

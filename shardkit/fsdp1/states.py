@@ -5,25 +5,21 @@ One unit at a time, so that no rank ever holds more than its shards and one whol
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.types import Translation
 from shardkit.meta import is_recorded
 from shardkit.plan import ShardUnit
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups, gather_by_rank, together
+from shardkit.start import broadcast_from_first
 
 
 def own_states(module: nn.Module) -> list[Tensor]:
@@ -37,9 +33,6 @@ class Sources:
     Attributes:
         recorded: every rank built the model under ``init_on_meta``, so ``materialize`` gives it its values.
         anywhere_on_meta: some rank has to make values from meta.
-
-    Raises:
-        TranslationError: on every rank, when ranks were told different things.
     """
 
     def __init__(self, model: nn.Module, translation: Translation, groups: Groups) -> None:
@@ -47,21 +40,10 @@ class Sources:
         on_meta = any(
             state.is_meta for module in model.modules() if module not in ignored for state in own_states(module)
         )
-        facts = {
-            "sync_module_states": translation.sync_module_states,
-            "buffer_dtype": {fqn: str(dtype) for fqn, dtype in translation.buffer_dtypes.items()},
-            "buffers": _digest_of_buffers(model) if translation.sync_module_states else "",
-            "on_meta": on_meta,
-            "recorded": on_meta and translation.param_init_fn is None and is_recorded(model),
-        }
-        answers = _gather(facts, groups)
-        for name in ("sync_module_states", "buffer_dtype", "buffers"):
-            if any(answer[name] != facts[name] for answer in answers):
-                raise TranslationError(
-                    message(name, "differs between ranks", "All ranks shard one model in one way", "Pass it to all")
-                )
-        self.recorded = all(answer["recorded"] for answer in answers)
-        self.anywhere_on_meta = any(answer["on_meta"] for answer in answers) and not self.recorded
+        recorded = on_meta and translation.param_init_fn is None and is_recorded(model)
+        answers = gather_by_rank((on_meta, recorded), groups).values()
+        self.recorded = all(recorded for _, recorded in answers)
+        self.anywhere_on_meta = any(on_meta for on_meta, _ in answers) and not self.recorded
 
 
 class UnitStates:
@@ -85,9 +67,7 @@ class UnitStates:
             self._materialize(unit)
             states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
             _check_real(states, unit)
-        for state in states:
-            for group in self._mesh.get_all_groups():
-                _broadcast(state, group, self._mesh.device_type)
+        broadcast_from_first(states, self._mesh.get_all_groups(), self._mesh.device_type)
 
     def _materialize(self, unit: ShardUnit) -> None:
         modules = self._modules(unit)
@@ -127,7 +107,7 @@ class UnitStates:
     def _unsynced(self, unit: ShardUnit) -> Iterator[Tensor]:
         """The buffers at and below the unit that none before it had, those of ignored modules too, and its params."""
         for fqn in unit.modules:
-            for buffer in self._model.get_submodule(fqn).buffers():
+            for _, buffer in sorted(self._model.get_submodule(fqn).named_buffers()):
                 if id(buffer) not in self._synced:
                     self._synced[id(buffer)] = buffer
                     yield buffer
@@ -194,28 +174,3 @@ def _check_real(states: list[Tensor], unit: ShardUnit) -> None:
                 "Materialize the ignored modules first",
             )
         )
-
-
-def _gather(facts: dict[str, Any], groups: Groups) -> list[dict[str, Any]]:
-    """The facts of all ranks that the groups reach together."""
-    known = [facts]
-    for group in groups:
-        known = [each for data in all_gather_bytes(json.dumps(known).encode(), group) for each in json.loads(data)]
-    return known
-
-
-def _digest_of_buffers(model: nn.Module) -> str:
-    buffers = [(fqn, tuple(buffer.shape), str(buffer.dtype)) for fqn, buffer in model.named_buffers()]
-    return hashlib.sha256(repr(buffers).encode()).hexdigest()
-
-
-def _broadcast(state: Tensor, group: dist.ProcessGroup, device: str) -> None:
-    """Overwrites ``state`` with that of the group's first rank; as bytes, since gloo knows few dtypes."""
-    if group.size() == 1 or not state.numel():
-        return
-    local = state.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
-    staged = local.to(device).contiguous()
-    dist.broadcast(staged.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
-    if staged is not local:
-        local.copy_(staged)

@@ -70,7 +70,9 @@ def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Con
     if module in _made and _is_as(given, _made[module].given):
         return Constructed(replace(_made[module], root=None), {}, before, again=True)
     groups = groups_to_agree(given.process_group, given.device_mesh)
-    translation, mesh = shard_translated(module, lambda: translate(module, given, apart), groups, _shared_mesh)
+    translation, mesh = shard_translated(
+        module, lambda: translate(module, given, apart), groups, _shared_mesh, any_start=True
+    )
     _say_alone(given, mesh)
     _say_full_precision(module, given, translation)
     below = {
