@@ -35,6 +35,8 @@ class Disguise(TorchFunctionMode):
     ) -> Any:
         """Answer as for an ordinary tensor; anything else runs unchanged."""
         kwargs = kwargs or {}
+        if func is Tensor.to and any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
+            return self._to(args[0], args[1:], kwargs)
         if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
             return func(*args, **kwargs)
         if func in self._answers:
@@ -43,24 +45,21 @@ class Disguise(TorchFunctionMode):
             return func(self._recorder.value(args[0]), *args[1:], **kwargs)
         if func is Tensor.cpu and self._device.type == "cpu":
             return args[0]
-        if func is Tensor.to:
-            return self._to(args, kwargs)
         return func(*args, **kwargs)
 
-    def _to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``tensor.to(its own device)`` is the same tensor, or only a cast."""
-        rest = tuple(arg for arg in args[1:] if not self._is_here(arg))
-        kwargs = {k: v for k, v in kwargs.items() if not (k == "device" and (v is None or self._is_here(v)))}
-        if not rest and not kwargs:
-            return args[0]
-        if len(rest) < len(args) - 1 and rest and isinstance(rest[0], bool):
-            rest = (args[0].dtype, *rest)  # to(device, non_blocking): only to(dtype, ...) is left to say it with
-        if not rest and "dtype" not in kwargs:
-            kwargs["dtype"] = args[0].dtype
-        return Tensor.to(args[0], *rest, **kwargs)
-
-    def _is_here(self, arg: Any) -> bool:
-        return isinstance(arg, (str, torch.device)) and torch.device(arg).type == self._device.type
+    def _to(self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """``tensor.to(...)`` in any of its forms; to the device where tensors pretend to be, it is only a cast."""
+        names: tuple[str, ...] = ("device", "dtype", "non_blocking", "copy")
+        if args and isinstance(args[0], (torch.dtype, Tensor)):
+            names = ("dtype" if isinstance(args[0], torch.dtype) else "tensor", "non_blocking", "copy")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        other = given.pop("tensor", None)
+        if other is not None:
+            given |= {"device": self._device if other.is_meta else other.device, "dtype": other.dtype}
+        device, dtype = given.pop("device", None), given.pop("dtype", None) or tensor.dtype
+        if device is None or torch.device(device).type == self._device.type:
+            return Tensor.to(tensor, dtype, **given)
+        return Tensor.to(tensor, device, dtype, **given)
 
 
 _VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}

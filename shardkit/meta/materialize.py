@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.consensus import agree, digest_of
-from shardkit.meta.context import is_plain_meta, records
+from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.own import Initialiser, Recorded, record_initialisers
 from shardkit.meta.replay import Player
 from shardkit.meta.rng import settle, undone_on_error
@@ -160,6 +160,8 @@ def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *
     for target in targets:
         target.recorded = _recorded(target)
     missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
+    if missing and init is None and is_recorded(model):
+        _refuse_to_guess([target for target in targets if id(target.tensor) in missing])
     if missing or init is not None:
         known = {id(t.tensor): t.recorded for t in targets if t.recorded is not None}
         recorded = record_initialisers(model, known, missing, init)
@@ -168,6 +170,18 @@ def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *
     tapes = closure({t.recorded[0] for t in targets if t.recorded is not None}, chained=chained)
     _check_targets(targets, tapes)
     return tapes
+
+
+def _refuse_to_guess(targets: list[Target]) -> None:
+    # PEFT's adapters, put on after init_on_meta: reset_parameters of their nn.Linear would not give zeros to lora_B.
+    raise ShardkitError(
+        message(
+            listing(fqn for target in targets for fqn in target.fqns),
+            "made on the meta device outside init_on_meta(), so its initial values were not recorded",
+            "The rest of the model was recorded, and materialize does not guess values",
+            "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)",
+        )
+    )
 
 
 def _recorded(target: Target) -> Recorded | None:

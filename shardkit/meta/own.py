@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import recording
 from shardkit.meta.record import Recorder
 from shardkit.meta.tape import Tape, View
@@ -104,6 +105,7 @@ def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor
 def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
     """``reset_parameters`` of modules that own missing tensors, then what initialises whole models."""
     owners = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
+    _check_resets(model, owners)
 
     def reset(module: nn.Module) -> None:
         if id(module._parameters) in owners or id(module._buffers) in owners:
@@ -113,6 +115,27 @@ def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
 
     model.apply(reset)
     _initialise_whole(model)
+
+
+def _check_resets(model: nn.Module, owners: set[int]) -> None:
+    """Raise for missing tensors below a module whose initialiser takes arguments that only its construction knew."""
+    unknown = {}
+    for name, module in model.named_modules():
+        methods = [each for each in dir(type(module)) if each.startswith("reset_") and each.endswith("_parameters")]
+        method = next((each for each in methods if _num_required(getattr(module, each))), None)
+        below = (each for each in module.modules() if id(each._parameters) in owners or id(each._buffers) in owners)
+        if method is not None and any(below):
+            unknown[name or "(root)"] = method
+    if unknown:
+        raise ShardkitError(
+            message(
+                listing(unknown),
+                f"initialised by {listing(dict.fromkeys(unknown.values()))}, which takes arguments",
+                "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
+                "adapters have others, and materialize does not guess values",
+                "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)",
+            )
+        )
 
 
 def _initialise_whole(module: nn.Module) -> None:

@@ -1,0 +1,168 @@
+"""PEFT's adapters on models that were built on meta: bit-equal to PEFT on real weights, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meta_check import check_same_as_ordinary
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardkit import ShardkitError, init_on_meta, load_pretrained, materialize, shard_model
+from shardkit.testing import fake_world
+
+# transformers' own deprecation, met by PEFT
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+    "ia3": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fake_world(2):
+        yield
+
+
+def base():
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def adapted(model: nn.Module, kind: str) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    if kind == "ia3":
+        config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    else:
+        config = peft.LoraConfig(**{"target_modules": TARGETS, "r": 4} | KINDS[kind])
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_made_inside(kind):
+    model = check_same_as_ordinary(lambda: adapted(base(), kind))
+    assert any("lora_B" in fqn or "ia3_l" in fqn or "embedding_B" in fqn for fqn, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"])
+def test_adapters_made_afterwards_are_refused_by_name(kind, context):
+    """PEFT moves them to the base's device, meta, where their values are lost."""
+    with context():
+        model = base()
+    model = shard_model(adapted(model, kind))
+    with pytest.raises(ShardkitError, match="q_proj|k_proj") as error:
+        materialize(model)
+    assert "does not guess values" in str(error.value)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_load_pretrained_of_the_base(tmp_path):
+    """What the file does not have, the adapters, is as PEFT made it inside, and refused where it was made after."""
+    torch.manual_seed(5)
+    plain = adapted(base(), "lora")
+    values = dict(plain.named_parameters())
+    save_file({fqn: t.detach() + 1 for fqn, t in values.items() if "lora_" not in fqn}, tmp_path / "model.safetensors")
+    torch.manual_seed(5)
+    with init_on_meta():
+        model = adapted(base(), "lora")
+    load_pretrained(shard_model(model), tmp_path, strict=False)
+    for fqn, param in model.named_parameters():
+        expected = values[fqn].chunk(2)[0] + (0 if "lora_" in fqn else 1)
+        assert torch.equal(param.to_local(), expected), fqn
+
+    with init_on_meta():
+        model = base()
+    with pytest.raises(ShardkitError, match=r"q_proj\.lora_A.*does not guess values"):
+        load_pretrained(shard_model(adapted(model, "lora")), tmp_path, strict=False)
+
+
+def test_adapters_made_afterwards_take_an_initialiser():
+    def init(module):
+        if hasattr(module, "lora_A"):
+            nn.init.ones_(module.lora_A["default"].weight)
+            nn.init.zeros_(module.lora_B["default"].weight)
+
+    with init_on_meta():
+        model = base()
+    model = shard_model(adapted(model, "lora"))
+    materialize(model, init=init)
+    adapters = {fqn: param.to_local() for fqn, param in model.named_parameters() if "lora_" in fqn}
+    values = {fqn.split(".")[-3]: param.unique().tolist() for fqn, param in adapters.items()}
+    assert values == {"lora_A": [1.0], "lora_B": [0.0]}
+
+
+class Moves(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.inner = move(nn.Linear(3, 3))
+        self.after = nn.Parameter(torch.rand(3))
+
+
+OTHER = torch.zeros(2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to("cpu"),
+        lambda m: m.to(torch.device("cpu")),
+        lambda m: m.to(device="cpu"),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to(dtype=torch.bfloat16),
+        lambda m: m.to("cpu", torch.bfloat16),
+        lambda m: m.to("cpu", torch.bfloat16, True),
+        lambda m: m.to("cpu", non_blocking=True),
+        lambda m: m.to(torch.bfloat16, True),
+        lambda m: m.to(OTHER),
+        lambda m: m.to(torch.ones(1, dtype=torch.float64)),
+        lambda m: m.to(None),
+        lambda m: m.to(None, torch.float64),
+        lambda m: m.to("cpu", memory_format=torch.preserve_format),
+        lambda m: m.to(m.weight.device),
+        lambda m: m.cpu().double(),
+    ],
+)
+def test_moves_and_casts_inside(move):
+    check_same_as_ordinary(lambda: Moves(move))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda t: t.to("cpu"),
+        lambda t: t.to("cpu", None, False, True),
+        lambda t: t.to(None),
+        lambda t: t.to(device=None, dtype=None),
+        lambda t: t.to(torch.float64, False, True),
+        lambda t: t.to(t, copy=True),
+        lambda t: t.to(tensor=OTHER),
+        lambda t: OTHER.to(t),
+        lambda t: OTHER.to(t, copy=True) + t[:2],
+        lambda t: t.to("cpu", copy=True, memory_format=torch.contiguous_format),
+    ],
+)
+def test_tensors_move_and_cast_inside(move):
+    def build():
+        made = torch.rand(3)
+        moved = move(made)
+        made.mul_(2)  # what is the same tensor changes with it, a copy does not
+        return nn.ParameterList([nn.Parameter(made), nn.Parameter(moved.detach().clone())])
+
+    check_same_as_ordinary(build)
