@@ -67,7 +67,7 @@ def test_adapters_made_afterwards_are_refused_by_name(kind, context):
     with context():
         model = base()
     model = shard_model(adapted(model, kind))
-    with pytest.raises(ShardkitError, match="q_proj|k_proj") as error:
+    with pytest.raises(ShardkitError, match=r"q_proj|k_proj") as error:
         materialize(model)
     assert "does not guess values" in str(error.value)
     assert all(param.is_meta for param in model.parameters())
