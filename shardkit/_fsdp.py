@@ -50,6 +50,7 @@ class FSDPUnit(Protocol):
     gradient_divide_factor: float | None  # None: the number of ranks
     reduce_scatter_unused_params: bool  # since 2.13
     post_backward: Callable[..., None]
+    finalize_backward: Callable[[], None]  # called for each unit below the root when a backward ends
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:

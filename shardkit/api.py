@@ -55,7 +55,8 @@ def plan_model(
             but False for ``[norm, head]`` and the root, which backward needs at once.
         mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
-        ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced.
+        ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
+            parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
         checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations.
             Blocks are units of one module that has submodules, other than the root.
         compile: ``torch.compile`` the forward of the blocks.

@@ -17,6 +17,7 @@ from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import device_type
+from shardkit.replicated import replicate
 from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.tree import ModelTree
 
@@ -99,11 +100,11 @@ def carry_out(
         mesh: of the plan's shape.
         before: called with each unit right before it is sharded; may replace the unit's parameters.
     """
-    ignored = {model.get_parameter(fqn) for fqn in plan.ignored}
+    ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
     for unit in plan.units:
         if before is not None:
             before(unit)
-            ignored = {model.get_parameter(fqn) for fqn in plan.ignored}
+            ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
         modules = [model.get_submodule(fqn) for fqn in unit.modules]
         _make_contiguous(model, unit)
         _prepare(modules, unit)
@@ -115,6 +116,8 @@ def carry_out(
             offload_policy=unit.offload_policy,
             ignored_params=ignored or None,
         )
+    if plan.replicated:
+        replicate(model, plan.replicated, mesh)
     _prefetch(model, plan)
     for method in plan.forward_methods:
         register_fsdp_forward_method(model, method)

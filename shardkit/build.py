@@ -55,7 +55,8 @@ def build_plan(
     """
     check_settings("", vars(settings))
     left_alone = frozenset(ignored)
-    selections, notes = default_units(tree, left_alone) if rules is None else (_with_root(select(tree, rules)), [])
+    unsharded = left_alone | tree.unshardable
+    selections, notes = default_units(tree, unsharded) if rules is None else (_with_root(select(tree, rules)), [])
     return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes)
 
 
@@ -74,7 +75,8 @@ def plan_of(
         PlanError: the selections split a tie or lie inside each other, or the plan does not hold.
     """
     selections = _children_first(tree, selections)
-    ownership = assign(tree, [selection.entries for selection in selections], left_alone)
+    unsharded = left_alone | tree.unshardable
+    ownership = assign(tree, [selection.entries for selection in selections], unsharded)
     if ownership.split:
         raise PlanError("\n".join(split_problem(tree, fqn) for fqn in ownership.split))
     units = [
@@ -85,6 +87,7 @@ def plan_of(
         mesh=mesh,
         params=tree.specs(),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
+        replicated=tuple(fqn for fqn in tree.params if fqn in unsharded - left_alone),
         prefetch=prefetch,
         forward_methods=("generate",) if callable(getattr(tree.modules[0], "generate", None)) else (),
         notes=(*notes, *_ignored_notes(tree, left_alone)),

@@ -135,7 +135,7 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     units = [[tree.places[fqn] for fqn in unit.modules] for unit in plan.units]
-    ownership = assign(tree, units, plan.ignored)
+    ownership = assign(tree, units, plan.unsharded)
     yield from (split_problem(tree, fqn) for fqn in ownership.split)
     for unit, params in zip(plan.units, ownership.params, strict=True):
         if not ownership.split and set(params) != set(unit.params):

@@ -57,6 +57,11 @@ class ModelTree:
         """The entry of each FQN."""
         return {fqn: entry for entry, fqn in enumerate(self.fqns)}
 
+    @cached_property
+    def unshardable(self) -> frozenset[str]:
+        """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
+        return frozenset(fqn for fqn, param in self.params.items() if not param.dim() or not param.numel())
+
     def _walk(self, fqn: str, module: nn.Module, parent: int, path: set[int]) -> None:
         if id(module) in path:
             return  # a module that is its own descendant: torch's named_modules() stops here too

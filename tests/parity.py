@@ -85,7 +85,7 @@ def _copies(
     sharded = entry.build()
     if options.get("checkpoint_activations"):
         _stop_caching(sharded)
-    plan = plan_model(sharded, mesh=mesh_of(mesh), ignored_params=entry.ignored, **options)
+    plan = plan_model(sharded, mesh=mesh_of(mesh), **options)
     shard_model(sharded, mesh=mesh_of(mesh), plan=plan)
     if entry.uneven:
         sharded.set_reduce_scatter_unused_params(True)  # torch >= 2.13; see _sum_over_ranks_
@@ -173,10 +173,6 @@ def _backward(entry: Entry, plain: nn.Module, sharded: nn.Module, step: int, cou
     if not torch.equal(loss, expected):
         problems.append(f"loss in step {step}: {loss.item()!r} for {expected.item()!r}")
     _raise_together(problems)
-    for fqn in entry.ignored:  # as the training loop of a user must
-        grad = sharded.get_parameter(fqn).grad
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
     return _sum_over_ranks_(plain, zeros=entry.uneven)
 
 

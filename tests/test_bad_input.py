@@ -138,13 +138,20 @@ def test_a_number_of_ranks_that_does_not_divide(reshard: int) -> None:
         plan_model(model, reshard_after_forward=reshard, mesh=EIGHT)
 
 
-def test_scalar_parameter() -> None:
+def test_what_cannot_be_sharded_in_a_unit_or_alone_or_cast() -> None:
     model = Decoder()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    model.layers[0].scale = nn.Parameter(torch.tensor(1.0))
-    with refused(model, "scale: is a scalar", "layers.0.scale: is a scalar", "shape (1,)", "ignored_params=['scale']"):
-        plan_model(model, mesh=EIGHT)
-    plan_model(model, mesh=EIGHT, ignored_params=["scale", model.layers[0].scale])
+    model.scale, model.none = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 4))
+    plan = plan_model(model, mesh=EIGHT)
+    assert plan.replicated == ("scale", "none")
+    root = dataclasses.replace(plan.units[-1], params=("scale", "none"))
+    edited = dataclasses.replace(plan, units=(*plan.units[:-1], root), replicated=())
+    with refused(model, "scale: is a scalar, shape ()", "none: is empty, shape (0, 4)", "in replicated"):
+        edited.check()
+    with refused(model, "none: is empty, shape (0, 4)", "torch.bfloat16", ".to(torch.bfloat16)"):
+        plan_model(model, mesh=EIGHT, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    alone = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
+    with refused(alone, "model: none of its parameters can be sharded: 0"):
+        plan_model(alone, mesh=EIGHT)
 
 
 def test_ignored_parameter_of_another_model() -> None:
@@ -275,13 +282,6 @@ def test_plan_edited_by_hand() -> None:
                 apply_plan(model, edited)
         with refused(model, "plan: given together with compile"):
             shard_model(model, plan=plan, compile=True)
-
-
-def test_empty_parameter() -> None:
-    model = Decoder()
-    model.none = nn.Parameter(torch.zeros(0, 4))
-    with refused(model, "none: is empty, shape (0, 4)", "ignored_params=['none']"):
-        plan_model(model, mesh=EIGHT)
 
 
 def test_parameters_in_the_same_memory() -> None:

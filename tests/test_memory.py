@@ -77,7 +77,7 @@ def test_predicted_is_counted(case: str, tied: bool) -> None:
 def test_predicted_is_counted_in_the_zoo(name: str) -> None:
     entry = ZOO[name]
     model, batch = entry.build(), entry.batch(0)
-    plan = plan_model(model, mesh=MeshSpec.sharded(4), ignored_params=entry.ignored)
+    plan = plan_model(model, mesh=MeshSpec.sharded(4))
     expected = predicted_peak(model, plan, batch)
     counted = counted_peak(model, plan, lambda m: mean(m(**batch)).backward())
     assert counted == pytest.approx(expected, rel=0.01)  # a few small tensors live a moment longer in one or the other
@@ -87,6 +87,6 @@ def test_predicted_is_counted_in_the_zoo(name: str) -> None:
 def test_what_needs_values_is_refused(name: str) -> None:
     entry = ZOO[name]
     model = entry.build()
-    plan = plan_model(model, mesh=MeshSpec.sharded(4), ignored_params=entry.ignored)
+    plan = plan_model(model, mesh=MeshSpec.sharded(4))
     with pytest.raises(PlanError, match="batch: the model does not train on it with fake tensors"):
         trace(model, plan, entry.batch(0), loss=mean)

@@ -25,7 +25,6 @@ class Entry:
         build: makes the model; the caller seeds, so that two calls give equal models.
         batch: keyword arguments of the forward for a seed.
         loss: the model and a batch to a tensor without dimensions.
-        ignored: parameters that cannot be sharded, scalars, whose gradients the training loop has to average.
         crossing: tensors reach blocks other than from the block before, as an encoder's output reaches all
             decoder blocks. FSDP2 adds up the gradients of each unit's input before they leave the unit, where
             the plain model adds them in another order.
@@ -35,7 +34,6 @@ class Entry:
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     loss: Callable[[nn.Module, Batch], torch.Tensor] = mean_square
-    ignored: tuple[str, ...] = ()
     crossing: bool = False
     uneven: bool = False
 

@@ -346,7 +346,7 @@ class Tables(nn.Module):
 ODD = {
     "mlp": Entry(mlp, lambda seed: {"input": floats(seed, 4, WIDTH)}),
     "root_parameter": Entry(RootParameter, vectors),
-    "scalar": Entry(Scalar, vectors, ignored=("logit_scale",)),
+    "scalar": Entry(Scalar, vectors),
     "frozen": Entry(Frozen, tokens, next_token),
     "lora": Entry(lora, tokens, next_token),
     "mixed_dtypes": Entry(MixedDtypes, vectors),

@@ -46,7 +46,6 @@ def _entry(
     batch: Callable[[int], Batch],
     *,
     crossing: bool = False,
-    ignored: tuple[str, ...] = (),
     **arguments: Any,
 ) -> Entry:
     """``head(config(**arguments))``; classes by name, since transformers imports a model when it is asked for."""
@@ -55,7 +54,7 @@ def _entry(
     def build() -> torch.nn.Module:
         return getattr(tf, head)(getattr(tf, config)(**arguments)).train()
 
-    return Entry(build, batch, _loss, ignored=ignored, crossing=crossing)
+    return Entry(build, batch, _loss, crossing=crossing)
 
 
 def _tokens(seed: int) -> Batch:
@@ -321,7 +320,6 @@ TRANSFORMERS = {
         "CLIPModel",
         "CLIPConfig",
         _image_text,
-        ignored=("logit_scale",),
         text_config={**SIZES, "eos_token_id": VOCAB - 1, "bos_token_id": 1},
         vision_config={**SIZES, **IMAGE},
         projection_dim=8,

@@ -130,13 +130,13 @@ def timeline(plan: ShardingPlan, trace: Trace, optimizer: Optimizer, buffers: in
 def _rank(plan: ShardingPlan, trace: Trace, optimizer: Optimizer, buffers: int) -> _Rank:
     sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
     here = [size for size in sizes.values() if not size.offloaded]
-    ignored = [plan.specs[fqn] for fqn in plan.ignored if fqn in plan.specs]
-    trained = [spec for spec in ignored if spec.trainable]
+    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
+    trained = [spec for spec in whole if spec.trainable]
     return _Rank(
         plan,
         sizes,
         optimizer,
-        parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in ignored) + buffers,
+        parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers,
         states=sum(size.optimizer for size in here)
         + optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained)),
         activations=trace.batch_bytes,

@@ -139,8 +139,8 @@ def without_activations(plan: ShardingPlan) -> Trace:
     root_backward, after_root = backward(root)
     middle = [interval for unit in reversed(inner) for interval in backward(unit)]
     around = Interval(FORWARD, root.name), Interval(AFTER_FORWARD, root.name)
-    ignored = [plan.specs[fqn] for fqn in plan.ignored if fqn in plan.specs]
-    others = sum(spec.nbytes for spec in ignored if spec.trainable)
+    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
+    others = sum(spec.nbytes for spec in whole if spec.trainable)
     last = replace(after_root, delta=others, peak=others)
     return Trace((around[0], *forward, around[1], root_backward, *middle, last), grads, 0, others)
 

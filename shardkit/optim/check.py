@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.replicated import unreduced_parameters
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -24,6 +26,8 @@ def check_optimizer(
     it steps without an error, and the loss stays where it is. Parameters in bfloat16 or float16 have no float32
     master: an update below 2**-9 or 2**-12 of a value is rounded away, and the loss stops falling early.
     ``MixedPrecisionPolicy`` changes what is computed, never what is updated.
+
+    Warns of parameters that train outside of all units (``ignored_params``): nobody reduces their gradients.
 
     Args:
         optimizer: the optimizer, or all of them where several share the model.
@@ -57,6 +61,15 @@ def check_optimizer(
     ]
     if problems:
         raise ShardkitError("\n".join(problems))
+    _warn_of_unreduced(unreduced_parameters(model))
+
+
+def _warn_of_unreduced(fqns: list[str]) -> None:
+    if fqns:
+        problem = "train outside of all units, and nobody reduces their gradients over the ranks"
+        rule = "Each rank updates its own copy from its own batch, as ignored_params ask for, so the copies drift apart"
+        fix = "All-reduce their gradients before optimizer.step(), or leave them out of ignored_params"
+        warnings.warn(message(listing(fqns), problem, rule, fix), stacklevel=3)
 
 
 def _held(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Tensor]:

@@ -77,16 +77,17 @@ def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
-    placed = list(chain(plan.ignored, *(unit.params for unit in plan.units)))
+    placed = list(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
     if len(placed) == len(plan.specs) and set(placed) == plan.specs.keys():
         return
     for fqn in dict.fromkeys((*plan.specs, *placed)):
-        where = [unit.name for unit in plan.units if fqn in unit.params] + ["ignored"] * (fqn in plan.ignored)
+        where = [unit.name for unit in plan.units if fqn in unit.params]
+        where += ["ignored"] * (fqn in plan.ignored) + ["replicated"] * (fqn in plan.replicated)
         if len(where) != 1 or fqn not in plan.specs:
             yield message(
                 fqn,
                 f"is in {listing(where) or 'no unit'}",
-                "Every parameter of the model belongs to exactly one unit or is ignored",
+                "Every parameter of the model belongs to exactly one unit, or is ignored or replicated",
                 "Make the plan with plan_model",
             )
 
@@ -110,16 +111,30 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
-    ignored = set(plan.ignored)
-    for spec in plan.params:
-        if (not spec.shape or 0 in spec.shape) and spec.fqn not in ignored:
-            what, fix = ("is empty", "") if spec.shape else ("is a scalar", "give it shape (1,), or ")
-            yield message(
-                spec.fqn,
-                f"{what}, shape {spec.shape}",
-                "Parameters are sharded over dim 0, so they need at least one dim, and an element",
-                f"To train it, {fix}pass ignored_params=[{spec.fqn!r}] and reduce its gradient yourself",
-            )
+    rule = "FSDP2 shards parameters over dim 0, so they need a dim, and an element"
+    for unit in plan.units:
+        for spec in plan.specs_of(unit):
+            if not spec.shards:
+                what = "is empty" if spec.shape else "is a scalar"
+                fix = "Make the plan with plan_model, which lists it in replicated"
+                yield message(spec.fqn, f"{what}, shape {spec.shape}, in {unit.name}", rule, fix)
+    if plan.replicated and not any(unit.params for unit in plan.units):
+        problem = f"none of its parameters can be sharded: {listing(plan.replicated, 6)}"
+        yield message("model", problem, rule, "Train it with DistributedDataParallel")
+
+
+def _replicated(plan: ShardingPlan) -> Iterator[str]:
+    for spec in (plan.specs[fqn] for fqn in plan.replicated if fqn in plan.specs):
+        around = (unit for outer in ancestors(spec.fqn) for unit in plan.units if outer in unit.modules)
+        computes = next((unit.mp_policy.param_dtype for unit in around), None)
+        if spec.tensor_parallel:
+            rule = "A tensor-parallel parameter is sharded by FSDP2 too"
+            fix = f"Leave it out of the tensor-parallel plan, or pass ignored_params=[{spec.fqn!r}]"
+            yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which cannot be sharded", rule, fix)
+        elif spec.shape and computes not in (None, spec.dtype):
+            problem = f"is empty, shape {spec.shape}, and {spec.dtype} where {computes} is computed in"
+            rule = "It cannot be sharded, so nothing casts it, and torch does not promote it as it does scalars"
+            yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")
 
 
 def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
@@ -170,5 +185,6 @@ _RULES = (
     _every_param_once,
     _one_trainable_dtype,
     _something_to_shard,
+    _replicated,
     _world_size_to_reshard_to,
 )

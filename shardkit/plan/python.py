@@ -28,6 +28,20 @@ for index, unit in enumerate(units):
     unit.set_modules_to_backward_prefetch(units[max(0, index - {ahead}) : index][::-1])
 """
 
+_REDUCE = """
+def reduce_replicated():
+    # Call it after the last backward of each step, before clipping and optimizer.step().
+    trained = [param for param in replicated if param.requires_grad]
+    used = torch.tensor([param.grad is not None for param in trained], dtype=torch.int32, device=device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(used, group=mesh.get_group(axis))
+    for param in (param for param, ranks in zip(trained, used.tolist()) if ranks):
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for axis in range(mesh.ndim):
+            dist.all_reduce(grad, group=mesh.get_group(axis))
+        param.grad = grad / mesh.size()
+"""
+
 
 def python(plan: ShardingPlan) -> str:
     """Code that shards the ``model`` in scope; the process group must be there and have the mesh's size."""
@@ -39,6 +53,8 @@ def python(plan: ShardingPlan) -> str:
     if plan.prefetch:
         names = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
         parts.append(_PREFETCH.format(names=names, ahead=plan.prefetch).rstrip())
+    if plan.replicated:
+        parts.append(_REDUCE.rstrip())
     parts += [f'register_fsdp_forward_method(model, "{method}")' for method in plan.forward_methods]
     return "\n".join(parts) + "\n"
 
@@ -59,6 +75,7 @@ def _imports(plan: ShardingPlan) -> Iterator[str]:
     policies |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     yield from ["import functools", ""] if recomputes else []
     yield "import torch"
+    yield from ["import torch.distributed as dist"] if plan.replicated else []
     yield "from torch.distributed.device_mesh import init_device_mesh"
     names = [*sorted(policies), "fully_shard", *(["register_fsdp_forward_method"] if plan.forward_methods else [])]
     yield f"from torch.distributed.fsdp import {', '.join(names)}"
@@ -69,8 +86,12 @@ def _setup(plan: ShardingPlan) -> Iterator[str]:
     yield ""
     yield 'device_type = "cuda" if torch.cuda.is_available() else "cpu"'
     yield f"mesh = init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
-    if plan.ignored:
-        yield f"ignored_params = {{model.get_parameter(name) for name in {list(plan.ignored)}}}"
+    if plan.unsharded:
+        yield f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
+    if plan.replicated:
+        yield f"replicated = [model.get_parameter(name) for name in {list(plan.replicated)}]"
+        yield "for param in (param for param in replicated if not param.is_meta):"
+        yield "    param.data = param.data.to(device_type)"
 
 
 def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
@@ -106,5 +127,5 @@ def _arguments(plan: ShardingPlan, unit: ShardUnit) -> Iterator[str]:
     if unit.offloads:
         given = [f"{name}={value}" for name, value in offload_policy_to_dict(unit.offload_policy).items()]
         yield f"offload_policy=CPUOffloadPolicy({', '.join(given)})"
-    if plan.ignored:
+    if plan.unsharded:
         yield "ignored_params=ignored_params"

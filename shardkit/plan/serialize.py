@@ -45,6 +45,7 @@ def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
             for spec in plan.params
         ],
         "ignored": list(plan.ignored),
+        "replicated": list(plan.replicated),
         "prefetch": plan.prefetch,
         "forward_methods": list(plan.forward_methods),
         "notes": list(plan.notes),
@@ -69,7 +70,7 @@ def plan_from_dict(data: dict[str, Any]) -> ShardingPlan:
 def _read_plan(data: dict[str, Any]) -> ShardingPlan:
     from shardkit.plan.types import MeshSpec, ParamSpec, ShardingPlan, ShardUnit  # types imports this module
 
-    known = {"version", "mesh", "units", "params", "ignored", "prefetch", "forward_methods", "notes"}
+    known = {"version", "mesh", "units", "params", "ignored", "replicated", "prefetch", "forward_methods", "notes"}
     if set(data) != known or data["version"] != VERSION:
         raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
     units = tuple(
@@ -94,6 +95,7 @@ def _read_plan(data: dict[str, Any]) -> ShardingPlan:
         mesh=mesh,
         params=params,
         ignored=tuple(data["ignored"]),
+        replicated=tuple(data["replicated"]),
         prefetch=data["prefetch"],
         forward_methods=tuple(data["forward_methods"]),
         notes=tuple(data["notes"]),

@@ -59,6 +59,7 @@ def table(plan: ShardingPlan) -> str:
 def _headline(plan: ShardingPlan) -> str:
     numel = sum(spec.numel for spec in plan.params)
     per_rank = sum(_local_bytes(plan, spec) for unit in plan.units for spec in plan.specs_of(unit))
+    per_rank += sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
     return (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
         f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"
@@ -115,6 +116,8 @@ def _footer(plan: ShardingPlan) -> list[str]:
         lines.append(f"the root keeps: {listing(plan.units[-1].params, 6)}")
     if plan.ignored:
         lines.append(f"ignored: {listing(plan.ignored, 6)}")
+    if plan.replicated:
+        lines.append(f"replicated, gradients reduced: {listing(plan.replicated, 6)}")
     if plan.prefetch:
         lines.append(f"prefetch: {plan.prefetch} units ahead")
     lines.append(
@@ -194,6 +197,7 @@ def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
         "mesh": str(plan.mesh),
         "prefetch": str(plan.prefetch),
         "ignored": str(list(plan.ignored)),
+        "replicated": str(list(plan.replicated)),
         "forward methods": str(list(plan.forward_methods)),
     }
     for unit, fields in zip(plan.units, data["units"], strict=True):

@@ -55,6 +55,11 @@ class ParamSpec(NamedTuple):
         return torch.Size(self.shape).numel()
 
     @property
+    def shards(self) -> bool:
+        """Whether FSDP2 can shard it: it has a dim, and an element."""
+        return bool(self.shape) and 0 not in self.shape
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole parameter, as stored."""
         return self.numel * self.dtype.itemsize
@@ -166,6 +171,8 @@ class ShardingPlan:
         mesh: shape and axis names of the data-parallel mesh.
         params: what is known of each parameter of the model, in the model's order.
         ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
+        replicated: FQNs of the parameters that cannot be sharded, scalars and empty ones: whole on every rank, on the
+            mesh's device and in the dtype they are stored in, their gradients reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods of the root, besides forward, that gather its parameters when called.
         notes: what the reader should know of how the plan came about; not compared.
@@ -175,6 +182,7 @@ class ShardingPlan:
     mesh: MeshSpec
     params: tuple[ParamSpec, ...] = ()
     ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     prefetch: int = 0
     forward_methods: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -197,6 +205,11 @@ class ShardingPlan:
     def specs(self) -> dict[str, ParamSpec]:
         """The parameters by FQN."""
         return {spec.fqn: spec for spec in self.params}
+
+    @property
+    def unsharded(self) -> tuple[str, ...]:
+        """The parameters that no unit owns: ignored or replicated."""
+        return (*self.ignored, *self.replicated)
 
     def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
         """The parameters that ``unit`` owns."""
@@ -243,6 +256,8 @@ class ShardingPlan:
                 counts.all_gathers += sharded * gathers
                 counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
                 counts.all_reduces += self.mesh.replicates and trains
+        if any(self.specs[fqn].trainable for fqn in self.replicated):
+            counts.all_reduces += sum(size > 1 for size in self.mesh.shape)
         return counts
 
     def _gathered_in_backward(self) -> set[str]:

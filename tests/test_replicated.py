@@ -1,0 +1,345 @@
+"""What FSDP2 cannot shard, scalars and empty parameters, trains as in the plain model with no argument."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from shardkit import MeshSpec, ShardingPlan, init_on_meta, materialize, plan_model, shard_model
+from shardkit.checkpoint import load_checkpoint, save_checkpoint
+from shardkit.grads import (
+    GradScaler,
+    accumulate,
+    clip_grad_norm_,
+    global_token_count,
+    reset_after_error,
+    scale_loss,
+    set_gradient_reduction,
+)
+from shardkit.memory import estimate
+from shardkit.optim import check_optimizer, optimizer_in_backward, step_on_local_shards
+from shardkit.state_dict import full_state_dict, load_full_state_dict, sharded_state_dict
+from shardkit.testing import comm_counts, distributed, fake_world
+
+WHOLE = ("scale", "none", "unused", "blocks.1.gain")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, gained: bool = True) -> Tensor:
+        y = self.linear(x).tanh()
+        return x + (y * self.gain if gained else y)
+
+
+class Net(nn.Module):
+    """Scalars in the root and in blocks, of which one is frozen; an empty parameter, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.none = nn.Parameter(torch.zeros(0, 8))
+        self.unused = nn.Parameter(torch.tensor(1.0))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks[0].gain.requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, gained: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = block(x, gained)
+        return self.head(torch.cat([x, self.none])) * self.scale.exp()
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, seed: int, **arguments: bool) -> Tensor:
+    return model(batch(seed), **arguments).square().mean()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor | None]:
+    full = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in full.items()}
+
+
+def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Sums of two ranks' gradients: the plain model rounds them in another place, so a few units in the last place."""
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (grad is None) == (found[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(found[name], grad, rtol=2e-6, atol=2e-7, msg=lambda m, name=name: f"{name}: {m}")
+    ranks = [torch.zeros_like(found["scale"]) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, found["scale"])
+    assert all(torch.equal(each, ranks[0]) for each in ranks), "ranks apart"
+
+
+def both(seeds: list[int], divisor: int = 1, **arguments: bool) -> dict[str, Tensor | None]:
+    """Gradients of the plain model for all of these batches, one after the other."""
+    plain = net()
+    for seed in seeds:
+        (loss_of(plain, seed, **arguments) / divisor).backward()
+    return grads(plain)
+
+
+# The plan.
+
+
+def test_the_plan_says_so() -> None:
+    plan = plan_model(net(), mesh=MeshSpec.hybrid(2, 4))
+    assert plan.replicated == ("scale", "none", "unused", "blocks.0.gain", "blocks.1.gain")
+    assert "replicated, gradients reduced: scale, none, unused" in str(plan)
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+    other = plan_model(net(), mesh=MeshSpec.hybrid(2, 4), ignored_params=["scale"])
+    assert other.ignored == ("scale",)
+    assert "scale" not in other.replicated
+    assert other.digest() != plan.digest()
+    assert "- replicated: ['scale', 'none'" in plan.diff(other)
+    assert "scale: ignored but trained, so each rank keeps its own, unreduced gradient" in str(other)
+    root = next(unit for unit in plan.units if unit.modules == ("",))
+    assert "scale" not in root.params
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4), MeshSpec.hybrid(8, 1)])
+def test_collectives_are_counted(mesh: MeshSpec) -> None:
+    options = [{}, {"keep_unsharded": True}, {"shard_gradients": True}]
+    for frozen in (False, True):
+        model = net()
+        for param in model.parameters():
+            param.requires_grad_(not (frozen and (param.dim() == 0 or param.numel() == 0)))
+        with fake_world(8):
+            plan = plan_model(model, mesh=mesh)
+            shard_model(model, plan=plan)
+            loss_of(model, 0).backward()
+            for micro_batches, keywords in itertools.product((1, 3), options):
+                with comm_counts() as counted:
+                    for index in range(micro_batches):
+                        with accumulate(model, last=index == micro_batches - 1, **keywords):
+                            loss_of(model, index).backward()
+                assert counted == plan.collectives(micro_batches, **keywords)
+        ours = 0 if frozen else sum(size > 1 for size in mesh.shape)
+        assert plan.collectives().all_reduces == ours + mesh.replicates * len([u for u in plan.units if u.params])
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("setting", ["mean", "sum", "recomputed", "resharded"])
+@distributed(world_size=2, backend="gloo")
+def test_gradients_are_those_of_the_plain_model(setting: str) -> None:
+    rank, sums = dist.get_rank(), setting == "sum"
+    options = {"recomputed": {"checkpoint_activations": True}, "resharded": {"reshard_after_forward": True}}
+    model = shard_model(net(), **options.get(setting, {}))
+    set_gradient_reduction(model, "sum" if sums else "mean")
+    ranks = 1 if sums else 2
+
+    loss_of(model, rank).backward()
+    assert_same(grads(model), both([0, 1], ranks))
+    assert model.unused.grad is None
+    loss_of(model, 2 + rank).backward()  # adds to what is reduced already
+    assert_same(grads(model), both([0, 1, 2, 3], ranks))
+    with accumulate(model, last=False):
+        loss_of(model, 4 + rank).backward()  # and again, not reduced yet
+    loss_of(model, 6 + rank).backward()
+    assert_same(grads(model), both([0, 1, 2, 3, 4, 5, 6, 7], ranks))
+
+    model.zero_grad()
+    (loss_of(model, rank) + loss_of(model, 2 + rank)).backward()  # two forwards, one backward
+    assert_same(grads(model), both([0, 1, 2, 3], ranks))
+    torch.autograd.grad(model.scale * 3, model.scale)  # leaves .grad alone
+    assert_same(grads(model), both([0, 1, 2, 3], ranks))
+    model.zero_grad()
+    model.generate(batch(rank)).square().mean().backward()
+    assert_same(grads(model), both([0, 1], ranks))
+    for index in range(2):
+        model.zero_grad() if not index else None
+        model.set_requires_gradient_sync(bool(index))
+        loss_of(model, 2 * index + rank).backward()
+    assert_same(grads(model), both([0, 1, 2, 3], ranks))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_ranks_that_use_different_ones_and_errors() -> None:
+    rank = dist.get_rank()
+    model = shard_model(net())
+    loss_of(model, rank, gained=rank == 1).backward()
+    plain = net()
+    (loss_of(plain, 0, gained=False) / 2).backward()
+    (loss_of(plain, 1) / 2).backward()
+    assert_same(grads(model), grads(plain))
+    model.zero_grad()
+    with pytest.raises(ZeroDivisionError), accumulate(model, last=False):
+        (loss_of(model, rank).backward(), 1 / 0)
+    handle = model.blocks[0].linear.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, rank).backward()
+    handle.remove()
+    reset_after_error(model)
+    model.scale = nn.Parameter(model.scale.detach().clone())  # as load_state_dict(assign=True) would
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, rank).backward()
+        assert_same(grads(model), both([0, 1], 2))
+
+
+@pytest.mark.parametrize("name", ["scalar", "clip"])
+@distributed(world_size=4, backend="gloo")
+def test_on_two_axes_bit_for_bit(name: str) -> None:
+    parity.one_counts(name, mesh=(2, 2), steps=3)
+    parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parity.one_counts(name, mesh=(2, 2), steps=2, mp_policy=bfloat16)
+    parity.all_count(name, (2, 2))
+
+
+# What works on gradients, and on state.
+
+
+@distributed(world_size=2, backend="gloo")
+def test_clip_scaler_tokens_and_steps() -> None:
+    rank = dist.get_rank()
+    plain, model = net(), shard_model(net())
+    expected = both([0, 1], 2)
+    norm = torch.nn.utils.get_total_norm([grad for grad in expected.values() if grad is not None])
+    scaler = GradScaler("cpu", init_scale=4.0)
+    optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    check_optimizer(optimizer, model)
+    tokens = global_token_count(4 * 3, model)
+    loss = scale_loss(model(batch(rank)).square().sum(), tokens, model)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert_same(grads(model), expected)
+    clipped = clip_grad_norm_(model, float(norm) / 2)
+    torch.testing.assert_close(clipped, norm, rtol=1e-6, atol=0)
+    scaler.step(optimizer)
+    scaler.update()
+    for name, grad in expected.items():
+        plain.get_parameter(name).grad = grad
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), float(norm) / 2)
+    torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+    optimizer.zero_grad()
+    before = model.scale.detach().clone()
+    (loss_of(model, rank) * (torch.inf if rank else 1.0)).backward()  # inf on one rank
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.scale, before)
+    assert scaler.get_scale() < 4.0
+
+    early = shard_model(net())
+    stepped = optimizer_in_backward(early, lambda params: torch.optim.SGD(params, lr=0.5))
+    loss_of(early, rank).backward()
+    stepped.step()
+    torch.testing.assert_close(early.scale, net().scale - 0.5 * both([0, 1], 2)["scale"])
+
+
+@distributed(world_size=2, backend="gloo")
+def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
+    model = shard_model(net(), ignored_params=["scale"])
+    loss_of(model, dist.get_rank()).backward()
+    assert torch.equal(model.scale.grad, both([dist.get_rank()])["scale"])
+    with pytest.warns(UserWarning, match="scale: train outside of all units, and nobody reduces"):
+        check_optimizer(torch.optim.SGD(model.parameters()), model)
+    whole = shard_model(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(torch.optim.SGD(whole.parameters()), whole)
+
+
+def trained(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: int = 2) -> None:
+    for step in range(steps):
+        model.zero_grad()
+        loss_of(model, world * step + dist.get_rank()).backward()
+        optimizer.step()
+
+
+@distributed(world_size=2, backend="gloo")
+def saved_by_two(path: str) -> None:
+    with init_on_meta():
+        model = net()
+    shard_model(model)
+    materialize(model)
+    plain = net()
+    assert all(torch.equal(model.get_parameter(name), plain.get_parameter(name)) for name in WHOLE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained(2, model, optimizer)
+    assert not torch.equal(model.scale, plain.scale)
+    save_checkpoint(path, model, optimizer)
+    state = full_state_dict(model, rank0_only=False)
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in plain.state_dict().items()}
+    other = shard_model(net())
+    load_full_state_dict(other, state)
+    assert torch.equal(other.scale, model.scale)
+    other.load_state_dict(sharded_state_dict(model))
+    torch.save((state, optimizer.state[model.scale]), f"{path}.expected.{dist.get_rank()}")
+
+
+@distributed(world_size=4, backend="gloo")
+def loaded_by_four(path: str) -> None:
+    model = shard_model(Net(), mesh=mesh_of((2, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_checkpoint(path, model, optimizer)
+    state, of_scale = torch.load(f"{path}.expected.0")
+    found = full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert all(torch.equal(optimizer.state[model.scale][key], value) for key, value in of_scale.items())
+    assert torch.equal(torch.load(f"{path}.expected.1")[0]["scale"], state["scale"])
+
+
+def test_meta_checkpoints_and_state_on_another_world(tmp_path) -> None:
+    saved_by_two(str(tmp_path / "step"))
+    loaded_by_four(str(tmp_path / "step"))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_the_torch_code_does_the_same() -> None:
+    rank = dist.get_rank()
+    plan = plan_model(net(), mesh=mesh_of((2,)))
+    by_hand, model = net(), shard_model(net(), mesh=mesh_of((2,)))
+    scope = {"model": by_hand}
+    exec(plan.to_python(), scope)
+    assert isinstance(by_hand, FSDPModule)
+    for each in (by_hand, model):
+        loss_of(each, rank, gained=rank == 1).backward()
+    scope["reduce_replicated"]()
+    found, expected = grads(by_hand), grads(model)
+    assert_same(found, expected)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
+
+
+def test_a_single_process() -> None:
+    with fake_world(1):
+        model, plain = shard_model(net()), net()
+        for each in (model, plain):
+            loss_of(each, 0).backward()
+        assert torch.equal(model.scale.grad, plain.scale.grad)
+
+
+def test_memory_counts_them_whole() -> None:
+    plan = plan_model(net(), mesh=MeshSpec.sharded(4))
+    ignoring = plan_model(net(), mesh=MeshSpec.sharded(4), ignored_params=plan.replicated)
+    assert str(estimate(plan, world_size=4)) == str(estimate(ignoring, world_size=4))
