@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -48,6 +49,14 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     for dim, (start, length) in enumerate(local_box(like)):
         full = full.narrow(dim, start, length)
     return full
+
+
+def misplaced(like: DTensor) -> str:
+    """How this rank's part is of another shape than its placements say, such as of ``from_local`` of uneven parts."""
+    local, expected = tuple(like.to_local().shape), tuple(length for _, length in local_box(like))
+    if local == expected or 0 == math.prod(local) == math.prod(expected):
+        return ""
+    return f"this rank's part is {local}, and by its placements {expected}"
 
 
 def is_first_replica(like: DTensor) -> bool:

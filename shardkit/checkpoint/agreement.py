@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, all_gather_bytes, raise_together
+from shardkit.errors import CheckpointError, listing, message
+from shardkit.ranks import Groups, all_gather_bytes, gather_by_rank
+
+_MOST = 5  # differences of one argument that a message shows
 
 
 def axes_of(tensors: Iterable[Tensor]) -> Groups:
@@ -19,24 +23,86 @@ def axes_of(tensors: Iterable[Tensor]) -> Groups:
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
 
-def world() -> Groups:
-    """The default group, where there is one of more than one rank."""
-    return [None] if dist.is_initialized() and dist.get_world_size() > 1 else []
+def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
+    """Groups that reach each rank of the tensors' meshes once: the largest mesh's axes, if it has all, or the world."""
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    if not meshes:
+        return world()
+    widest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    if widest.size() < len(ranks):
+        return world()
+    return [group for group in widest.get_all_groups() if group.size() > 1]
 
 
-def agree(data: bytes, groups: Groups, subject: str) -> bool:
-    """Check that all ranks hold the same data; whether this rank is the first of them. Collective over ``groups``.
+def world(group: dist.ProcessGroup | None = None) -> Groups:
+    """The group that was passed, or the default group; none where that is one rank.
 
     Raises:
-        CheckpointError: on every rank, if they do not.
+        CheckpointError: this rank is not in the group.
     """
-    own = hashlib.sha256(data).digest()
+    if not dist.is_initialized():
+        return []
+    if group is not None and dist.get_rank(group) < 0:
+        rule = "Only the ranks of the group take part"
+        problem = f"rank {dist.get_rank()} is not in it"
+        raise CheckpointError(message("group", problem, rule, "Pass each rank a group that it is in"))
+    return [group] if dist.get_world_size(group) > 1 else []
+
+
+def agree(said: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
+    """Check that all ranks say the same; whether this rank is the first of them. Collective over ``groups``.
+
+    One all-gather of 40 bytes; what ranks say is sent only when it differs.
+
+    Args:
+        said: what must be equal, by argument: what JSON can write. Of dicts the keys that differ are named.
+        groups: which together reach all ranks.
+        subject: what the arguments are of, for the message.
+        fix: what to do when they differ.
+
+    Raises:
+        CheckpointError: on every rank: which arguments differ, on which ranks, and how.
+    """
+    own = hashlib.sha256(json.dumps(said).encode()).digest()
     first, differ = dist.get_rank() if groups else 0, False
     for group in groups:
         found = all_gather_bytes(own + first.to_bytes(8, "little"), group)
         differ |= any(each[:-8] != own for each in found)
+        own = bytes(len(own)) if differ else own  # so that the next group hears of it
         first = min(int.from_bytes(each[-8:], "little") for each in found)
-    rule = "All ranks pass the same names, shapes, dtypes and arguments, in the same order, and see the same files"
-    problem = CheckpointError(message(subject, "differ between ranks", rule, "Make them equal")) if differ else None
-    raise_together(problem, groups, CheckpointError)
+    if differ:
+        raise CheckpointError(message(subject, _differences(said, first, groups), "All ranks pass the same", fix))
     return not groups or first == dist.get_rank()
+
+
+def _differences(said: Mapping[str, Any], first: int, groups: Groups) -> str:
+    """Which arguments differ from the first rank's, on which ranks, and how. Collective; the same on every rank."""
+    is_first = dist.get_rank() == first
+    model = gather_by_rank(dict(said) if is_first else None, groups)[first]
+    own = json.loads(json.dumps(said))
+    found = gather_by_rank({name: list(_unlike(model[name], own[name])) for name in own if own[name] != model[name]}, groups)
+    parts = []
+    for name in dict.fromkeys(name for differing in found.values() for name in differing):
+        ranks = [rank for rank, differing in found.items() if name in differing]
+        how = found[ranks[0]][name]
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))}"
+        parts.append(f"{name} differs between rank {first} and {where} ({listing(how, _MOST)})")
+    return "; ".join(parts)
+
+
+def _unlike(one: Any, other: Any) -> Iterator[str]:
+    """How two values differ, shortly: of dicts up to a few keys."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        yield f"{_short(one)} and {_short(other)}"
+        return
+    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
+    if not keys:
+        yield "in another order"
+    for key in keys[: _MOST + 1]:
+        yield f"{key}: {_short(one.get(key, 'absent'))} and {_short(other.get(key, 'absent'))}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

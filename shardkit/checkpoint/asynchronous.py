@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
 import weakref
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import with_local
-from shardkit.errors import message
+from shardkit._torch import process_groups, with_local
+from shardkit.errors import CheckpointError, listing, message
+from shardkit.ranks import Groups, all_gather_bytes
 
 
 class SaveHandle:
@@ -43,12 +45,18 @@ class SaveHandle:
                 before is untouched.
             TimeoutError: it is not done in time, and goes on.
         """
+        self.finish(timeout)
+
+    def finish(self, timeout: float | None = None, *, keep_group: bool = False) -> None:
+        """As :meth:`wait`; may leave the group of the background to the next save."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(
                     message("save_checkpoint", f"not done after {timeout} s", "It goes on", "Wait again")
                 )
+            if not keep_group and _pending in (self, None):
+                release_groups()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -74,12 +82,16 @@ class SaveHandle:
 _pending: SaveHandle | None = None
 
 
-def finish_pending() -> None:
-    """Wait for the save that is going on, if any, and raise if it failed. Local."""
+def finish_pending(*, keep_group: bool = False) -> None:
+    """Wait for the save that is going on, if any, and raise if it failed. Local.
+
+    Args:
+        keep_group: leave the group that it used to the next save in the background.
+    """
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
-        pending.wait()
+        pending.finish(keep_group=keep_group)
 
 
 def start_pending(write: Callable[[], None]) -> SaveHandle:
@@ -101,14 +113,39 @@ def _report_unseen() -> None:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for background saves; None without a world. Collective the first time."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return None
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]
+def background_groups(groups: Groups) -> Groups:
+    """A gloo group of the same ranks for background saves; none for a rank alone. Collective the first time.
+
+    Raises:
+        CheckpointError: on every rank; torch could not name the group alike on all of them.
+    """
+    if not groups:
+        return []
+    base = groups[0] or dist.group.WORLD
+    assert base is not None, "ranks that save together are in a group"
+    if base not in _groups:
+        _groups[base] = _new_group(base)
+    return [_groups[base]]
+
+
+def _new_group(base: dist.ProcessGroup) -> dist.ProcessGroup:
+    if base is dist.group.WORLD:
+        return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
+    counts = [int(each) for each in all_gather_bytes(str(len(process_groups.pg_names)).encode(), base)]
+    if len(set(counts)) > 1:
+        problem = f"its ranks are in {listing(map(str, counts))} process groups"
+        rule = "async_=True makes a group of these ranks alone, which torch names by how many there are"
+        raise CheckpointError(message("group", problem, rule, "Pass async_=False, or make as many groups on each rank"))
+    ranks = dist.get_process_group_ranks(base)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+def release_groups() -> None:
+    """Destroy the groups of background saves, none of which is going on, with their threads and descriptors. Local."""
+    for base in list(_groups):
+        group = _groups.pop(base)
+        with contextlib.suppress(ValueError, AssertionError):  # destroyed before, with the world
+            dist.destroy_process_group(group)
 
 
 class Staging:

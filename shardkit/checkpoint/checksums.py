@@ -7,22 +7,17 @@ reads only what it has, nothing is gathered, and another world size can check it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardkit.checkpoint.agreement import axes_of
-from shardkit.checkpoint.pieces import part_of, runs_of
-from shardkit.checkpoint.write import is_writer
-from shardkit.errors import CheckpointError
-from shardkit.ranks import Groups, collective_device, together
+from shardkit.checkpoint.pieces import runs_of
+from shardkit.ranks import Groups, collective_device
 from shardkit.shards import Box
 
 WORD = 8  # bytes
 _CHUNK = 1 << 17  # bytes that are summed byte by byte at a time; each takes 8 bytes of memory for that
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
 
 
 def part_sum(part: Tensor, box: Box, shape: torch.Size) -> int:
@@ -52,13 +47,13 @@ def run_sum(data: Tensor, start: int) -> int:
     total = _words(data[head:tail])
     for piece, at in ((data[:head], start), (data[tail:], start + tail)):
         total += sum(byte << 8 * ((at + index) % WORD) for index, byte in enumerate(piece.tolist()))
-    return total & _MASK
+    return total & MASK
 
 
 def _words(data: Tensor) -> int:
     if data.storage_offset() % WORD or data.data_ptr() % WORD:
         data = data.clone()
-    return int(data.view(torch.int64).sum()) & _MASK
+    return int(data.view(torch.int64).sum()) & MASK
 
 
 def _bytewise(rows: Tensor, starts: Tensor) -> int:
@@ -67,26 +62,14 @@ def _bytewise(rows: Tensor, starts: Tensor) -> int:
     for first in range(0, len(rows), step):
         lanes = (starts[first : first + step, None] + columns) % WORD
         total += int((rows[first : first + step].to(torch.int64) << (8 * lanes)).sum())
-    return total & _MASK
-
-
-def sums_of(tensors: Mapping[str, Tensor], groups: Groups) -> dict[str, int]:
-    """The checksum of each whole tensor. Collective over ``groups``: one all-reduce of 16 bytes a tensor for each."""
-    axes = axes_of(tensors.values())
-    is_first = not groups or dist.get_rank(groups[0]) == 0
-    with together(groups, CheckpointError):
-        own = [
-            part_sum(*part_of(tensor), tensor.shape) if is_writer(tensor, axes, is_first) else 0
-            for tensor in tensors.values()
-        ]
-    return dict(zip(tensors, added(own, groups), strict=True))
+    return total & MASK
 
 
 def added(own: list[int], groups: Groups) -> list[int]:
-    """The sums over all ranks of as many numbers from each. Collective."""
+    """The sums over all ranks of as many numbers from each, mod 2**64. Collective; ``groups`` reach each rank once."""
     for group in groups:
         halves = [[value & 0xFFFFFFFF, value >> 32] for value in own]  # of which int64 can add up four billion
         values = torch.tensor(halves, dtype=torch.int64, device=collective_device(group)).reshape(-1, 2)
         dist.all_reduce(values, group=group)
-        own = [(low + (high << 32)) & _MASK for low, high in values.tolist()]
+        own = [(low + (high << 32)) & MASK for low, high in values.tolist()]
     return own

@@ -21,7 +21,7 @@ from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.own import OwnDirectory
 from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.plain import encode
-from shardkit.checkpoint.save import Content, Job, check_destination, write_checkpoint, write_part
+from shardkit.checkpoint.save import Content, Job, check_destination, write_checkpoint
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name
 from shardkit.checkpoint.transfer import Meter
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts
@@ -86,7 +86,7 @@ def _to_safetensors(source: Source, place: Path, overwrite: bool = False) -> Non
         files: dict[str, FileEntry] = {}
         for section, tensors in names.items():
             files |= _copy(source, temporary, section, tensors)
-        return files | (write_part(temporary, "state", content.rest, groups) if content.rest else {})
+        return files
 
     write_checkpoint(Job(place, directory.new_token(), "safetensors", overwrite=overwrite), content, [], write)
 
@@ -200,7 +200,7 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
         content, _ = _plan(contents)
 
         def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-            return dcp.write(temporary, tree, []) | write_part(temporary, "state", content.rest, groups)
+            return dcp.write(temporary, tree, groups)
 
         write_checkpoint(Job(place, directory.new_token(), "dcp", overwrite=overwrite), content, [], write)
     else:

@@ -35,6 +35,11 @@ class Layout:
     files: tuple[FileLayout, ...]
     index: tuple[str, bytes] | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """Of all files, the index last."""
+        return [file.name for file in self.files] + ([] if self.index is None else [self.index[0]])
+
 
 def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> Layout:
     """Lay tensors out as transformers does: in order, a file is closed before it would exceed ``max_shard_size``. Pure.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -41,14 +42,15 @@ def load_checkpoint(
     cast: bool = False,
     random: bool = True,
     verify: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint into a model, in place, and into what trains it, in any world and on any mesh.
 
-    **Collective**: every rank of the world calls it. Each rank reads the bytes of its own shards; nothing is sent
-    between ranks but whether one of them failed. What is read is recognised by what is there: a checkpoint of
-    :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``, such as FSDP1's SHARDED_STATE_DICT or
-    any other; a file of ``torch.save``, such as FSDP1's FULL_STATE_DICT, with the optimizer's state by FQN or by
-    number; a safetensors file, its index, or a directory of either.
+    **Collective**: every rank of the world, or of ``group``, calls it. Each rank reads the bytes of its own shards;
+    nothing is sent between ranks but whether one of them failed. What is read is recognised by what is there: a
+    checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``, such as FSDP1's
+    SHARDED_STATE_DICT or any other; a file of ``torch.save``, such as FSDP1's FULL_STATE_DICT, with the optimizer's
+    state by FQN or by number; a safetensors file, its index, or a directory of either.
 
     With as many ranks as saved, each gets its own random generators back. With another number, the generators that
     were alike on all ranks go on, and others are seeded by rank: different from each other, and the same each time.
@@ -65,6 +67,7 @@ def load_checkpoint(
         cast: convert floating-point tensors of the model to the dtype that they have there; else that is an error.
         random: restore the random generators, where the checkpoint has them.
         verify: read everything once before anything is changed, and compare checksums, where the checkpoint has them.
+        group: the ranks that hold the model, as for :func:`save_checkpoint`; None: all.
 
     Returns:
         what was saved as ``extra``; None if nothing was, or if the checkpoint is not shardkit's.
@@ -77,12 +80,15 @@ def load_checkpoint(
         >>> step = load_checkpoint("runs/step-100", model, optimizer, scheduler)["step"]
     """
     finish_pending()
-    groups = world()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if groups else (0, 1)
+    groups = world(group)
+    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held:
         with together(groups, CheckpointError, call="load_checkpoint"):
             source = open_checkpoint(Path(path), held)
-        agree(repr((source.contents.model, source.contents.optimizer)).encode(), groups, "checkpoints")
+        found = {"model": {name: repr(value) for name, value in source.contents.model.items()}}
+        asked = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
+        saved = hashlib.sha256(repr(source.contents.optimizer).encode()).hexdigest()
+        agree(asked | {"what is at path": found | {"optimizer": saved}}, groups, "load_checkpoint")
         with together(groups, CheckpointError):
             fit = Fit(key_map, strict, cast, str(path))
             targets, optimizer_load = _decide(source.contents, model, optimizer, scheduler, fit)

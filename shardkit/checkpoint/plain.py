@@ -180,6 +180,15 @@ def tensor_names(encoded: Any) -> Iterator[str]:
             yield from tensor_names(each)
 
 
+def leaves_of(encoded: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts and lists, encoded, by their paths."""
+    if isinstance(encoded, (dict, list)) and encoded and TAG not in encoded:
+        for key, each in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
+            yield from leaves_of(each, _join(path, key))
+    else:
+        yield path, encoded
+
+
 def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 

@@ -68,7 +68,7 @@ def load_pretrained(
     groups = groups_of(model)
     with together(groups, CheckpointError, call="load_pretrained"):
         load = _plan(model, path, key_map, dtype, strict)
-    agree(load.digest(), groups, "model and files")
+    agree(load.described(), groups, "load_pretrained")
     with together(groups, CheckpointError):
         read_parts(load.jobs(), progress)
         load.rest.compute()
@@ -110,10 +110,10 @@ class _Load:
             value = new.get(id(self.tensors[name]))
             yield self.found[source], part_of(self.tensors[name] if value is None else value)
 
-    def digest(self) -> bytes:
+    def described(self) -> dict[str, object]:
         """What must be equal on all ranks."""
-        entries = {name: self.found[source].entry for name, source in self.matched.sources.items()}
-        return repr((entries, self.matched.loaded, self.rest.digest)).encode()
+        entries = {name: repr(self.found[source].entry) for name, source in self.matched.sources.items()}
+        return {"what is read": entries, "missing and unexpected": self.matched.loaded, "the rest": self.rest.digest}
 
 
 def _plan(

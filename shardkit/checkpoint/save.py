@@ -21,16 +21,16 @@ from shardkit.checkpoint import dcp, directory, manifest, rotation
 from shardkit.checkpoint.agreement import agree, world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
-    background_group,
+    background_groups,
     finish_pending,
     staging_of,
     start_pending,
 )
-from shardkit.checkpoint.checksums import sums_of
 from shardkit.checkpoint.manifest import FileEntry, Manifest
-from shardkit.checkpoint.plain import decode, dumps, encode
+from shardkit.checkpoint.owners import owned
+from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.random_state import states
-from shardkit.checkpoint.write import WrittenFile, write_tensors
+from shardkit.checkpoint.write import described, write_tensors
 from shardkit.errors import CheckpointError, ShardkitError, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
@@ -89,13 +89,15 @@ def save_checkpoint(
     async_: bool = False,
     overwrite: bool = False,
     keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Save a model, and what its training goes on from, into the directory ``path``; whole, or not at all.
 
-    **Collective**: every rank of the world calls it, with its shards of the same model. Nothing is gathered: every
-    rank writes its own bytes. All ranks must see the same file system. Everything goes into a hidden directory beside
-    ``path`` that is flushed to the disk and renamed last, when all ranks have succeeded; so ``path`` is whole whenever
-    the processes were killed, and what was there before stays until then.
+    **Collective**: every rank of the world, or of ``group``, calls it, with its shards of the same model. Nothing is
+    gathered: every rank writes its own bytes, and the save fails unless together they wrote every element once. All
+    ranks must see the same file system. Everything goes into a hidden directory beside ``path`` that is flushed to the
+    disk and renamed last, when all ranks have succeeded; so ``path`` is whole whenever the processes were killed, and
+    what was there before stays until then.
 
     In the directory: ``model.safetensors`` (above 5 GB several, with an index, as Hugging Face has them), which
     ``safetensors.torch.load_file`` and ``from_pretrained`` read, ``optimizer.safetensors``, ``state.safetensors`` and
@@ -117,36 +119,51 @@ def save_checkpoint(
         overwrite: replace a checkpoint that is at ``path``.
         keep: delete all but the newest ``keep`` checkpoints beside this one that are named like it up to numbers, once
             it is complete; never one that is being loaded.
+        group: the ranks that hold the model; None: all. Ranks that hold different models, such as pipeline stages,
+            pass one group for each, and each its own ``path``, such as ``runs/stage-0/step-100``.
 
     Returns:
         a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without ``async_``.
 
     Raises:
-        CheckpointError: on every rank; something cannot be saved (nothing is written), or writing failed on some rank
-            (with its reason), now or in the background save before. What was there before is untouched.
+        CheckpointError: on every rank; something cannot be saved (nothing is written), ranks pass different arguments
+            or models (named, with the ranks), or writing failed on some rank (with its reason), now or in the
+            background save before. What was there before is untouched.
 
     Example:
         >>> save_checkpoint(f"runs/step-{step}", model, optimizer, scheduler, extra={"step": step}, keep=3)
     """
-    finish_pending()
-    place, groups = Path(path).absolute(), world()
+    finish_pending(keep_group=async_)
+    place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint"):
         check_destination(place, format, overwrite, keep)
         content = _content(model, optimizer, scheduler, extra)
-    agree(
-        json.dumps([str(place), format, overwrite, keep, content.layout]).encode(),
-        groups,
-        "the arguments of save_checkpoint",
-    )
+    options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
+    agree(options | _described(content), groups, "save_checkpoint", _SAME)
     content = with_random_states(content, groups)
-    job = Job(place, _shared_token(groups), format, dist.get_world_size() if groups else 1, overwrite, keep)
+    job = Job(place, _shared_token(groups), format, dist.get_world_size(group) if groups else 1, overwrite, keep)
     if not async_:
         write_checkpoint(job, content, groups)
         return SaveHandle()
-    group = background_group() if groups else None
+    background = background_groups(groups)
     with together(groups, CheckpointError):
         copy = _staged(content, model)
-    return start_pending(lambda: write_checkpoint(job, copy, [group] if groups else []))
+    return start_pending(lambda: write_checkpoint(job, copy, background))
+
+
+_SAME = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
+
+
+def _described(content: Content) -> dict[str, Any]:
+    """What ranks must agree on of what is saved, by the argument that it is from."""
+    plain = content.plain
+    return {
+        "model": {name: described(tensor) for name, tensor in content.model.items()},
+        "meshes": content.meshes,
+        "optimizer": {name: described(tensor) for name, tensor in content.optimizer.items()}
+        | dict(leaves_of(plain["optimizer"])),
+        "scheduler": dict(leaves_of(plain["scheduler"])),
+    }
 
 
 # What is saved.
@@ -278,6 +295,8 @@ def _write_and_rename(job: Job, content: Content, groups: Groups, writer: Writer
 def _finish(job: Job, content: Content, files: dict[str, FileEntry]) -> None:
     """State, manifest, rename. Local: the first rank, when all have written."""
     temporary = directory.servant(job.path, "tmp", job.token)
+    if content.rest:
+        files = files | write_part(temporary, "state", content.rest, [])
     directory.write_file(temporary / STATE, dumps(content.plain))
     files = files | {STATE: manifest.entry_of(temporary / STATE)}
     found = Manifest(job.format, job.world_size, content.meshes, content.layout, files)
@@ -286,7 +305,7 @@ def _finish(job: Job, content: Content, files: dict[str, FileEntry]) -> None:
 
 
 def _write_safetensors(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-    parts = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
+    parts = {"model": content.model, "optimizer": content.optimizer}
     files: dict[str, FileEntry] = {}
     for name, tensors in parts.items():
         if tensors or name == "model":
@@ -299,24 +318,16 @@ def write_part(temporary: Path, name: str, tensors: dict[str, Tensor], groups: G
     progress = Progress(f"save {name}")
     written = write_tensors(temporary, tensors, name=name, flush=True, progress=progress, groups=groups)
     progress.close()
-    sums = sums_of({name: tensors[name] for file in written for name in file.tensors}, groups)
-    entries: dict[str, FileEntry] = {}
     with together(groups, CheckpointError):
-        for file in written:
-            entries[file.name] = _entry(temporary, file, sums)
-    return entries
-
-
-def _entry(temporary: Path, file: WrittenFile, sums: Mapping[str, int]) -> FileEntry:
-    return manifest.entry_of(temporary / file.name, file.head, {name: sums[name] for name in file.tensors})
+        return {file.name: manifest.entry_of(temporary / file.name, file.head, file.sums) for file in written}
 
 
 def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
     tree: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in content.model.items()}}
     if content.plain["optimizer"] is not None:
         tree["optimizer"] = decode(content.plain["optimizer"], content.optimizer)
-    files = dcp.write(temporary, tree, groups)
-    return files | write_part(temporary, "state", content.rest, groups)
+    owned(content.model | content.optimizer, groups)  # torch writes one of several copies, so they must be equal
+    return dcp.write(temporary, tree, groups)
 
 
 _WRITERS: dict[str, Writer] = {

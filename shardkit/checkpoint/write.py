@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,14 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.checkpoint.agreement import agree, axes_of, world
-from shardkit.checkpoint.format import METADATA, NAMES, Entry, Spec
+from shardkit.checkpoint.agreement import agree, spanning_axes
+from shardkit.checkpoint.format import METADATA, NAMES, Entry, Header, Spec
 from shardkit.checkpoint.layout import Layout, lay_out
-from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, part_of, runs_of
+from shardkit.checkpoint.owners import homes_of, owned, sums_of
+from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
-from shardkit.shards import Box, is_first_replica
+from shardkit.shards import Box, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -33,13 +35,13 @@ class WrittenFile:
     name: in its directory.
     bytes: of the whole file.
     head: bytes before the first tensor; all of it for an index.
-    tensors: the names of its tensors.
+    sums: the checksum of each of its tensors, see ``checksums.py``, except of those converted to another dtype.
     """
 
     name: str
     bytes: int
     head: int
-    tensors: tuple[str, ...] = ()
+    sums: dict[str, int] = field(default_factory=dict)
 
 
 def write_tensors(
@@ -58,9 +60,10 @@ def write_tensors(
 
     **Collective** over ``groups``. The first rank makes the files in their full size, so that a full disk fails
     there and then, and writes headers and plain tensors; of a DTensor's replicas the first one writes. Nothing is
-    gathered. A shard in CPU memory is written from where it lies; one on another device, of another dtype or not
-    contiguous goes through 16 MiB of memory. All ranks must see the directory. Errors leave files half written: write
-    into a directory of your own, and rename it when this returns.
+    gathered. Ranks check that together they wrote every element exactly once. A shard in CPU memory is written from
+    where it lies; one on another device, of another dtype or not contiguous goes through 16 MiB of memory. All ranks
+    must see the directory. Errors leave files half written: write into a directory of your own, and rename it when
+    this returns.
 
     Args:
         directory: exists, and has none of the files.
@@ -74,43 +77,43 @@ def write_tensors(
         flush: have the system write the files' bytes to the disk (fsync) before this returns. It does not flush the
             directory.
         progress: called on each rank with its bytes written, and its total, every 64 MiB.
-        groups: which together reach all ranks that write; None: those of the tensors' meshes, or the world without
-            a DTensor.
+        groups: which together reach all ranks that write, each once; None: the axes of the tensors' largest mesh, or
+            the world if that has not all ranks of the others, or without a DTensor.
 
     Returns:
         the files, the index last; the same on every rank.
 
     Raises:
         CheckpointError: on every rank; a tensor that safetensors has no words for, ranks that pass different tensors,
-            and, with its reason, whatever failed on any rank.
+            separate meshes with different values of one tensor, and, with its reason, whatever failed on any rank.
     """
-    axes = axes_of(tensors.values())
-    groups = (axes or world()) if groups is None else groups
+    groups = spanning_axes(tensors.values()) if groups is None else groups
     target = Path(directory)
     with together(groups, CheckpointError):
         layout = _checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
-    is_first = agree(b"".join(file.head for file in layout.files), groups, "tensors")
+    once = _once(tensors)
+    is_first = agree({"tensors": _described(once, layout)}, groups, "write_tensors")
+    mine = owned(once, groups)
     with together(groups, CheckpointError):
         if is_first:
             make_files(target, layout)
-    files = _written(layout)
     with together(groups, CheckpointError):
-        mine = {name: part_of(each) for name, each in _once(tensors).items() if is_writer(each, axes, is_first)}
         written = write_parts(target, layout, mine, progress)
         if flush:
-            flush_files(target, [each.name for each in files] if is_first else written)
-    return files
+            flush_files(target, layout.names if is_first else written)
+    return _written(layout, sums_of(once, mine, groups), once)
 
 
-# ---- who writes what ------------------------------------------------------------------------------------------
+def _described(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, str]:
+    """What ranks must agree on: each tensor's type, placements, which of the meshes it is on, and the files."""
+    homes = homes_of(tensors)
+    rows = {name: f"{described(tensor)}, mesh {homes.number[name]}" for name, tensor in tensors.items()}
+    return rows | {file.name: hashlib.sha256(file.head).hexdigest() for file in layout.files}
 
 
-def is_writer(tensor: Tensor, axes: Groups, is_first: bool) -> bool:
-    """Whether this rank is the one to write its part; others may have the same, on another replica or mesh."""
-    if not isinstance(tensor, DTensor):
-        return is_first
-    own = tensor.device_mesh.get_all_groups()
-    return is_first_replica(tensor) and all(dist.get_rank(group) == 0 for group in axes if group not in own)
+def described(tensor: Tensor) -> str:
+    """What a tensor is and how it lies, for messages."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
 
 
 def _once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,6 +162,8 @@ def _unfit(name: str, tensor: Tensor, spec: Spec) -> Iterator[str]:
         yield type(local).__name__ if local.layout == torch.strided else str(local.layout)
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         yield "Partial: its value is a sum over ranks"
+    elif isinstance(tensor, DTensor) and (problem := misplaced(tensor)):
+        yield problem
 
 
 def _is_text(name: str) -> bool:
@@ -169,16 +174,17 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _written(layout: Layout) -> list[WrittenFile]:
+def _written(layout: Layout, sums: Mapping[str, int], tensors: Mapping[str, Tensor]) -> list[WrittenFile]:
+    def of_file(header: Header) -> dict[str, int]:
+        return {name: sums[name] for name, entry in header.tensors.items() if entry.dtype == tensors[name].dtype}
+
     files = [
-        WrittenFile(file.name, file.header.file_bytes, file.header.bytes, tuple(file.header.tensors))
-        for file in layout.files
+        WrittenFile(file.name, file.header.file_bytes, file.header.bytes, of_file(file.header)) for file in layout.files
     ]
-    return files if layout.index is None else [*files, _written_index(*layout.index)]
-
-
-def _written_index(name: str, text: bytes) -> WrittenFile:
-    return WrittenFile(name, len(text), len(text))
+    if layout.index is None:
+        return files
+    name, text = layout.index
+    return [*files, WrittenFile(name, len(text), len(text))]
 
 
 # ---- the writing ----------------------------------------------------------------------------------------------

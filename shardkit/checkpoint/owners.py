@@ -1,0 +1,168 @@
+"""Which rank writes which piece of a tensor, and the check that together they wrote all of it exactly once.
+
+Where a DTensor's part lies follows from its own mesh. A mesh is one that this rank is in: of a slice of a larger mesh,
+other ranks are in other slices, and each slice has the whole tensor. The one with the lowest rank writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardkit.checkpoint.checksums import MASK, added, part_sum
+from shardkit.checkpoint.format import Spec
+from shardkit.checkpoint.pieces import Part, part_of, whole
+from shardkit.errors import CheckpointError, listing, message
+from shardkit.ranks import Groups, collective_device, raise_together
+from shardkit.shards import Box, is_first_replica
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where tensors lie: on a mesh, or, plain, on every rank by itself.
+
+    Attributes:
+        meshes: the different ones, in order of appearance; None for plain tensors.
+        number: of each tensor's mesh, by name.
+    """
+
+    meshes: tuple[DeviceMesh | None, ...]
+    number: dict[str, int]
+
+    def lowest(self) -> list[int]:
+        """The lowest rank of each mesh that this rank is in; of plain tensors, this rank."""
+        here = dist.get_rank() if dist.is_initialized() else 0
+        return [here if mesh is None else int(mesh.mesh.min()) for mesh in self.meshes]
+
+
+def homes_of(tensors: Mapping[str, Tensor]) -> Homes:
+    """Where tensors lie. Local."""
+    meshes: dict[DeviceMesh | None, int] = {}
+    found = {name: tensor.device_mesh if isinstance(tensor, DTensor) else None for name, tensor in tensors.items()}
+    number = {name: meshes.setdefault(mesh, len(meshes)) for name, mesh in found.items()}
+    return Homes(tuple(meshes), number)
+
+
+def owned(tensors: Mapping[str, Tensor], groups: Groups) -> dict[str, Part]:
+    """The pieces that this rank writes, by name. Collective over ``groups``: one all-reduce of 16 bytes a mesh.
+
+    Every piece has one writer: the first of its replicas, on the mesh with the lowest rank. Where ranks have a tensor
+    on meshes of their own, all of them must hold the same values, which takes reading those once.
+
+    Args:
+        tensors: the same names on every rank, on meshes that correspond.
+        groups: which together reach all ranks that write, each rank once: one group, or the axes of one mesh.
+
+    Raises:
+        CheckpointError: on every rank, naming tensors that lie on several meshes with different values.
+    """
+    homes = homes_of(tensors)
+    lowest, highest = _range_of(homes.lowest(), groups)
+    several = {n for n, mesh in enumerate(homes.meshes) if mesh is not None and lowest[n] != highest[n]}
+    _check_copies({name: tensor for name, tensor in tensors.items() if homes.number[name] in several}, homes, groups)
+    first = {number for number, rank in enumerate(homes.lowest()) if rank == lowest[number]}
+    return {
+        name: part_of(tensor)
+        for name, tensor in tensors.items()
+        if homes.number[name] in first and (not isinstance(tensor, DTensor) or is_first_replica(tensor))
+    }
+
+
+def _range_of(values: list[int], groups: Groups) -> tuple[list[int], list[int]]:
+    """The smallest and the largest of each value over all ranks. Collective."""
+    both = torch.tensor([values, [-value for value in values]], dtype=torch.int64)
+    for group in groups:
+        both = both.to(collective_device(group))
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
+    low, negative = both.tolist()
+    return low, [-value for value in negative]
+
+
+def _check_copies(tensors: Mapping[str, Tensor], homes: Homes, groups: Groups) -> None:
+    """Raise on every rank unless all meshes that have a tensor have the same values. Collective."""
+    sums: dict[str, int] = {}
+    for number in dict.fromkeys(homes.number[name] for name in tensors):
+        names = [name for name in tensors if homes.number[name] == number]
+        mesh = homes.meshes[number]
+        assert mesh is not None, "plain tensors are the first rank's"
+        axes = [axis for axis in mesh.get_all_groups() if axis.size() > 1]
+        sums |= zip(names, added([_sum_here(tensors[name]) for name in names], axes), strict=True)
+    words = [half for value in sums.values() for half in (value >> 32, value & 0xFFFFFFFF)]
+    low, high = _range_of(words, groups) if sums else ([], [])
+    differ = [name for n, name in enumerate(sums) if low[2 * n : 2 * n + 2] != high[2 * n : 2 * n + 2]]
+    problem = f"{len(differ)} lie whole on several meshes, with different values: {listing(differ)}"
+    rule = "Ranks that hold different parts of a tensor must have it as one DTensor on a mesh of all of them"
+    fix = (
+        "Give the tensor the mesh axis that it differs along, such as DTensor.from_local(part, mesh['ep'], [Shard(0)])"
+    )
+    fix += " before fully_shard, or save each mesh by itself with group="
+    error = CheckpointError(message("tensors", problem, rule, fix)) if differ else None
+    raise_together(error, groups, CheckpointError)
+
+
+def _sum_here(tensor: Tensor) -> int:
+    assert isinstance(tensor, DTensor), "plain tensors are the first rank's"
+    return part_sum(*part_of(tensor), tensor.shape) if is_first_replica(tensor) else 0
+
+
+# ---- that it was all written, once ----------------------------------------------------------------------------
+
+
+def sums_of(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> dict[str, int]:
+    """The checksum of each whole tensor, after checking that ranks wrote every element exactly once. Collective.
+
+    One all-reduce of 32 bytes a tensor; no list of pieces is gathered, so it costs the same on any number of ranks.
+
+    Args:
+        tensors: all that were to be written.
+        written: the pieces that this rank wrote.
+        groups: as for :func:`owned`.
+
+    Raises:
+        CheckpointError: on every rank, naming the tensors of which a part was not written, or written twice.
+    """
+    parts = [(written.get(name), tensor) for name, tensor in tensors.items()]
+    sums = [part_sum(*part, tensor.shape) if part is not None else 0 for part, tensor in parts]
+    marks = [fingerprint([part[1]], tensor.shape) if part is not None else 0 for part, tensor in parts]
+    found = added(sums + marks, groups)
+    check_coverage(dict(zip(tensors, found[len(sums) :], strict=True)), tensors)
+    return dict(zip(tensors, found, strict=False))
+
+
+def check_coverage(found: Mapping[str, int], tensors: Mapping[str, Tensor | Spec]) -> None:
+    """Raise unless the pieces whose fingerprints these are fill their tensors, each element once. Local."""
+    wrong = [
+        name for name, tensor in tensors.items() if found[name] != fingerprint([whole(tensor.shape)], tensor.shape)
+    ]
+    if wrong:
+        rule = "Every element is written once, by the one rank that it is on"
+        fix = "Report it, with the model's meshes and placements; format='dcp' may save the model meanwhile"
+        raise CheckpointError(message(listing(wrong), "not all of it was written, or some of it twice", rule, fix))
+
+
+def fingerprint(boxes: Iterable[Box], shape: torch.Size) -> int:
+    """A number that sets of boxes share if, and but for chance of 2**-64 only if, they cover the same, equally often.
+
+    A box is known by its corners, with the signs of a mixed difference: where boxes meet, corners cancel. So what is
+    left of boxes that fill a tensor, however it was cut, are the tensor's own corners. Pure.
+    """
+    wide = [dim for dim, size in enumerate(shape) if size > 1]  # no others can be cut; each doubles the corners
+    solid = (box for box in boxes if all(length for _, length in box))
+    return sum(_corners([box[dim] for dim in wide]) for box in solid) & MASK
+
+
+def _corners(box: Sequence[tuple[int, int]]) -> int:
+    total = 0
+    for ends in itertools.product((0, 1), repeat=len(box)):
+        corner = [start + length * end for (start, length), end in zip(box, ends, strict=True)]
+        digest = hashlib.blake2b(repr(corner).encode(), digest_size=8).digest()
+        total += (-1) ** sum(ends) * int.from_bytes(digest, "little")
+    return total

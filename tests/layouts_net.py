@@ -1,0 +1,153 @@
+"""One small model, and its optimizer, in every layout that units may have on 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+EXPERTS = 4
+
+
+class Layer(nn.Module):
+    """Rows that 4 ranks share unevenly (6, 10) or not at all (1), experts, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.experts = nn.Module()
+        self.experts.w = nn.Parameter(torch.zeros(EXPERTS, 6, 2))
+        self.gain = nn.Parameter(torch.zeros(1))
+        self.none = nn.Parameter(torch.zeros(0, 4))
+
+
+class Layered(nn.Module):
+    """Two layers between an embedding and a head that share one weight only by shape: stages could not be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.register_buffer("count", torch.arange(3))
+
+
+def valued(net: nn.Module, seed: int) -> nn.Module:
+    """Every element of every tensor has a value of its own, which follows from its name."""
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
+        values = torch.randn(tensor.shape, generator=generator).mul(100)
+        tensor.data.copy_(values.to(tensor.dtype))
+    return net
+
+
+def blocks(net: nn.Module, **options: Any) -> nn.Module:
+    for layer in net.layers:
+        fully_shard(layer, **options)
+    return fully_shard(net, **options)
+
+
+def plain(net: nn.Module) -> nn.Module:
+    return net
+
+
+def one_mesh(net: nn.Module) -> nn.Module:
+    return blocks(net, mesh=mesh_of((4,)))
+
+
+def hsdp(net: nn.Module) -> nn.Module:
+    return blocks(net, mesh=mesh_of((2, 2)))
+
+
+def tensor_parallel(net: nn.Module) -> nn.Module:
+    mesh = mesh_of((2, 2), "dp", "tp")
+    for layer in net.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return blocks(net, mesh=mesh["dp"])
+
+
+def overlapping(net: nn.Module) -> nn.Module:
+    """Experts on slices of two ranks, each with all of them; the rest on all ranks."""
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    for layer in net.layers:
+        fully_shard(layer.experts, mesh=mesh["efsdp"])
+    return blocks(net, mesh=mesh_of((4,)))
+
+
+def expert_parallel(net: nn.Module) -> nn.Module:
+    """Each rank of ``ep`` has other experts, which ``efsdp`` shards; the rest on all ranks."""
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    half, at = EXPERTS // 2, mesh["ep"].get_local_rank()
+    for layer in net.layers:
+        own = layer.experts.w.data[half * at : half * (at + 1)].clone()
+        layer.experts.w = nn.Parameter(DTensor.from_local(own, mesh["ep"], [Shard(0)]))
+    return overlapping(net)
+
+
+def columns(net: nn.Module) -> nn.Module:
+    def last_dim(param: nn.Parameter) -> Shard:
+        return Shard(param.ndim - 1) if param.ndim > 1 and param.shape[-1] % 2 == 0 else Shard(0)
+
+    return blocks(net, mesh=mesh_of((2, 2)), shard_placement_fn=last_dim)
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    layout.__name__: layout
+    for layout in (plain, one_mesh, hsdp, tensor_parallel, overlapping, expert_parallel, columns)
+}
+
+
+def stage(net: nn.Module) -> nn.Module:
+    """Keep this rank's stage of two, on a mesh of its own: ranks 0 and 1 the beginning, 2 and 3 the rest."""
+    mesh = mesh_of((2, 2), "pp", "dp")
+    number = mesh["pp"].get_local_rank()
+    del net.layers[1 - number]
+    net.layers = nn.ModuleDict({str(number): net.layers[0]})  # names stay those of the whole model
+    if number:
+        del net.embed
+    fully_shard(net.layers[str(number)], mesh=mesh["dp"])
+    return fully_shard(net, mesh=mesh["dp"]) if not number else net
+
+
+def stage_group() -> dist.ProcessGroup:
+    return mesh_of((2, 2), "pp", "dp")["dp"].get_group()
+
+
+def built(layout: Callable[[nn.Module], nn.Module], seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout, and AdamW that has stepped once; the same arithmetic, element by element, in each."""
+    net = layout(valued(Layered(), seed))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    for param in net.parameters():
+        param.grad = param.detach() * 0.5 + 1
+    optimizer.step()
+    optimizer.zero_grad()
+    return net, optimizer
+
+
+def full(tensor: Tensor) -> Tensor:
+    """By torch's own gather, whatever shardkit says. Collective."""
+    if not tensor.numel():  # torch 2.13 cannot gather what it made the shards (0, ...) of
+        return torch.empty(tensor.shape)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every full tensor of model and optimizer, by name. Collective."""
+    found = {name: full(tensor.detach()) for name, tensor in net.state_dict().items()}
+    for name, param in net.named_parameters():
+        found |= {f"{name}/{key}": full(value) for key, value in optimizer.state.get(param, {}).items()}
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], *, some: bool = False) -> None:
+    """To the bit; ``some`` of them, where a stage has no more."""
+    assert found
+    assert some or found.keys() == expected.keys()
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not wrong
