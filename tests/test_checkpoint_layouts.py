@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+from unittest import mock
+
 import pytest
-from layouts_net import LAYOUTS, assert_equal, built, plain, stage, stage_group, values_of
+import torch
+import torch.distributed as dist
+from layouts_net import LAYOUTS, assert_equal, built, full, plain, stage, stage_group, values_of
+from meshes import mesh_of
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint import asynchronous, convert_checkpoint, load_checkpoint, owners, save_checkpoint
+from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
 
@@ -50,3 +58,128 @@ def test_every_layout_is_written_whole_and_loads_into_every_other(source, tmp_pa
             net, optimizer = built(plain, seed=2)
             load_checkpoint(path, net, optimizer)
             assert_equal(values_of(net, optimizer), expected)
+
+
+# ---- stages, which hold different models ------------------------------------------------------------------------
+
+
+@distributed(world_size=4, backend="gloo")
+def test_stages_save_by_themselves_and_load_into_stages_and_whole_models(tmp_path):
+    expected, number = values_of(*built(plain)), mesh_of((2, 2), "pp", "dp")["pp"].get_local_rank()
+    net, optimizer = built(stage)
+    for format, async_ in (("safetensors", False), ("dcp", False), ("safetensors", True)):
+        path = tmp_path / f"{format}-{async_}"
+        with pytest.raises(CheckpointError, match=r"ranks 2, 3 differ from rank 0 in model \(.* save with group="):
+            save_checkpoint(path / "all", net, format=format, async_=async_)
+        group = stage_group()
+        save_checkpoint(path / f"stage-{number}", net, optimizer, format=format, async_=async_, group=group).wait()
+        other, stepped = built(stage, seed=2)
+        load_checkpoint(path / f"stage-{number}", other, stepped, group=group)
+        assert_equal(values_of(other, stepped), expected, some=True)
+        dist.barrier()
+        other, stepped = built(LAYOUTS["expert_parallel"], seed=2)
+        for one in (0, 1):
+            load_checkpoint(path / f"stage-{one}", other, strict=False)
+            manifest = json.loads((path / f"stage-{one}" / "manifest.json").read_text())
+            assert (manifest["world_size"], [each["shape"] for each in manifest["meshes"]]) == (2, [[2]])
+        found = {name: full(value.detach()) for name, value in other.state_dict().items()}
+        assert_equal(found, expected, some=True)
+        assert sorted(each.name for each in path.iterdir()) == ["stage-0", "stage-1"]
+        assert not asynchronous._groups
+
+
+# ---- what cannot be told from replicas, and what was lost -------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@distributed(world_size=4, backend="gloo")
+def test_experts_of_their_own_on_slices_are_refused_unless_equal(format, tmp_path):
+    net, optimizer = built(LAYOUTS["overlapping"])
+    save_checkpoint(tmp_path / "equal", net, optimizer, format=format)
+    with torch.no_grad():
+        net.layers[1].experts.w.add_(mesh_of((2, 2), "efsdp", "ep")["ep"].get_local_rank())
+    with pytest.raises(CheckpointError, match=r"1 lie whole on several meshes, with different values: layers\.1\.exp"):
+        save_checkpoint(tmp_path / "differ", net, optimizer, format=format)
+    assert not (tmp_path / "differ").exists()
+
+
+@pytest.mark.parametrize("layout", ["one_mesh", "expert_parallel", "columns"])
+@distributed(world_size=4, backend="gloo")
+def test_pieces_that_nobody_writes_or_several_do_fail_the_save(layout, tmp_path):
+    net, _ = built(LAYOUTS[layout])
+    lies = {"lost": lambda _: dist.get_rank() != 3, "twice": lambda _: True}
+    for name in lies if layout == "columns" else ("lost",):  # the others have no replicas
+        said = r"layers\.0\.up\.weight.*: not all of it was written, or some"
+        with mock.patch.object(owners, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
+            save_checkpoint(tmp_path / name, net)
+    dist.barrier()  # rank 0 has removed what was written
+    assert not any(tmp_path.iterdir())
+
+
+@distributed(world_size=4, backend="gloo")
+def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
+    net, optimizer = built(LAYOUTS["one_mesh"])
+    last = dist.get_rank() == 3
+    cases = {
+        r"rank 3 differs from rank 0 in keep \(2 instead of 1\)": {"keep": 2 if last else 1},
+        r"rank 3 differs from rank 0 in optimizer \(state\.embed.*absent": {"optimizer": None if last else optimizer},
+        r"rank 3 differs from rank 0 in async_ \(true instead of false\)": {"async_": last},
+    }
+    for said, given in cases.items():
+        with pytest.raises(CheckpointError, match=said):
+            save_checkpoint(tmp_path / "a", net, **given)
+    optimizer.param_groups[0]["lr"] = 0.5 if last else 0.1
+    with pytest.raises(CheckpointError, match=r"in optimizer \(param_groups\.0\.lr: 0\.5 instead of 0\.1\)"):
+        save_checkpoint(tmp_path / "a", net, optimizer)
+    assert not any(tmp_path.iterdir())
+    save_checkpoint(tmp_path / "a", net, extra={"only": torch.ones(3)} if not dist.get_rank() else None)
+    with pytest.raises(CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"):
+        load_checkpoint(tmp_path / "a", net, verify=not last)
+    assert torch.equal(load_checkpoint(tmp_path / "a", net)["only"], torch.ones(3))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_background_save_that_was_waited_for_leaves_nothing_open(tmp_path):
+    net = torch.nn.Linear(3, 3)
+    save_checkpoint(tmp_path / "before", net)
+    before = descriptors()
+    for number in range(2):
+        save_checkpoint(tmp_path / f"a-{number}", net, async_=True).wait()
+        assert descriptors() == before
+    save_checkpoint(tmp_path / "b", net, async_=True)
+    group = asynchronous._groups[dist.group.WORLD]
+    save_checkpoint(tmp_path / "c", net, async_=True)
+    assert asynchronous._groups[dist.group.WORLD] is group, "the next save in the background uses it again"
+    del group
+    load_checkpoint(tmp_path / "b", net)
+    assert descriptors() == before
+
+
+def box(*dims):
+    return tuple(dims)
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "whole"),
+    [
+        ((8,), [box((0, 3)), box((3, 5))], True),
+        ((8,), [box((0, 3)), box((3, 4))], False),  # the end is missing
+        ((8,), [box((0, 4)), box((0, 4))], False),  # twice, and as many elements
+        ((12,), [box((0, 4)), box((0, 4)), box((8, 4))], False),
+        ((4, 6), [box((0, 4), (0, 2)), box((0, 4), (2, 4))], True),
+        ((4, 6), [box((0, 2), (0, 6)), box((2, 2), (0, 3)), box((2, 2), (3, 3))], True),
+        ((4, 6), [box((0, 2), (0, 6)), box((2, 2), (0, 3)), box((2, 2), (0, 3))], False),
+        ((4, 6), [box((0, 4), (0, 6)), box((4, 0), (0, 6))], True),
+        ((4, 0), [], True),
+        ((), [box()], True),
+        ((), [box(), box()], False),
+        ((1,) * 60, [box(*[(0, 1)] * 60)], True),
+    ],
+)
+def test_fingerprints_of_pieces_that_fill_a_tensor_are_its_own(shape, boxes, whole):
+    whole_box = tuple((0, size) for size in shape)
+    assert (owners.fingerprint(boxes, shape) == owners.fingerprint([whole_box], shape)) is whole

@@ -86,21 +86,21 @@ def _differences(said: Mapping[str, Any], first: int, groups: Groups) -> str:
     for name in dict.fromkeys(name for differing in found.values() for name in differing):
         ranks = [rank for rank, differing in found.items() if name in differing]
         how = found[ranks[0]][name]
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))}"
-        parts.append(f"{name} differs between rank {first} and {where} ({listing(how, _MOST)})")
+        where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
+        parts.append(f"{where} from rank {first} in {name} ({listing(how, _MOST)})")
     return "; ".join(parts)
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
     """How two values differ, shortly: of dicts up to a few keys."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
-        yield f"{_short(one)} and {_short(other)}"
+        yield f"{_short(other)} instead of {_short(one)}"
         return
     keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
     if not keys:
         yield "in another order"
     for key in keys[: _MOST + 1]:
-        yield f"{key}: {_short(one.get(key, 'absent'))} and {_short(other.get(key, 'absent'))}"
+        yield f"{key}: {_short(other.get(key, 'absent'))} instead of {_short(one.get(key, 'absent'))}"
 
 
 def _short(value: Any) -> str:

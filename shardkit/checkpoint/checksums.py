@@ -30,7 +30,8 @@ def part_sum(part: Tensor, box: Box, shape: torch.Size) -> int:
     """
     if part.numel() == 0:
         return 0
-    data = part.detach().contiguous().flatten().unsqueeze(-1).view(torch.uint8)  # a lone element may have any stride
+    part = part.detach().resolve_conj().resolve_neg().contiguous()
+    data = part.flatten().unsqueeze(-1).view(torch.uint8)  # a lone element may have any stride
     runs, size = runs_of(box, shape), part.element_size()
     if runs.length * size % WORD == 0 and all(start * size % WORD == 0 for start in runs.starts):
         return _words(data.flatten())

@@ -21,7 +21,7 @@ from shardkit.checkpoint.checksums import MASK, added, part_sum
 from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.pieces import Part, part_of, whole
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, collective_device, raise_together
+from shardkit.ranks import Groups, collective_device, raise_together, together
 from shardkit.shards import Box, is_first_replica
 
 
@@ -116,10 +116,10 @@ def _sum_here(tensor: Tensor) -> int:
 # ---- that it was all written, once ----------------------------------------------------------------------------
 
 
-def sums_of(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> dict[str, int]:
-    """The checksum of each whole tensor, after checking that ranks wrote every element exactly once. Collective.
+def check_written(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> None:
+    """Check that ranks wrote every element exactly once. Collective: one all-reduce of 16 bytes a tensor.
 
-    One all-reduce of 32 bytes a tensor; no list of pieces is gathered, so it costs the same on any number of ranks.
+    No list of pieces is gathered, so it costs the same on any number of ranks.
 
     Args:
         tensors: all that were to be written.
@@ -129,12 +129,15 @@ def sums_of(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: 
     Raises:
         CheckpointError: on every rank, naming the tensors of which a part was not written, or written twice.
     """
-    parts = [(written.get(name), tensor) for name, tensor in tensors.items()]
-    sums = [part_sum(*part, tensor.shape) if part is not None else 0 for part, tensor in parts]
-    marks = [fingerprint([part[1]], tensor.shape) if part is not None else 0 for part, tensor in parts]
-    found = added(sums + marks, groups)
-    check_coverage(dict(zip(tensors, found[len(sums) :], strict=True)), tensors)
-    return dict(zip(tensors, found, strict=False))
+    own = [fingerprint([written[n][1]], tensor.shape) if n in written else 0 for n, tensor in tensors.items()]
+    check_coverage(dict(zip(tensors, added(own, groups), strict=True)), tensors)
+
+
+def sums_of(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> dict[str, int]:
+    """The checksum of each whole tensor, from the pieces that ranks wrote. Collective, as :func:`check_written`."""
+    with together(groups, CheckpointError):
+        own = [part_sum(*written[n], tensor.shape) if n in written else 0 for n, tensor in tensors.items()]
+    return dict(zip(tensors, added(own, groups), strict=True))
 
 
 def check_coverage(found: Mapping[str, int], tensors: Mapping[str, Tensor | Spec]) -> None:

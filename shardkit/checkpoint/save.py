@@ -27,10 +27,10 @@ from shardkit.checkpoint.asynchronous import (
     start_pending,
 )
 from shardkit.checkpoint.manifest import FileEntry, Manifest
-from shardkit.checkpoint.owners import owned
+from shardkit.checkpoint.owners import owned, sums_of
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.random_state import states
-from shardkit.checkpoint.write import described, write_tensors
+from shardkit.checkpoint.write import WrittenFile, described, write_pieces
 from shardkit.errors import CheckpointError, ShardkitError, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
@@ -316,10 +316,15 @@ def _write_safetensors(temporary: Path, content: Content, groups: Groups) -> dic
 def write_part(temporary: Path, name: str, tensors: dict[str, Tensor], groups: Groups) -> dict[str, FileEntry]:
     """One group of safetensors files, with their entries. Collective."""
     progress = Progress(f"save {name}")
-    written = write_tensors(temporary, tensors, name=name, flush=True, progress=progress, groups=groups)
+    written, mine = write_pieces(temporary, tensors, groups, name, flush=True, progress=progress)
     progress.close()
+    sums = sums_of({name: tensors[name] for file in written for name in file.tensors}, mine, groups)
     with together(groups, CheckpointError):
-        return {file.name: manifest.entry_of(temporary / file.name, file.head, file.sums) for file in written}
+        return {file.name: _entry(temporary, file, sums) for file in written}
+
+
+def _entry(temporary: Path, file: WrittenFile, sums: Mapping[str, int]) -> FileEntry:
+    return manifest.entry_of(temporary / file.name, file.head, {name: sums[name] for name in file.tensors})
 
 
 def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import agree, spanning_axes
-from shardkit.checkpoint.format import METADATA, NAMES, Entry, Header, Spec
+from shardkit.checkpoint.format import METADATA, NAMES, Entry, Spec
 from shardkit.checkpoint.layout import Layout, lay_out
-from shardkit.checkpoint.owners import homes_of, owned, sums_of
+from shardkit.checkpoint.owners import check_written, homes_of, owned
 from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
@@ -35,13 +35,13 @@ class WrittenFile:
     name: in its directory.
     bytes: of the whole file.
     head: bytes before the first tensor; all of it for an index.
-    sums: the checksum of each of its tensors, see ``checksums.py``, except of those converted to another dtype.
+    tensors: the names of its tensors.
     """
 
     name: str
     bytes: int
     head: int
-    sums: dict[str, int] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
 
 
 def write_tensors(
@@ -87,8 +87,24 @@ def write_tensors(
         CheckpointError: on every rank; a tensor that safetensors has no words for, ranks that pass different tensors,
             separate meshes with different values of one tensor, and, with its reason, whatever failed on any rank.
     """
-    groups = spanning_axes(tensors.values()) if groups is None else groups
-    target = Path(directory)
+    options = (name, max_shard_size, metadata, dtype, flush, progress)
+    return write_pieces(
+        Path(directory), tensors, spanning_axes(tensors.values()) if groups is None else groups, *options
+    )[0]
+
+
+def write_pieces(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    groups: Groups,
+    name: str,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    flush: bool = False,
+    progress: Progress | None = None,
+) -> tuple[list[WrittenFile], dict[str, Part]]:
+    """As :func:`write_tensors`; also what this rank wrote of which tensor."""
     with together(groups, CheckpointError):
         layout = _checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
     once = _once(tensors)
@@ -101,7 +117,8 @@ def write_tensors(
         written = write_parts(target, layout, mine, progress)
         if flush:
             flush_files(target, layout.names if is_first else written)
-    return _written(layout, sums_of(once, mine, groups), once)
+    check_written(once, mine, groups)
+    return _written(layout), mine
 
 
 def _described(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, str]:
@@ -174,12 +191,10 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _written(layout: Layout, sums: Mapping[str, int], tensors: Mapping[str, Tensor]) -> list[WrittenFile]:
-    def of_file(header: Header) -> dict[str, int]:
-        return {name: sums[name] for name, entry in header.tensors.items() if entry.dtype == tensors[name].dtype}
-
+def _written(layout: Layout) -> list[WrittenFile]:
     files = [
-        WrittenFile(file.name, file.header.file_bytes, file.header.bytes, of_file(file.header)) for file in layout.files
+        WrittenFile(file.name, file.header.file_bytes, file.header.bytes, tuple(file.header.tensors))
+        for file in layout.files
     ]
     if layout.index is None:
         return files

@@ -23,6 +23,7 @@ from shardkit._torch import (
     steps_in_backward,
 )
 from shardkit.errors import ShardkitError, message
+from shardkit.ranks import collective_device
 
 
 @torch.no_grad()
@@ -31,6 +32,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their norm over all ranks is at most ``max_norm``.
 
@@ -63,6 +66,8 @@ def clip_grad_norm_(
         norm_type: p > 0 of the p-norm, or inf for the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or inf, on every rank, before any gradient is changed.
             Otherwise a norm of inf or nan spoils the gradients just as torch's function does.
+        group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline stages: the norm is
+            that of all their gradients. One more all-reduce of one float64.
 
     Returns:
         The norm before clipping: a plain tensor without dimensions, equal on every rank, on the device of
@@ -84,7 +89,7 @@ def clip_grad_norm_(
     with plain_attributes():
         grads = [param.grad for param in params]
         _check_when_stepped(params, grads)
-        norm = _total_norm(params, grads, p)
+        norm = _total_norm(params, grads, p, group)
     if error_if_nonfinite and not norm.isfinite():
         raise ShardkitError(
             message(
@@ -189,10 +194,21 @@ class _Bucket:
         return set(self.mesh.mesh.flatten().tolist())
 
 
-def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float) -> Tensor:
+def _total_norm(
+    params: list[Tensor], grads: list[Tensor | None], p: float, group: dist.ProcessGroup | None = None
+) -> Tensor:
     buckets, plain = _buckets(params, grads)
-    if not buckets:
+    if not buckets and group is None:
         return nn.utils.get_total_norm(plain, p)
+    here = torch.device(collective_device(group))
+    total = _mesh_power(buckets, plain, params, p) if buckets else _power_sum(plain, p, here)
+    if group is not None:
+        total = _all_reduced(total, p, [group])
+    return (total if p == math.inf else total.pow(1 / p)).to(_norm_dtype(params))
+
+
+def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], params: list[Tensor], p: float) -> Tensor:
+    """The p-th power of the norm, over all ranks of the parameters' meshes. Collective."""
     host = max(buckets, key=lambda bucket: bucket.mesh.size())
     axes, inside, apart = _arranged(buckets, host, with_plain=any(not isinstance(param, DTensor) for param in params))
     powers = [
@@ -201,8 +217,7 @@ def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float) -> T
     ]
     parts = [_all_reduced(_combined(powers, p), p, axes)]
     parts += [_all_reduced(_power_sum(each.grads, p, each.device), p, each.over).to(host.device) for each in apart]
-    total = _combined(parts, p)
-    return (total if p == math.inf else total.pow(1 / p)).to(_norm_dtype(params))
+    return _combined(parts, p)
 
 
 def _buckets(params: list[Tensor], grads: list[Tensor | None]) -> tuple[list[_Bucket], list[Tensor]]:
