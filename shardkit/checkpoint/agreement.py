@@ -81,7 +81,8 @@ def _differences(said: Mapping[str, Any], first: int, groups: Groups) -> str:
     is_first = dist.get_rank() == first
     model = gather_by_rank(dict(said) if is_first else None, groups)[first]
     own = json.loads(json.dumps(said))
-    found = gather_by_rank({name: list(_unlike(model[name], own[name])) for name in own if own[name] != model[name]}, groups)
+    unlike = {name: list(_unlike(model[name], own[name])) for name in own if own[name] != model[name]}
+    found = gather_by_rank(unlike, groups)
     parts = []
     for name in dict.fromkeys(name for differing in found.values() for name in differing):
         ranks = [rank for rank, differing in found.items() if name in differing]
