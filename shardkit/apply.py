@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
+from shardkit.entry import attend
 from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.plan import ShardingPlan, ShardUnit
@@ -69,6 +70,7 @@ def apply_decided(
             states = states_of(model, plan.ignored).values()
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     carry_out(model, plan, mesh)
+    attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     return model
 
 
@@ -119,8 +121,9 @@ def carry_out(
     if plan.replicated:
         replicate(model, plan.replicated, mesh)
     _prefetch(model, plan)
-    for method in plan.forward_methods:
-        register_fsdp_forward_method(model, method)
+    for name in plan.forward_methods:
+        fqn, _, method = name.rpartition(".")
+        register_fsdp_forward_method(model.get_submodule(fqn), method)
 
 
 def _prepare(modules: Sequence[nn.Module], unit: ShardUnit) -> None:

@@ -1,0 +1,212 @@
+"""When the forwards and backwards of an FSDP root begin and end, and what FSDP2 holds between them.
+
+With ``_torch`` and ``_fsdp``, the only place of private torch names; apart from ``_fsdp`` because one file would be too
+long. The names are those of torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
+
+from shardkit._fsdp import FSDPUnit, not_compiled
+from shardkit._fsdp import _fsdp_states as fsdp_states
+from shardkit._torch import tree_leaves, units_of
+
+
+class Listener(Protocol):
+    """What is told of each forward and backward of a root."""
+
+    def forward_begins(self) -> None: ...
+    def forward_ended(self) -> None: ...
+    def backward_begins(self) -> None: ...
+    def backward_ended(self) -> None: ...
+
+
+class _HeardContext(FSDPStateContext[Any]):
+    """What torch keeps of one iteration, in one object for all FSDP modules of a root.
+
+    Every forward passes through it, of the root, a child or a registered method, and so does every backward. Hooks on
+    modules would miss methods, and would not know which of them is the outermost one.
+    """
+
+    listener: Listener
+
+    @property
+    def iter_forward_root(self) -> Any:  # type: ignore[override]
+        return vars(self)["iter_forward_root"]
+
+    @iter_forward_root.setter
+    def iter_forward_root(self, state: Any) -> None:
+        before, vars(self)["iter_forward_root"] = vars(self)["iter_forward_root"], state
+        if (before is None) != (state is None):
+            (self.listener.forward_ended if state is None else self.listener.forward_begins)()
+
+    @property
+    def post_backward_final_callback_queued(self) -> bool:  # type: ignore[override]
+        return bool(vars(self)["post_backward_final_callback_queued"])
+
+    @post_backward_final_callback_queued.setter
+    def post_backward_final_callback_queued(self, queued: bool) -> None:
+        before = vars(self)["post_backward_final_callback_queued"]
+        vars(self)["post_backward_final_callback_queued"] = queued
+        if before != queued:
+            (self.listener.backward_begins if queued else self.listener.backward_ended)()
+
+
+def listen(root: FSDPModule, listener: Listener) -> None:
+    """Tells ``listener`` when forwards and backwards below ``root`` begin and end, once it is the FSDP root. Local."""
+    context: Any = root._get_fsdp_state()._state_ctx
+    context.__class__ = _HeardContext
+    context.listener = listener
+
+
+def units_of_root(root: FSDPModule) -> list[FSDPUnit]:
+    """All units of an initialized root; none before its first forward, or inside another root. Local, pure."""
+    state = root._get_fsdp_state()
+    return [unit for each in state._state_ctx.all_states for unit in units_of(each)] if state._is_root else []
+
+
+def is_forward_under_way(root: FSDPModule) -> bool:
+    """Whether a forward of any module below the root has begun and not ended. Local, pure."""
+    return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def is_in_use(module: FSDPModule) -> bool:
+    """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in backward. Local, pure."""
+    return module._get_fsdp_state()._training_state.name != "IDLE"  # type: ignore[no-any-return]
+
+
+def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> None:
+    """Makes ``root`` the FSDP root whichever module below it runs first; torch makes it the module that runs. Local.
+
+    Not before that forward: until then users may cast the model, add modules, or shard a module around it.
+
+    Args:
+        root: what becomes the root.
+        check: called right before; may raise, and then everything is as it was.
+    """
+    whole, states = root._get_fsdp_state(), fsdp_states(root)  # type: ignore[arg-type]
+
+    def lazy_init(state: Any) -> None:
+        if state._is_root is None:
+            check()
+            with torch.inference_mode(False):  # padded shards that it makes are trained later
+                type(whole)._lazy_init(whole)
+        for each in states:
+            vars(each).pop("_lazy_init", None)
+
+    for state in states:
+        vars(state)["_lazy_init"] = partial(lazy_init, state)
+
+
+def end_partial_forwards(root: FSDPModule) -> None:
+    """Lets a forward of one module of ``fully_shard([a, b])`` outside of the root's forward come to an end. Local.
+
+    torch waits for the other modules, which a caller of ``model.head(x)`` may never run (torch 2.11 to 2.15). Without
+    grad the unit stayed gathered; with grad nothing reduced its gradients where no input requires grad.
+    """
+    for state in fsdp_states(root):  # type: ignore[arg-type]
+        for module in state._modules if len(state._modules) > 1 else ():
+            module.register_forward_hook(partial(_end_partial_forward, state), with_kwargs=True)
+
+
+@not_compiled
+def _end_partial_forward(state: Any, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if state._state_ctx.iter_forward_root is not state or not state._modules_to_run_forward:
+        return
+    if not torch.is_grad_enabled():
+        state._modules_to_run_forward.clear()
+        state._post_forward(module, args, None)
+        return
+    state._state_ctx.iter_forward_root = None
+    reduces = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((args, kwargs)))
+
+    def begin_backward(_: Tensor) -> None:
+        if not reduces or torch.is_grad_enabled():
+            state._register_root_post_backward_final_callback()
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
+
+
+def reshard(unit: Any) -> None:
+    """Reshards a unit whatever its settings say. Local."""
+    unit._to_sharded()
+
+
+def forget_inference_tensors(unit: FSDPUnit) -> None:
+    """Drops the buffers of a sharded unit that were made under inference_mode, which autograd refuses. Local.
+
+    FSDP2 makes them at the first all-gather and fills them again at each later one.
+    """
+    for param in unit.fsdp_params:
+        unsharded = getattr(param, "_unsharded_param", None)
+        if unsharded is not None and unsharded.is_inference():
+            param.all_gather_outputs = []
+            del param._unsharded_param
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward under way was called with ``retain_graph``, or with ``create_graph``, which implies it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, no-any-return]
+
+
+class Hold:
+    """Keeps every unit gathered from a backward with ``create_graph=True`` until :meth:`release`. Local.
+
+    The graph of that backward saved the unsharded parameters, and FSDP2 knows nothing of it: it frees them, and it
+    neither gathers nor reduces for what runs in the next backward.
+    """
+
+    def __init__(self, root: FSDPModule, refuse: Callable[[], None]) -> None:
+        """``refuse`` is called where a parameter gets a gradient that has a graph, and raises."""
+        self._state: Any = root._get_fsdp_state()
+        self._refuse = refuse
+        units: list[Any] = units_of_root(root)
+        for unit in units:
+            if unit.is_sharded_post_forward:  # gathered from a mesh that the next lines take away
+                unit.unshard()
+                unit.wait_for_unshard()
+        self._before = [(unit, unit.reshard_after_backward, unit.post_forward_mesh_info) for unit in units]
+        for unit in units:
+            unit.reshard_after_backward, unit.post_forward_mesh_info = False, None
+        params = [(unit, param) for unit in units for param in unit.fsdp_params if hasattr(param, "_unsharded_param")]
+        self._shards = [param.sharded_param._local_tensor for _, param in params]
+        self._versions = self._present_versions()
+        self._handles = [
+            param._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, unit))
+            for unit, param in params
+            if param._unsharded_param.requires_grad
+        ]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether shards were written to since, as by an optimizer, so that the units would be old values."""
+        return self._versions != self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        return [0 if shard.is_inference() else shard._version for shard in self._shards]
+
+    def _reduce(self, unit: Any, _: Tensor) -> None:
+        """Lets the end of this backward reduce the unit, also where none of its inputs or outputs has a gradient."""
+        if torch.is_grad_enabled():
+            self._refuse()
+        unit._training_state = type(unit._training_state).PRE_BACKWARD
+        self._state._register_root_post_backward_final_callback()
+
+    def release(self) -> None:
+        """Reshards, and puts back what was set before."""
+        for handle in self._handles:
+            handle.remove()
+        for unit, after_backward, mesh_info in self._before:
+            unit.reshard_after_backward, unit.post_forward_mesh_info = after_backward, mesh_info
+            if after_backward:
+                unit._to_sharded()
