@@ -42,6 +42,7 @@ class FSDPUnit(Protocol):
     modules: tuple[nn.Module, ...]
     fsdp_params: list[Any]
     device: torch.device
+    is_sharded: bool  # neither gathered nor sharded over fewer ranks after forward
     mesh_info: Any  # has shard_process_group, replicate_process_group, or both
     post_forward_mesh_info: Any  # None: the parameters stay gathered from forward to backward
     reshard_after_backward: bool
@@ -51,6 +52,7 @@ class FSDPUnit(Protocol):
     reduce_scatter_unused_params: bool  # since 2.13
     post_backward: Callable[..., None]
     finalize_backward: Callable[[], None]  # called for each unit below the root when a backward ends
+    wait_for_unshard: Callable[[], None]
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:

@@ -6,7 +6,7 @@ long. The names are those of torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
-from shardkit._fsdp import FSDPUnit, not_compiled
+from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._fsdp import _fsdp_states as fsdp_states
 from shardkit._torch import tree_leaves, units_of
 
@@ -39,7 +39,7 @@ class _HeardContext(FSDPStateContext[Any]):
     listener: Listener
 
     @property
-    def iter_forward_root(self) -> Any:  # type: ignore[override]
+    def iter_forward_root(self) -> Any:
         return vars(self)["iter_forward_root"]
 
     @iter_forward_root.setter
@@ -49,7 +49,7 @@ class _HeardContext(FSDPStateContext[Any]):
             (self.listener.forward_ended if state is None else self.listener.forward_begins)()
 
     @property
-    def post_backward_final_callback_queued(self) -> bool:  # type: ignore[override]
+    def post_backward_final_callback_queued(self) -> bool:
         return bool(vars(self)["post_backward_final_callback_queued"])
 
     @post_backward_final_callback_queued.setter
@@ -80,7 +80,7 @@ def is_forward_under_way(root: FSDPModule) -> bool:
 
 def is_in_use(module: FSDPModule) -> bool:
     """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in backward. Local, pure."""
-    return module._get_fsdp_state()._training_state.name != "IDLE"  # type: ignore[no-any-return]
+    return module._get_fsdp_state()._training_state.name != "IDLE"
 
 
 def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> None:
@@ -142,21 +142,48 @@ def reshard(unit: Any) -> None:
     unit._to_sharded()
 
 
-def forget_inference_tensors(unit: FSDPUnit) -> None:
-    """Drops the buffers of a sharded unit that were made under inference_mode, which autograd refuses. Local.
+def forwards_noted(root: FSDPModule) -> int:
+    """How many forwards of units torch has noted since the last backward, to prefetch by in the next. Local, pure."""
+    return len(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
-    FSDP2 makes them at the first all-gather and fills them again at each later one.
+
+def forget_forwards(root: FSDPModule, since: int) -> None:
+    """Forgets the forwards of units after the first ``since``, where no backward will come for them. Local.
+
+    torch prefetches a unit of such a forward in the next backward, and keeps the notes until then.
     """
-    for param in unit.fsdp_params:
-        unsharded = getattr(param, "_unsharded_param", None)
-        if unsharded is not None and unsharded.is_inference():
-            param.all_gather_outputs = []
-            del param._unsharded_param
+    order = root._get_fsdp_state()._comm_ctx.post_forward_order
+    for unit in order[since:]:
+        unit._post_forward_indices = [index for index in unit._post_forward_indices if index < since]
+    del order[since:]
+
+
+def gather_outside_inference_mode(units: Iterable[FSDPUnit], enabled: bool) -> None:
+    """Whether these units leave inference_mode to make the tensors that they gather into. Local.
+
+    FSDP2 makes them at the first all-gather and keeps them; those made under inference_mode cannot be written to
+    outside of it, nor trained with, nor where one rank shards can they be made at all.
+    """
+    for unit in units:
+        vars(unit).pop("wait_for_unshard", None)
+        if enabled:
+            vars(unit)["wait_for_unshard"] = partial(_outside_inference_mode, unit.wait_for_unshard)
+
+
+def _outside_inference_mode(gather: Callable[[], None]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        gather()
+
+
+def gathered_parameters(model: nn.Module) -> dict[Tensor, nn.Parameter]:
+    """The sharded parameter of each one that FSDP2 gathers into, whether that is registered now or not. Local, pure."""
+    params = (param for unit in fsdp_units(model) for param in unit.fsdp_params)
+    return {param._unsharded_param: param.sharded_param for param in params if hasattr(param, "_unsharded_param")}
 
 
 def backward_keeps_graph() -> bool:
     """Whether the backward under way was called with ``retain_graph``, or with ``create_graph``, which implies it."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, no-any-return]
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class Hold:
@@ -179,7 +206,7 @@ class Hold:
         for unit in units:
             unit.reshard_after_backward, unit.post_forward_mesh_info = False, None
         params = [(unit, param) for unit in units for param in unit.fsdp_params if hasattr(param, "_unsharded_param")]
-        self._shards = [param.sharded_param._local_tensor for _, param in params]
+        self._shards = [param.sharded_param for _, param in params]
         self._versions = self._present_versions()
         self._handles = [
             param._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, unit))
@@ -193,7 +220,8 @@ class Hold:
         return self._versions != self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [0 if shard.is_inference() else shard._version for shard in self._shards]
+        # Writing to a DTensor counts on it alone, writing to its local tensor on that alone (torch 2.13).
+        return [each._version for shard in self._shards for each in (shard, shard._local_tensor)]
 
     def _reduce(self, unit: Any, _: Tensor) -> None:
         """Lets the end of this backward reduce the unit, also where none of its inputs or outputs has a gradient."""

@@ -35,6 +35,7 @@ def plan_model(
     checkpoint_activations: bool = False,
     compile: bool = False,
     prefetch: int = 0,
+    forward_methods: Iterable[str] = (),
 ) -> ShardingPlan:
     """The plan by which ``shard_model`` would shard ``model``: plain data that prints as a table.
 
@@ -61,6 +62,8 @@ def plan_model(
             Blocks are units of one module that has submodules, other than the root.
         compile: ``torch.compile`` the forward of the blocks.
         prefetch: how many units ahead to all-gather explicitly; 0 leaves it to torch, one ahead.
+        forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
+            ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
 
     Raises:
         PlanError: what cannot be sharded as asked; all offenders are listed.
@@ -73,7 +76,9 @@ def plan_model(
     tree = ModelTree(model)
     check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
     settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
-    return build_plan(tree, spec_of(mesh), _rules(units), settings, _ignored(tree, ignored_params), prefetch)
+    return build_plan(
+        tree, spec_of(mesh), _rules(units), settings, _ignored(tree, ignored_params), prefetch, forward_methods
+    )
 
 
 def shard_model(
@@ -88,6 +93,7 @@ def shard_model(
     checkpoint_activations: bool = False,
     compile: bool = False,
     prefetch: int = 0,
+    forward_methods: Iterable[str] = (),
     memory_budget: int | str | None = None,
     example_batch: Any = None,
     plan: ShardingPlan | None = None,
@@ -103,7 +109,7 @@ def shard_model(
     Args:
         model: the whole model.
         units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations,
-            compile, prefetch: as for ``plan_model``.
+            compile, prefetch, forward_methods: as for ``plan_model``.
         memory_budget: bytes on each rank, or such as ``"70GiB"``: the plan is changed to the fastest one whose peak
             is within it, as :func:`shardkit.memory.plan_for_budget` says, which takes more arguments. The first rank
             prints the choice.
@@ -124,6 +130,7 @@ def shard_model(
         "checkpoint_activations": checkpoint_activations,
         "compile": compile,
         "prefetch": prefetch,
+        "forward_methods": forward_methods,
     }
 
     def decide() -> ShardingPlan:

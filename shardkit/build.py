@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.default import default_units
 from shardkit.errors import PlanError, listing, message
+from shardkit.methods import forward_methods, method_problems
 from shardkit.ownership import assign, split_problem, unit_of_entries
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.tree import ModelTree
@@ -39,6 +40,7 @@ def build_plan(
     settings: Settings,
     ignored: Collection[str] = (),
     prefetch: int = 0,
+    methods: Iterable[str] = (),
 ) -> ShardingPlan:
     """The plan for a model.
 
@@ -49,6 +51,7 @@ def build_plan(
         settings: what holds where no rule says otherwise.
         ignored: FQNs of parameters to leave alone.
         prefetch: units to gather ahead.
+        methods: those that gather besides forward.
 
     Raises:
         PlanError: the rules do not fit the model or each other, or the plan does not hold.
@@ -57,7 +60,7 @@ def build_plan(
     left_alone = frozenset(ignored)
     unsharded = left_alone | tree.unshardable
     selections, notes = default_units(tree, unsharded) if rules is None else (_with_root(select(tree, rules)), [])
-    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes)
+    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods)
 
 
 def plan_of(
@@ -68,6 +71,7 @@ def plan_of(
     left_alone: frozenset[str] = frozenset(),
     prefetch: int = 0,
     notes: Sequence[str] = (),
+    methods: Iterable[str] = (),
 ) -> ShardingPlan:
     """The plan whose units are ``selections``, the root's among them; ``notes`` say how they came about.
 
@@ -89,10 +93,13 @@ def plan_of(
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in unsharded - left_alone),
         prefetch=prefetch,
-        forward_methods=("generate",) if callable(getattr(tree.modules[0], "generate", None)) else (),
+        forward_methods=forward_methods(tree, methods),
         notes=(*notes, *_ignored_notes(tree, left_alone)),
     )
     plan.check()
+    problems = [*method_problems(tree, plan)]
+    if problems:
+        raise PlanError("\n".join(problems))
     return plan
 
 

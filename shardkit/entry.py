@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class _Watch:
         self.root = root
         self._units: list[FSDPUnit] = []
         self._gathered: set[int] = set()  # by id: units that were gathered before, as by unshard(), and stay so
+        self._noted = 0
         self._methods = 0  # under way; one may run several forwards
         self._hold: events.Hold | None = None
         self._frees_graph = True
@@ -58,18 +60,22 @@ class _Watch:
         if self._hold is not None and self._hold.is_stale:
             self._release()
         self._units = self._units or events.units_of_root(self.root)
+        if torch.is_inference_mode_enabled():
+            events.gather_outside_inference_mode(self._units, True)
         if not self._methods:
-            self._note_gathered()
+            self._remember()
 
     def forward_ended(self) -> None:
+        if torch.is_inference_mode_enabled():
+            events.gather_outside_inference_mode(self._units, False)
         if not self._methods and not torch.is_grad_enabled():
-            self._reshard()
+            self._restore()
 
     @contextmanager
     def method(self) -> Iterator[list[Any]]:
         """Around a call that may run several forwards; the caller appends what it returned to the list."""
         if not self._methods:
-            self._note_gathered()
+            self._remember()
         self._methods += 1
         returned: list[Any] = []
         try:
@@ -78,17 +84,19 @@ class _Watch:
             self._methods -= 1
         ended = not self._methods and not events.is_forward_under_way(self.root)
         if ended and not (torch.is_grad_enabled() and _requires_grad(returned)):
-            self._reshard()
+            self._restore()
 
-    def _note_gathered(self) -> None:
+    def _remember(self) -> None:
         self._gathered = {id(unit) for unit in self._units if not unit.is_sharded}
+        self._noted = events.forwards_noted(self.root) if self._units else 0
 
-    def _reshard(self) -> None:
+    def _restore(self) -> None:
+        """No backward comes for what ran since: reshards it."""
+        if self._units:
+            events.forget_forwards(self.root, self._noted)
         for unit in self._units:
             if not unit.is_sharded and id(unit) not in self._gathered:
                 events.reshard(unit)
-            if torch.is_inference_mode_enabled() and unit.is_sharded:
-                events.forget_inference_tensors(unit)
 
     def backward_begins(self) -> None:
         self._frees_graph = not events.backward_keeps_graph()
@@ -118,7 +126,7 @@ def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
             returned.append(gathering(*args, **kwargs))
         return returned[0]
 
-    setattr(module, name, method.__get__(module))
+    setattr(module, name, MethodType(method, module))
 
 
 def _requires_grad(output: Any) -> bool:

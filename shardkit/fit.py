@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import SHARDS_INTEGERS
 from shardkit.errors import PlanError, listing, message
+from shardkit.methods import method_problems
 from shardkit.ownership import assign, split_problem
 from shardkit.plan import ShardingPlan, ancestors
 from shardkit.tree import ModelTree
@@ -248,4 +249,4 @@ def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         )
 
 
-_FITS = (_other_owners, _overlaps, _caches, _statistics, _integers)
+_FITS = (_other_owners, _overlaps, _caches, _statistics, _integers, method_problems)

@@ -28,13 +28,15 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "_torch": set(),
     "_fsdp": set(),
+    "_fsdp_events": {"_fsdp"},
     "plan": {"errors"},
     "tree": {"errors", "plan"},
     "units": {"errors", "plan", "tree"},
     "ownership": {"errors", "plan", "tree"},
+    "methods": {"errors", "plan", "tree"},
     "repair": PLAN_SIDE,
     "default": PLAN_SIDE | {"repair"},
-    "build": PLAN_SIDE | {"default", "repair"},
+    "build": PLAN_SIDE | {"default", "repair", "methods"},
     "memory": PLAN_SIDE | {"build", "named"},
     "named": {"errors"},
     "ranks": {"errors"},
@@ -43,14 +45,15 @@ ALLOWED: dict[str, set[str]] = {
     "replicated": {"_fsdp", "shards"},
     "mesh": {"errors", "plan", "ranks"},
     "agree": {"errors", "plan", "ranks"},
-    "fit": PLAN_SIDE,
+    "fit": PLAN_SIDE | {"methods"},
     "start": {"errors", "ranks"},
-    "apply": APPLYING | {"replicated"},
+    "entry": {"errors", "_fsdp", "_fsdp_events"},
+    "apply": APPLYING | {"replicated", "entry"},
     "api": DECIDING | APPLYING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE,
     "grads": STATE | {"_fsdp"},
-    "optim": STATE | {"replicated"},
+    "optim": STATE | {"replicated", "_fsdp", "_fsdp_events"},
     "state_dict": STATE | {"meta", "_fsdp"},
     "checkpoint": STATE | {"state_dict", "meta", "progress"},
     "fsdp1": {"named", "_fsdp"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
@@ -105,7 +108,7 @@ def forbidden_imports(path: str, source: str) -> list[str]:
 
 
 def private_torch_names(path: str, source: str) -> list[str]:
-    if path in ("_torch.py", "_fsdp.py"):
+    if path in ("_torch.py", "_fsdp.py", "_fsdp_events.py"):
         return []
     return [f"{path}:{line}: {name} belongs into _torch.py" for line, name in underscored(ast.parse(source))]
 

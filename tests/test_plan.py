@@ -139,7 +139,8 @@ def sharding(model: nn.Module) -> list[object]:
                 ([p._param_fqn for p in each.fsdp_params], repr(each.offload_policy), mesh_shape(each))
                 for each in param_groups(module)
             ]
-        facts.append(getattr(vars(module).get("forward"), "__name__", None))
+        if name:  # the root's is shardkit's own entry, which the torch code does without
+            facts.append(getattr(vars(module).get("forward"), "__name__", None))
     for name, param in model.named_parameters():
         local = param.to_local().shape if isinstance(param, DTensor) else None
         facts.append((name, type(param), getattr(param, "placements", None), local))

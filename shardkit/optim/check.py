@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardkit._fsdp_events import gathered_parameters
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.replicated import unreduced_parameters
@@ -38,8 +39,8 @@ def check_optimizer(
 
     Raises:
         ShardkitError: naming, all at once, tensors of the optimizer that were the model's before it was
-            sharded, parameters that train but are in no optimizer, tensors of another model, and parameters that
-            train in low precision.
+            sharded, or that FSDP2 gathers into; parameters that train but are in no optimizer; tensors of another
+            model; and parameters that train in low precision.
 
     Example:
         >>> shard_model(model)
@@ -51,9 +52,13 @@ def check_optimizer(
     ours, in_optimizer = set(params.values()), set(held.values())
     strangers = {name: tensor for name, tensor in held.items() if tensor not in ours}
     absent = {fqn: param for fqn, param in params.items() if param not in in_optimizer}
+    gathered = _gathered(model, params, strangers)
+    strangers = {name: tensor for name, tensor in strangers.items() if name not in gathered}
+    absent = {fqn: param for fqn, param in absent.items() if fqn not in gathered.values()}
     replaced = _replaced(strangers, absent)
     missing = [fqn for fqn in absent if params[fqn].requires_grad and fqn not in replaced.values()]
     problems = [
+        *_gathered_problem(gathered),
         *_stale_problem(replaced),
         *_missing_problem(missing),
         *_foreign_problem([name for name in strangers if name not in replaced]),
@@ -85,6 +90,12 @@ def _held(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Tensor]:
     return held
 
 
+def _gathered(model: nn.Module, params: dict[str, nn.Parameter], strangers: dict[str, Tensor]) -> dict[str, str]:
+    """Pairs (optimizer's tensor, model's FQN) where FSDP2 gathers the parameter into that tensor."""
+    sharded, names = gathered_parameters(model), {param: fqn for fqn, param in params.items()}
+    return {name: names[sharded[tensor]] for name, tensor in strangers.items() if tensor in sharded}
+
+
 def _replaced(strangers: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> dict[str, str]:
     """Pairs (optimizer's tensor, model's FQN) of one shape: most likely one parameter before and after.
 
@@ -94,6 +105,20 @@ def _replaced(strangers: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> 
     for fqn, param in sorted(absent.items(), key=lambda item: not item[1].requires_grad):
         by_shape[param.shape].append(fqn)
     return {name: by_shape[t.shape].pop(0) for name, t in strangers.items() if by_shape[t.shape]}
+
+
+def _gathered_problem(gathered: dict[str, str]) -> list[str]:
+    if not gathered:
+        return []
+    return [
+        message(
+            "optimizer",
+            f"holds the gathered tensors of {len(gathered)} parameters, {listing(gathered.values())}",
+            "Between forward and backward model.parameters() shows what FSDP2 gathered and will free; stepping it "
+            "changes nothing",
+            "Build the optimizer before the forward or after backward",
+        )
+    ]
 
 
 def _stale_problem(replaced: dict[str, str]) -> list[str]:

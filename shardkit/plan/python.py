@@ -55,8 +55,14 @@ def python(plan: ShardingPlan) -> str:
         parts.append(_PREFETCH.format(names=names, ahead=plan.prefetch).rstrip())
     if plan.replicated:
         parts.append(_REDUCE.rstrip())
-    parts += [f'register_fsdp_forward_method(model, "{method}")' for method in plan.forward_methods]
+    parts += [_method(name) for name in plan.forward_methods]
     return "\n".join(parts) + "\n"
+
+
+def _method(name: str) -> str:
+    fqn, _, method = name.rpartition(".")
+    module = f'model.get_submodule("{fqn}")' if fqn else "model"
+    return f'register_fsdp_forward_method({module}, "{method}")'
 
 
 def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:

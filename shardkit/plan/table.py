@@ -120,6 +120,8 @@ def _footer(plan: ShardingPlan) -> list[str]:
         lines.append(f"replicated, gradients reduced: {listing(plan.replicated, 6)}")
     if plan.prefetch:
         lines.append(f"prefetch: {plan.prefetch} units ahead")
+    if plan.forward_methods:
+        lines.append(f"methods that gather: {listing(plan.forward_methods, 6)}")
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "
         f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces"

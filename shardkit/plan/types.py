@@ -174,7 +174,8 @@ class ShardingPlan:
         replicated: FQNs of the parameters that cannot be sharded, scalars and empty ones: whole on every rank, on the
             mesh's device and in the dtype they are stored in, their gradients reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
-        forward_methods: methods of the root, besides forward, that gather its parameters when called.
+        forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
+            names from the root.
         notes: what the reader should know of how the plan came about; not compared.
     """
 

@@ -1,0 +1,133 @@
+"""Models and ways of calling them for the tests of ``shardkit.entry``, and a plain copy to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from meshes import mesh_of
+from small_models import Block, Decoder
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import init_on_meta, materialize, shard_model
+from shardkit._torch import named_sharded_parameters
+
+# On two ranks. The meshes replicate on two ranks, and shard on two beside a replicate axis of one.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "root only": {"units": []},
+    "never resharded": {"reshard_after_forward": False},
+    "always resharded": {"reshard_after_forward": True},
+    "replicated": {"mesh": (2, 1)},
+    "hybrid": {"mesh": (1, 2)},
+    "meta": {"meta": True},
+}
+
+
+class Critic(nn.Module):
+    """Judges vectors; its root owns a parameter that it uses before, between and after its blocks."""
+
+    def __init__(self, activation: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), activation(), nn.Linear(8, 8), activation()) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(8) if activation is nn.Tanh else nn.Identity()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.w
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x) * self.w).clone()
+
+
+class Coder(Decoder):
+    """A Decoder that is also called by other methods."""
+
+    def body(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) * 1.0
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens)).clone()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.encode(tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor) -> Tensor:
+        for _ in range(2):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+def pair(build: Callable[[], nn.Module] = Decoder, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model and its sharded copy."""
+    options = dict(options)
+    if isinstance(options.get("mesh"), tuple):
+        options["mesh"] = mesh_of(options["mesh"])
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    if not options.pop("meta", False):
+        return plain, shard_model(build(), **options)
+    with init_on_meta():
+        model = build()
+    return plain, materialize(shard_model(model, **options))
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(*seeds: int) -> list[Tensor]:
+    return [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+def gathered(model: nn.Module) -> list[str]:
+    """Parameters that are not the sharded ones now."""
+    held = dict(named_sharded_parameters(model))
+    return [name for name, param in model.named_parameters() if param is not held[name]]
+
+
+def differences(plain: nn.Module, sharded: nn.Module, grads: bool = True) -> list[str]:
+    """Parameters, or gradients, that are not those of the plain model, bit for bit. Collective."""
+    wrong = []
+    for (name, param), (_, shard) in zip(plain.named_parameters(), named_sharded_parameters(sharded), strict=True):
+        expected, actual = (param.grad, shard.grad) if grads else (param.detach(), shard.detach())
+        if isinstance(actual, DTensor):
+            actual = actual.full_tensor()
+        if (expected is None) != (actual is None) or (expected is not None and not torch.equal(expected, actual)):
+            wrong.append(name)
+    return wrong
+
+
+def assert_trains_alike(
+    plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: int = 2
+) -> None:
+    """Both copies give the same losses, gradients and parameters, bit for bit, all ranks having one batch."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, sharded)]
+    for step in range(steps):
+        expected, actual = loss(plain, step), loss(sharded, step)
+        assert torch.equal(expected, actual), (step, expected, actual)
+        expected.backward()
+        actual.backward()
+        assert not (wrong := differences(plain, sharded)), (step, wrong)
+        assert any(param.grad is not None and param.grad.any() for param in plain.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not (wrong := differences(plain, sharded, grads=False)), (step, wrong)
+
+
+def usual_loss(model: nn.Module, step: int) -> Tensor:
+    return model(tokens(step)).square().mean()
+
+
+__all__ = ["Block", "Coder", "Critic", "Decoder"]

@@ -1,0 +1,296 @@
+"""Forwards without grad, entries besides the root's forward, and double backward, against the plain model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from entry_nets import (
+    OPTIONS,
+    Coder,
+    assert_trains_alike,
+    gathered,
+    pair,
+    tokens,
+    usual_loss,
+    vectors,
+)
+from small_models import Block, Decoder, step
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardkitError,
+    accumulate,
+    check_optimizer,
+    full_params,
+    fully_shard,
+    group,
+    init_on_meta,
+    plan_model,
+    shard_model,
+)
+from shardkit.testing import comm_counts, distributed, fake_world
+
+NO_GRAD = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+# A forward without grad comes first.
+
+
+@pytest.mark.parametrize("mode", NO_GRAD)
+@distributed(world_size=2)
+def test_a_forward_without_grad_before_the_optimizer_is_built(mode):
+    for name, options in OPTIONS.items():
+        plain, model = pair(**options)
+        with NO_GRAD[mode]():
+            assert torch.equal(model(tokens()), plain(tokens())), name
+        assert not gathered(model), name
+        assert_trains_alike(plain, model, usual_loss)
+
+
+@distributed(world_size=2)
+def test_what_is_edited_after_a_forward_without_grad_is_the_parameter():
+    plain, model = pair()
+    for each in (plain, model):
+        with torch.no_grad():
+            each(tokens())
+            each.head.weight.mul_(2)
+    assert torch.equal(model(tokens()), plain(tokens()))
+
+
+@distributed(world_size=2)
+def test_other_ways_into_a_forward_without_grad():
+    ways = {
+        "forward": lambda model: model.forward(tokens()),
+        "generate": lambda model: model.generate(tokens()),
+        "children": lambda model: model.head(model.body(tokens())),
+        "a part of a unit": lambda model: (model.body(tokens()), model.norm(torch.ones(2, 8)))[1],
+    }
+    for way, call in ways.items():
+        plain, model = pair(Coder)
+        with torch.inference_mode():
+            assert torch.equal(call(model), call(plain)), way
+        assert not gathered(model), way
+        assert_trains_alike(plain, model, usual_loss)
+    plain, model = pair(Coder)
+    assert torch.equal(model.generate(tokens()), plain.generate(tokens()))  # its own no_grad, inside
+    assert not gathered(model)
+
+
+def test_resharded_from_fewer_ranks_too() -> None:
+    with fake_world(4), torch.no_grad():
+        model = shard_model(Decoder(), reshard_after_forward=2)
+        model(tokens())
+        assert not gathered(model)
+
+
+def test_what_the_user_gathered_stays_gathered() -> None:
+    with fake_world(2):
+        model = shard_model(Decoder(), reshard_after_forward=False)
+        model.head.unshard()
+        with torch.no_grad():
+            model(tokens())
+        assert gathered(model) == ["norm.weight", "norm.bias", "head.weight"]
+        model.head.reshard()
+        for last in (False, True):
+            with accumulate(model, last=last, keep_unsharded=True):
+                step(model)
+            with torch.no_grad():
+                model(tokens())
+            assert len(gathered(model)) == (0 if last else len(list(model.parameters())))
+        with full_params(model), torch.no_grad():
+            model(tokens())
+            assert not isinstance(model.head.weight, torch.distributed.tensor.DTensor)
+
+
+def test_a_forward_without_grad_between_forward_and_backward_changes_nothing() -> None:
+    with fake_world(2):
+        model = shard_model(Decoder())
+        step(model)
+        loss = model(tokens()).mean()
+        kept = gathered(model)
+        with torch.no_grad():
+            model(tokens())
+        assert gathered(model) == kept == ["norm.weight", "norm.bias", "head.weight"]
+        loss.backward()
+        assert not gathered(model)
+
+
+class Reentrant(Decoder):
+    """Blocks and head run under no_grad inside a forward with grad."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return checkpoint(lambda x: self.head(self.norm(x)), x, use_reentrant=True).clone()
+
+
+@distributed(world_size=2)
+def test_reentrant_checkpointing_keeps_its_collectives():
+    for options in ({}, {"reshard_after_forward": False}):
+        plain, model = pair(Reentrant, **options)
+        usual_loss(model, 0).backward()
+        model.zero_grad()
+        with comm_counts() as counts:
+            usual_loss(model, 0).backward()
+        assert counts == plan_model(Reentrant(), mesh=MeshSpec.sharded(2), **options).collectives()
+        model.zero_grad()
+        assert_trains_alike(plain, model, usual_loss)
+
+
+# Entries besides the root's forward.
+
+
+def by_children(model: nn.Module, seed: int) -> Tensor:
+    x = model.embed(tokens(seed))
+    for layer in model.layers:
+        x = layer(x)
+    return model.head(model.norm(x)).square().mean()
+
+
+def in_chunks(model: nn.Module, seed: int) -> Tensor:
+    return sum(model.head(chunk).square().mean() for chunk in model.body(tokens(seed)).chunk(2))  # type: ignore
+
+
+def of_the_head(model: nn.Module, seed: int) -> Tensor:
+    return model.head(vectors(seed)[0]).square().mean()
+
+
+def of_a_block(model: nn.Module, seed: int) -> Tensor:
+    return model.layers[1](vectors(seed)[0]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [by_children, in_chunks, of_the_head, of_a_block])
+@distributed(world_size=2)
+def test_children_before_any_whole_forward(loss):
+    for name, options in OPTIONS.items():
+        if name != "root only":
+            plain, model = pair(Coder, **options)
+            assert_trains_alike(plain, model, loss)
+            assert_trains_alike(plain, model, usual_loss)  # and then the whole
+
+
+@distributed(world_size=2)
+def test_forward_by_name_and_methods():
+    calls = {
+        "forward": lambda model, seed: model.forward(tokens(seed)).square().mean(),
+        "encode": lambda model, seed: model.encode(tokens(seed)).square().mean(),
+        "body": lambda model, seed: model.body(tokens(seed)).square().mean(),
+    }
+    for options in OPTIONS.values():
+        for call in calls.values():
+            plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
+            assert_trains_alike(plain, model, call)
+            assert_trains_alike(plain, model, usual_loss)
+
+
+class Pair(nn.Module):
+    """A model with a part that is called by a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Coder()
+        self.out = nn.Linear(11, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.encoder.encode(ids)).clone()
+
+
+@distributed(world_size=2)
+def test_a_method_of_a_unit():
+    plain, model = pair(Pair, units=["encoder"], forward_methods=["encoder.encode"])
+    assert_trains_alike(plain, model, lambda model, seed: model.encoder.encode(tokens(seed)).square().mean())
+    assert_trains_alike(plain, model, usual_loss)
+
+
+def test_an_ordinary_step_is_as_predicted_after_other_entries() -> None:
+    with fake_world(8):
+        plan = plan_model(Coder(), forward_methods=["encode"])
+        model = shard_model(Coder(), plan=plan)
+        model.encode(tokens()).mean().backward()
+        with torch.no_grad():
+            model.head(model.body(tokens()))
+        for entry in (model, model.encode, model.forward):
+            with comm_counts() as counts:
+                entry(tokens()).mean().backward()
+            assert counts == plan.collectives()
+
+
+@distributed(world_size=2)
+def test_a_root_around_the_model():
+    plain, model = pair()
+    around, expected = (nn.Sequential(each, nn.Linear(11, 2)) for each in (model, plain))
+    around[1].load_state_dict(expected[1].state_dict())
+    fully_shard(around)
+    assert_trains_alike(expected, around, usual_loss)
+
+
+def test_a_first_forward_on_meta() -> None:
+    with fake_world(2):
+        with init_on_meta():
+            model = Decoder()
+        shard_model(model)
+        for call in (model, lambda ids: model.head(model.norm(torch.ones(2, 8)))):
+            with pytest.raises(ShardkitError, match=r"(?s)embed.weight, .*: on the meta device.*materialize"):
+                call(tokens())
+        model.to_empty(device="cpu")
+        step(model)
+
+
+METHODS = {
+    ("decode",): "'decode' is not a method of the model",
+    ("layers.0.forward",): "'layers.0.forward' gathers by itself",
+    ("layers.0.up.reset_parameters",): "layers.0.up, which is not a unit",
+    ("nowhere.encode",): "'nowhere.encode' is not a method of the model",
+    "encode": "the string 'encode'",
+    (3,): "3 is not a method",
+}
+
+
+@pytest.mark.parametrize("methods", METHODS)
+def test_methods_that_cannot_gather(methods) -> None:
+    with fake_world(2):
+        for call in (plan_model, shard_model):
+            model = Coder()
+            with pytest.raises(PlanError, match=METHODS[methods]):
+                call(model, forward_methods=methods)
+            assert not isinstance(model, FSDPModule)
+
+
+def test_methods_are_in_the_plan() -> None:
+    plan = plan_model(Coder(), mesh=MeshSpec.sharded(2), forward_methods=["encode", "generate"])
+    assert plan.forward_methods == ("generate", "encode")
+    assert "methods that gather: generate, encode" in str(plan)
+    assert type(plan).from_dict(plan.to_dict()) == plan
+    assert 'register_fsdp_forward_method(model, "encode")' in plan.to_python()
+    nested = plan_model(Pair(), mesh=MeshSpec.sharded(2), units=["encoder"], forward_methods=["encoder.encode"])
+    assert 'register_fsdp_forward_method(model.get_submodule("encoder"), "encode")' in nested.to_python()
+
+
+# An optimizer that holds what is gathered.
+
+
+def test_the_check_names_what_the_optimizer_holds() -> None:
+    with fake_world(2):
+        model = shard_model(Decoder())
+        loss = model(tokens()).mean()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            with pytest.raises(ShardkitError, match=r"gathered .*norm.weight, norm.bias, head.weight.*after backward"):
+                check_optimizer(optimizer, model)
+            if loss is not None:
+                loss.backward()
+            loss = None
+        check_optimizer(torch.optim.AdamW(model.parameters()), model)
+
+
+def test_units_of_several_blocks() -> None:
+    with fake_world(2):
+        model = shard_model(Decoder(), units=[group("layers.0", "layers.2"), Block])
+        with torch.no_grad():
+            model.layers[0](torch.ones(2, 8))
+            assert not gathered(model)
