@@ -96,7 +96,13 @@ def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> 
 
     def lazy_init(state: Any) -> None:
         if state._is_root is None:
-            check()
+            try:
+                check()
+            except BaseException:
+                for each in states:  # which have begun a forward
+                    each._training_state = type(each._training_state).IDLE
+                    each._modules_to_run_forward.clear()
+                raise
             with torch.inference_mode(False):  # padded shards that it makes are trained later
                 type(whole)._lazy_init(whole)
         for each in states:
