@@ -32,6 +32,7 @@ class Critic(nn.Module):
     def __init__(self, activation: type[nn.Module] = nn.Tanh) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(8))
+        self.scale = nn.Parameter(torch.tensor(1.5))  # replicated
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), activation(), nn.Linear(8, 8), activation()) for _ in range(2)
         )
@@ -42,7 +43,7 @@ class Critic(nn.Module):
         x = x * self.w
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x) * self.w).clone()
+        return (self.head(self.norm(x) * self.w) * self.scale).clone()
 
 
 class Coder(Decoder):
