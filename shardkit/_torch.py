@@ -276,10 +276,7 @@ def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor placed like another one around a local tensor on any device, as FSDP2 makes those it offloads.
-
-    The public ``DTensor.from_local`` moves the local tensor to the mesh's device (torch 2.11 to 2.13).
-    """
+    """A DTensor placed like another around a local tensor on any device; ``from_local`` moves it to the mesh's."""
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -352,6 +349,9 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
 
+
+# checkpoint: whether a tensor has torch.compile's ``__tensor_flatten__`` and ``__tensor_unflatten__``; DTensors do too.
+is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # optim, grads: as ``DTensor.placements``, a property, at a third of its time; and what holds the mesh too.
 placements: Callable[[DTensor], tuple[Any, ...]] = operator.attrgetter("_spec.placements")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -92,14 +93,33 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
 
 def any_true(value: bool, groups: Groups) -> bool:
     """Whether ``value`` is true on any rank that the groups reach together. Collective: one element for each group."""
+    return _highest(int(value), groups) > 0
+
+
+def _highest(value: int, groups: Groups) -> int:
     for group in groups:
         flag = torch.tensor([value], dtype=torch.int32, device=collective_device(group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        value = bool(flag.item())
+        value = int(flag.item())
     return value
 
 
-def raise_together(problem: Exception | None, groups: Groups, error: type[ShardkitError] = ShardkitError) -> None:
+@dataclass
+class Poll:
+    """A question to all ranks that travels with :func:`together`, for nothing more.
+
+    Attributes:
+        own: this rank's answer.
+        any: whether any rank's is yes; known behind the context.
+    """
+
+    own: bool = False
+    any: bool = False
+
+
+def raise_together(
+    problem: Exception | None, groups: Groups, error: type[ShardkitError] = ShardkitError, poll: Poll | None = None
+) -> None:
     """Return on every rank if no rank has a problem; else raise on every rank. Collective over ``groups``.
 
     One small all-reduce for each group; reasons are exchanged only when there is one. A rank with a
@@ -109,10 +129,14 @@ def raise_together(problem: Exception | None, groups: Groups, error: type[Shardk
         problem: what went wrong on this rank, or None.
         groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the world.
         error: what the ranks without a problem raise, with the reason of each rank that has one.
+        poll: a question that is answered with it.
     """
     if problem is not None and not groups:  # a process alone
         raise problem
-    if not any_true(problem is not None, groups):
+    poll = poll or Poll()
+    highest = _highest(2 if problem is not None else int(poll.own), groups)
+    poll.any = highest > 0
+    if highest < 2:
         return
     reasons = _reasons(problem, groups)
     if isinstance(problem, ShardkitError):
@@ -124,7 +148,7 @@ def raise_together(problem: Exception | None, groups: Groups, error: type[Shardk
 
 
 @contextmanager
-def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[None]:
+def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
     """Run a local body; when it raises on any rank, every rank raises, as :func:`raise_together` says.
 
     The body must not contain collectives: a rank that raises before one would leave the others in it.
@@ -133,14 +157,18 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
         groups: as for :func:`raise_together`.
         error: likewise.
         call: the public function that begins here. If some ranks never call it, those that do log a warning.
+
+    Yields:
+        a question that may be answered inside, and that all ranks know the answers to behind.
     """
     problem: Exception | None = None
+    poll = Poll()
     with _patient(call if groups else None):
         try:
-            yield
+            yield poll
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             problem = caught
-        raise_together(problem, groups, error)
+        raise_together(problem, groups, error, poll)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardkit import _torch
+
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for each dim of the full tensor
 
 
@@ -57,6 +59,32 @@ def misplaced(like: DTensor) -> str:
     if local == expected or 0 == math.prod(local) == math.prod(expected):
         return ""
     return f"this rank's part is {local}, and by its placements {expected}"
+
+
+def local_value(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, as plain memory where that is all there is to it. Local, a view.
+
+    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is that tensor; any
+    other, such as a quantised one, stays what it is: it has no memory of its own, and its ``data_ptr()`` is 0.
+    """
+    with torch.no_grad():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    while _torch.is_wrapper(local):
+        inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+        if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (local.shape, local.dtype):
+            break
+        local = inner[0]
+    return local
+
+
+def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
+    """Plain memory inside of the same subclasses as a local tensor that :func:`local_value` sees through. Local."""
+    if not _torch.is_wrapper(like):
+        return memory
+    (name,), context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: wrapped_as(memory, getattr(like, name))}
+    made: Tensor = type(like).__tensor_unflatten__(inner, context, memory.shape, memory.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def is_first_replica(like: DTensor) -> bool:

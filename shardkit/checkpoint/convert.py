@@ -14,6 +14,7 @@ from torch import Tensor
 from shardkit.checkpoint import dcp, directory, manifest
 from shardkit.checkpoint.checksums import part_sum
 from shardkit.checkpoint.fsdp1 import SUFFIXES
+from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.layout import lay_out
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.locate import Located
@@ -25,7 +26,7 @@ from shardkit.checkpoint.save import Content, Job, check_destination, write_chec
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name
 from shardkit.checkpoint.transfer import Meter
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts
-from shardkit.errors import CheckpointError, message
+from shardkit.errors import CheckpointError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups
 
@@ -64,10 +65,22 @@ def convert_checkpoint(
         source = open_checkpoint(Path(src), held)
         if isinstance(source, OwnDirectory):
             source.verify([], 0, 1)
+        if kind == "full":
+            _refuse_quantised(source.contents)
         if kind == "safetensors":
             _to_safetensors(source, place, overwrite)
         else:
             _to_mapped(source, place, kind, overwrite)
+
+
+def _refuse_quantised(contents: Contents) -> None:
+    state = (contents.optimizer or {"state": {}})["state"]
+    if names := [
+        fqn for fqn, entries in state.items() if any(isinstance(v, dict) and MARK in v for v in entries.values())
+    ]:
+        rule = "It is in blocks of the shards that made it, so it has no full tensors"
+        fix = "Convert to safetensors or DCP, or save the model alone"
+        raise CheckpointError(message("to", f"quantised state of {listing(map(str, names))}", rule, fix))
 
 
 def _check_file(file: Path, overwrite: bool) -> None:
@@ -189,13 +202,15 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
     contents = source.contents
 
     def value(each: Any) -> Any:
+        if isinstance(each, dict):
+            return {key: value(inner) for key, inner in each.items()}
+        if type(each) is list:
+            return [value(inner) for inner in each]
         return mapped(source.located[each.key], maps) if isinstance(each, Stored) else each
 
     tree: dict[str, Any] = {"model": {name: value(each) for name, each in contents.model.items()}}
     if contents.optimizer is not None:
-        state = {fqn: {k: value(v) for k, v in entries.items()} for fqn, entries in contents.optimizer["state"].items()}
-        groups = [{k: value(v) for k, v in group.items()} for group in contents.optimizer["param_groups"]]
-        tree["optimizer"] = {"state": state, "param_groups": groups}
+        tree["optimizer"] = value({key: contents.optimizer[key] for key in ("state", "param_groups")})
     if kind == "dcp":
         content, _ = _plan(contents)
 

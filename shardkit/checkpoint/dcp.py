@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardkit import _torch
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of, local_bytes
 from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.shards import local_value
 
 METADATA = ".metadata"
 
@@ -75,7 +77,7 @@ class DcpDirectory:
         wanted = list(targets)
         meter = Meter(progress, sum(map(local_bytes, (tensor for _, tensor in wanted))))
         for batch in _batches(wanted):
-            self._read(dict(batch), DefaultLoadPlanner(flatten_state_dict=False))
+            self._read(dict(batch), _TensorPlanner(flatten_state_dict=False))
             meter.add(sum(map(local_bytes, (tensor for _, tensor in batch))))
 
 
@@ -101,6 +103,35 @@ class _PlainPlanner(DefaultLoadPlanner):
             self.values[fqn] = torch.load(value, weights_only=True)
         except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
             self.values[fqn] = Unreadable(fqn, str(error).strip().splitlines()[0])
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    """Fills tensors by what is of their kind; a quantised piece would be copied into plain memory without a word."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Called by the reader for where a piece goes, of which it asks for ``detach``, ``size`` and ``copy_``."""
+        target = super().resolve_tensor(read_item)
+        return target if _torch.is_wrapper(target) else _PlainTarget(target, read_item)  # type: ignore[return-value]
+
+
+class _PlainTarget:
+    def __init__(self, target: Tensor, item: ReadItem) -> None:
+        self._target, self._item = target, item
+
+    def detach(self) -> _PlainTarget:
+        return self
+
+    def size(self) -> torch.Size:
+        return self._target.size()
+
+    def copy_(self, piece: Tensor) -> None:
+        piece = local_value(piece)
+        if _torch.is_wrapper(piece):
+            problem = f"stored as {type(piece).__name__}, where it goes is plain"
+            rule = "Quantised tensors are loaded as what they were"
+            fix = "Load it with torch's dcp.load into an optimizer that has stepped, and save that with save_checkpoint"
+            raise CheckpointError(message(self._item.dest_index.fqn, problem, rule, fix))
+        self._target.detach().copy_(piece)
 
 
 class Unreadable:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardkit.checkpoint.agreement import agree, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.fsdp1 import TorchFile
+from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.layout import INDEX, SUFFIX
 from shardkit.checkpoint.locate import locate
 from shardkit.checkpoint.match import KeyMap, match
@@ -83,19 +85,25 @@ def load_checkpoint(
     groups = world(group)
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held:
-        with together(groups, CheckpointError, call="load_checkpoint"):
+        with together(groups, CheckpointError, call="load_checkpoint") as poll:
             source = open_checkpoint(Path(path), held)
+            state = _writable(model)
+            poll.own = has_subclass(state.tensors.values())
         found = {"model": {name: repr(value) for name, value in source.contents.model.items()}}
         asked = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
         saved = hashlib.sha256(repr(source.contents.optimizer).encode()).hexdigest()
         agree(asked | {"what is at path": found | {"optimizer": saved}}, groups, "load_checkpoint")
+        flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
             fit = Fit(key_map, strict, cast, str(path))
-            targets, optimizer_load = _decide(source.contents, model, optimizer, scheduler, fit)
+            targets, load = _decide(
+                source.contents, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit
+            )
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError):
-            _carry_out(source, model, targets, optimizer_load, scheduler)
+            _carry_out(source, model, targets, load, scheduler)
+            flat.write_back()
             if random:
                 random_state.resume(source.contents.random, rank, world_size)
     return source.contents.extra
@@ -136,7 +144,7 @@ def _unknown(path: Path, names: list[str]) -> str:
 
 
 def _decide(
-    contents: Contents, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
+    contents: Contents, state: ModelState, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
 ) -> tuple[list[tuple[str, Tensor]], OptimizerLoad | None]:
     """Which tensors to fill from what; changes nothing. Local."""
     wanted = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
@@ -144,18 +152,24 @@ def _decide(
     if absent:
         problem = f"it has no {' and no '.join(absent)}"
         raise CheckpointError(message(fit.where, problem, "What is asked for must be there", "Leave the argument out"))
-    targets = _model_targets(contents, model_state(model), fit) if contents.model else []
+    targets = _model_targets(contents, state, fit) if contents.model else []
     if optimizer is None:
         return targets, None
     return targets, plan_optimizer(model, optimizer, contents.optimizer or {}, fit)
 
 
-def _model_targets(contents: Contents, state: ModelState, fit: Fit) -> list[tuple[str, Tensor]]:
+def _writable(model: nn.Module) -> ModelState:
+    """The model's state, which has memory."""
+    state = model_state(model)
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         rule = "Values are read into memory that is there"
         raise CheckpointError(
             message(listing(meta), "on meta", rule, "Call materialize(model) or model.to_empty() before")
         )
+    return state
+
+
+def _model_targets(contents: Contents, state: ModelState, fit: Fit) -> list[tuple[str, Tensor]]:
     stored = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
     matched = match(stored, state.tensors, where=fit.where, key_map=fit.key_map, cast=fit.cast, strict=fit.strict)
     lost = [name for name in state.others if name not in contents.model]
@@ -171,7 +185,8 @@ def _carry_out(
 ) -> None:
     """Change everything. Local."""
     progress = Progress("load")
-    source.read([*targets, *(optimizer.targets if optimizer is not None else [])], progress)
+    # The optimizer's first: DCP files show what is quantised only as it is read, and here nothing is changed yet.
+    source.read([*(optimizer.targets if optimizer is not None else []), *targets], progress)
     progress.close()
     others = {name: value for name, value in source.contents.model.items() if not isinstance(value, Stored)}
     if others:

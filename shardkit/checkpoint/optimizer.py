@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardkit._torch import with_local
+from shardkit.checkpoint.inner import MARK, Pending, pending
 from shardkit.checkpoint.match import KeyMap, rename
 from shardkit.checkpoint.source import Stored, by_name
 from shardkit.errors import CheckpointError, listing, message
+from shardkit.shards import local_value
 from shardkit.state_dict.names import parameter_names
 from shardkit.state_dict.optimizer import group_names, optimizers_of, sharded_optimizer_state_dict
 
@@ -38,8 +40,9 @@ class OptimizerLoad:
 
     def apply(self) -> None:
         """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
+        made = replace(self, state={fqn: finished(entries) for fqn, entries in self.state.items()})
         for optimizer in self.optimizers:
-            self._apply(optimizer)
+            made._apply(optimizer)
 
     def _apply(self, optimizer: Optimizer) -> None:
         packed = optimizer.state_dict()
@@ -91,12 +94,20 @@ def plan_optimizer(
     current = sharded_optimizer_state_dict(model, optimizer)
     by_fqn = {fqn: param for param, fqn in names.items()}
     targets: list[tuple[str, Tensor]] = []
+    misfits: list[str] = []
 
     def filled(value: Any, old: object, param: nn.Parameter | None, on_device: bool = False) -> Any:
         """The value with memory for its tensors, which is listed in ``targets``."""
         if isinstance(value, Stored):
             targets.append((value.key, _target(value, param, old, on_device)))
             return targets[-1][1]
+        if isinstance(value, dict) and MARK in value and param is not None:
+            try:
+                made, rows = pending(value, param, f"{fit.where}: {names[param]}")
+            except CheckpointError as error:
+                return misfits.append(str(error))
+            targets.extend(rows)
+            return made
         if isinstance(value, dict):
             return {key: filled(each, None, param, on_device) for key, each in value.items()}
         if type(value) in (list, tuple):
@@ -117,7 +128,18 @@ def plan_optimizer(
             old = current["state"].get(fqn, {})
             entries = stored["state"][fqn].items()
             state[fqn] = {name: filled(value, old.get(name), by_fqn[fqn], on_device) for name, value in entries}
+    if misfits:
+        raise CheckpointError("\n".join(dict.fromkeys(misfits)))
     return OptimizerLoad(optimizers_of(optimizer), names, state, options, targets)
+
+
+def finished(value: Any) -> Any:
+    """State whose tensors are filled, with each :class:`Pending` made."""
+    if isinstance(value, Pending):
+        return value.tensor()
+    if isinstance(value, dict):
+        return {key: finished(each) for key, each in value.items()}
+    return type(value)(map(finished, value)) if type(value) in (list, tuple) else value
 
 
 def _renamed(stored: dict[str, Any], key_map: KeyMap | None) -> dict[str, Any]:
@@ -162,7 +184,7 @@ def _target(stored: Stored, param: nn.Parameter | None, old: object, on_device: 
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype, device=param.device)
     if stored.shape == param.shape:
-        return with_local(param, torch.empty_like(param.to_local(), dtype=stored.dtype, requires_grad=False))
+        return with_local(param, torch.empty_like(local_value(param), dtype=stored.dtype, requires_grad=False))
     full = torch.empty(stored.shape, dtype=stored.dtype, device=param.to_local().device)
     mesh = param.device_mesh
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False) if stored.shape else full

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit.shards import Box, local_box
+from shardkit.shards import Box, local_box, local_value
 
 Part: TypeAlias = "tuple[Tensor, Box]"  # what a rank has of a tensor, and where that lies in it
 
@@ -77,9 +77,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 def part_of(tensor: Tensor) -> Part:
     """What this rank has of a tensor, and where that lies in it: all of a plain one. Local, no copy."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach(), local_box(tensor)
-    return tensor.detach(), whole(tensor.shape)
+    return local_value(tensor), local_box(tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
 
 
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardkit.checkpoint.agreement import agree
+from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.locate import Located, locate
 from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
 from shardkit.checkpoint.pieces import Part, part_of
 from shardkit.checkpoint.read import read_parts
 from shardkit.checkpoint.transfer import Progress
-from shardkit.errors import CheckpointError, message
+from shardkit.errors import CheckpointError, listing, message
 from shardkit.meta.rest import Rest
 from shardkit.meta.shards import Target, install
 from shardkit.ranks import groups_of, together
+from shardkit.state_dict.names import ModelState
 from shardkit.state_dict.place import live_state, new_memory
 
 
@@ -66,12 +68,22 @@ def load_pretrained(
             a model whose ``state_dict()`` makes tensors anew.
     """
     groups = groups_of(model)
-    with together(groups, CheckpointError, call="load_pretrained"):
-        load = _plan(model, path, key_map, dtype, strict)
+    with together(groups, CheckpointError, call="load_pretrained") as poll:
+        state = live_state(model)
+        poll.own = has_subclass(state.tensors.values())
+        flat = Flat(state.tensors, [])
+        load = None if poll.own else _plan(model, state.tensors, state.tensors.keys(), path, key_map, dtype, strict)
+    if poll.any:
+        flat = flattened(state.tensors, groups)
+        with together(groups, CheckpointError):
+            tensors = _writable(state, flat)
+            load = _plan(model, tensors, state.tensors.keys(), path, key_map, dtype, strict)
+    assert load is not None, "made by one of the two"
     agree(load.described(), groups, "load_pretrained")
     with together(groups, CheckpointError):
         read_parts(load.jobs(), progress)
         load.rest.compute()
+        flat.write_back()
     torch.autograd.graph.increment_version(load.in_place)
     install(model, [*load.targets, *load.rest.targets])
     if load.targets or load.rest.targets:
@@ -116,17 +128,35 @@ class _Load:
         return {"what is read": entries, "missing and unexpected": self.matched.loaded, "the rest": self.rest.digest}
 
 
+def _writable(state: ModelState, flat: Flat) -> dict[str, Tensor]:
+    """The tensors to read into: the model's own, and those inside of its subclasses."""
+    inside = {name: tensor for name, tensor in flat.tensors.items() if name not in state.tensors}
+    if meta := [name for name, tensor in inside.items() if tensor.is_meta]:
+        rule = "Memory is made for plain tensors, not for what is inside of a subclass"
+        fix = "Materialize the model before it is quantised, or call model.to_empty()"
+        raise CheckpointError(message(listing(meta), "on meta", rule, fix))
+    return {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
+
+
 def _plan(
-    model: nn.Module, path: str | os.PathLike[str], key_map: KeyMap | None, dtype: torch.dtype | None, strict: bool
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    own: Collection[str],
+    path: str | os.PathLike[str],
+    key_map: KeyMap | None,
+    dtype: torch.dtype | None,
+    strict: bool,
 ) -> _Load:
+    """What to read into ``tensors``, of which the names in ``own`` are the model's own, and may become another."""
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(message("dtype", f"is {dtype}", "It is one of floating point", "Use torch.bfloat16"))
-    tensors = live_state(model).tensors
-    dtypes = {name: dtype for name, each in tensors.items() if dtype is not None and each.is_floating_point()}
+    dtypes = {
+        name: dtype for name in own if name in tensors and dtype is not None and tensors[name].is_floating_point()
+    }
     found = locate(path)
     specs = {name: located.entry for name, located in found.items()}
     where = os.fspath(path)
     matched = match(specs, tensors, where=where, key_map=key_map, dtypes=dtypes, cast=True, strict=strict)
-    given = {id(tensors[name]): dtypes.get(name, tensors[name].dtype) for name in matched.sources}
+    given = {id(tensors[name]): dtypes.get(name, tensors[name].dtype) for name in matched.sources if name in own}
     rest = Rest(model, given.keys())
     return _Load(found, matched, tensors, new_memory(model, given), rest)

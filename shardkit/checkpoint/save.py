@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardkit import _torch
 from shardkit.checkpoint import dcp, directory, manifest, rotation
 from shardkit.checkpoint.agreement import agree, world
 from shardkit.checkpoint.asynchronous import (
@@ -26,16 +27,18 @@ from shardkit.checkpoint.asynchronous import (
     staging_of,
     start_pending,
 )
+from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FileEntry, Manifest
 from shardkit.checkpoint.owners import owned, sums_of
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.random_state import states
 from shardkit.checkpoint.write import WrittenFile, described, write_pieces
-from shardkit.errors import CheckpointError, ShardkitError, message
+from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
-from shardkit.state_dict.names import model_state
-from shardkit.state_dict.optimizer import sharded_optimizer_state_dict
+from shardkit.shards import local_value
+from shardkit.state_dict.names import ModelState, model_state
+from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
 STATE = "state.json"
 FORMATS = ("safetensors", "dcp")
@@ -135,9 +138,18 @@ def save_checkpoint(
     """
     finish_pending(keep_group=async_)
     place, groups = Path(path).absolute(), world(group)
-    with together(groups, CheckpointError, call="save_checkpoint"):
+    with together(groups, CheckpointError, call="save_checkpoint") as poll:
         check_destination(place, format, overwrite, keep)
-        content = _content(model, optimizer, scheduler, extra)
+        state = model_state(model)
+        named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
+        poll.own = has_subclass([*state.tensors.values(), *tensor_leaves(named).values()])
+        content = None if poll.own else _content(state, named, scheduler, extra)
+    if poll.any:
+        state = replace(state, tensors=flattened(state.tensors, groups).tensors)
+        named = flattened_tree(named, groups)
+        with together(groups, CheckpointError):
+            content = _content(state, named, scheduler, extra)
+    assert content is not None, "made by one of the two"
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
     agree(options | _described(content), groups, "save_checkpoint", _SAME)
     content = with_random_states(content, groups)
@@ -185,15 +197,14 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
         raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
 
 
-def _content(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any) -> Content:
-    """The state as it is now: live tensors. Local."""
-    state = model_state(model)
+def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Content:
+    """The state as it is now: live tensors, none of them a subclass. Local."""
     others, other_tensors = encode(state.others, "model")
-    named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
     encoded, optimizer_tensors = encode(named, "", sharded=True)
     rest, rest_tensors = encode(
         {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}, ""
     )
+    _refuse_opaque({**state.tensors, **optimizer_tensors})
     meshes, layout = _layout(state.tensors)
     # Detached one by one, so that each is written under its own name; in the model one object is a tie.
     return Content(
@@ -204,6 +215,16 @@ def _content(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any) -> Co
         layout=layout,
         meshes=meshes,
     )
+
+
+def _refuse_opaque(tensors: Mapping[str, Tensor]) -> None:
+    """Raise for tensors that are neither plain memory nor made of inner tensors that are."""
+    opaque = {name: type(local_value(tensor)) for name, tensor in tensors.items()}
+    named = [f"{name} ({cls.__name__})" for name, cls in opaque.items() if _torch.has_own_dispatch(cls)]
+    if named:
+        rule = "A tensor subclass is saved by its inner tensors, which __tensor_flatten__ names"
+        fix = "Leave it out, or give the class __tensor_flatten__ and __tensor_unflatten__"
+        raise CheckpointError(message("tensors", listing(named), rule, fix))
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], str]:

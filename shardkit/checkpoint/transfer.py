@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shardkit import _torch
+
 # Called with the bytes that this rank has written or read so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -60,6 +62,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 def raw(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, to read and to write; without numpy. Valid as long as the tensor is."""
+    assert not _torch.has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

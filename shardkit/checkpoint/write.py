@@ -23,7 +23,7 @@ from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, ru
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
-from shardkit.shards import Box, misplaced
+from shardkit.shards import Box, local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -168,7 +168,7 @@ def _written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _unfit(name: str, tensor: Tensor, spec: Spec) -> Iterator[str]:
     """Why a tensor cannot be written, if it cannot."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_value(tensor)
     if name == METADATA or not _is_text(name):
         yield "the name"
     if spec.dtype not in NAMES:

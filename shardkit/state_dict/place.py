@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import check_unbound, find_targets, is_on_meta
 from shardkit.meta.shards import Homes, Target, as_sharded
+from shardkit.shards import local_value, wrapped_as
 from shardkit.state_dict.names import ModelState, is_extra, model_state
 from shardkit.state_dict.routes import local_of
 
@@ -53,6 +55,8 @@ def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Targe
 
 
 def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory, placed like another tensor."""
+    """New memory, placed like another tensor, and inside of the same subclass where that wraps plain memory."""
     local = torch.empty(local_of(like).shape, dtype=dtype, device=device)
+    if not _torch.is_wrapper(local_value(like)):
+        local = wrapped_as(local, local_of(like))
     return as_sharded(local, like) if isinstance(like, DTensor) else local
