@@ -42,9 +42,10 @@ class OptimizerLoad:
         """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
         made = replace(self, state={fqn: finished(entries) for fqn, entries in self.state.items()})
         for optimizer in self.optimizers:
-            made._apply(optimizer)
+            made.apply_to(optimizer)
 
-    def _apply(self, optimizer: Optimizer) -> None:
+    def apply_to(self, optimizer: Optimizer) -> None:
+        """Give one optimizer its state; nothing of it is pending. Local."""
         packed = optimizer.state_dict()
         fqns = [fqn for group in group_names(optimizer, self.names) for fqn in group]
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
