@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
 # fsdp1: what FSDP1's training_state is; torch has no public name for it, and FSDP2's own enum has other members.
@@ -354,7 +355,8 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
     None, and optimizers then apply weight decay and momentum to them.
     """
     for unit in fsdp_units(model):
-        unit.post_backward = partial(_post_backward, unit, unit.post_backward)
+        if getattr(unit.post_backward, "func", None) is not _post_backward:  # a model around one that was wrapped
+            unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
 @not_compiled
@@ -394,3 +396,7 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
     fsdp1: FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
     """
     return getattr(param, "_in_backward_optimizers", [])
+
+
+# fsdp1: how torch.nn.utils.clip_grad_norm_ calls torch.nn.utils.get_total_norm in its module (torch 2.11 to 2.15).
+TOTAL_NORM = "_get_total_norm"

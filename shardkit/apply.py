@@ -20,6 +20,7 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import device_type
 from shardkit.replicated import replicate
 from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
+from shardkit.statics import refuse_fsdp1_statics
 from shardkit.tree import ModelTree
 
 
@@ -121,6 +122,7 @@ def carry_out(
     if plan.replicated:
         replicate(model, plan.replicated, mesh)
     _prefetch(model, plan)
+    refuse_fsdp1_statics(model)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         register_fsdp_forward_method(model.get_submodule(fqn), method)

@@ -48,7 +48,8 @@ ALLOWED: dict[str, set[str]] = {
     "fit": PLAN_SIDE | {"methods"},
     "start": {"errors", "ranks"},
     "entry": {"errors", "_fsdp", "_fsdp_events"},
-    "apply": APPLYING | {"replicated", "entry"},
+    "statics": {"errors", "_fsdp"},
+    "apply": APPLYING | {"replicated", "entry", "statics"},
     "api": DECIDING | APPLYING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE,

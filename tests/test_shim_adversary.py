@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from shardkit import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.fsdp1.wrap import ModuleWrapPolicy
 from shardkit.testing import distributed
 
@@ -63,6 +65,36 @@ def test_weights_are_exchanged_by_assigning_data():
     assert len(set(losses[model])) == 4
     with pytest.raises(TranslationError, match="or gradient takes a DTensor of its own shape"):
         model.module.head.weight.data = torch.zeros(1, 5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@distributed(world_size=2, backend="gloo")
+def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
+    """With no other way to know it than the step: not even the collector's, whose objects may answer by raising."""
+    dead = weakref.proxy(nn.Linear(1, 1))
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    losses = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        old = list(model.parameters())
+        model = model if plain else FSDP(model, ignored_modules=[model.head], use_orig_params=True)
+        scaler = (torch.amp.GradScaler if plain else ShardedGradScaler)("cpu", init_scale=4.0)
+        found = []
+        for _ in range(3):
+            loss = model(DATA).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            found += [loss.item(), torch.nn.utils.clip_grad_norm_(old if plain else model.parameters(), 0.1).item()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(set(losses[0])) == 6
+    with pytest.raises(ReferenceError):
+        isinstance(dead, torch.optim.Optimizer)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -1,5 +1,6 @@
 """torch's own FSDP1 functions on models of the drop-in, what the drop-in announces, and its grad scaler."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -15,11 +16,13 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictTy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 
+from shardkit import shard_model
 from shardkit.errors import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import translate_fsdp1
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.fsdp1.shim import announce, guards, roots
+from shardkit.statics import INSTEAD
 from shardkit.testing import distributed, fake_world
 
 # --- torch's functions ----------------------------------------------------------------------------------------------
@@ -44,6 +47,8 @@ def recorded(guarded, monkeypatch):
     return calls
 
 
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
+
 # A call of each function, of a model.
 CALLS = {
     "state_dict_type": lambda f, m: f(m, StateDictType.FULL_STATE_DICT),
@@ -51,8 +56,8 @@ CALLS = {
     "get_state_dict_type": lambda f, m: f(m),
     "summon_full_params": lambda f, m: f(m, writeback=False),
     "optim_state_dict": lambda f, m: f(m, None),
-    "full_optim_state_dict": lambda f, m: f(m, None),
-    "sharded_optim_state_dict": lambda f, m: f(model=m, optim=None),
+    "full_optim_state_dict": lambda f, m: f(m, OPTIMIZER),
+    "sharded_optim_state_dict": lambda f, m: f(model=m, optim=OPTIMIZER),
     "optim_state_dict_to_load": lambda f, m: f(m, None, {}),
     "shard_full_optim_state_dict": lambda f, m: f({}, m),
     "scatter_full_optim_state_dict": lambda f, m: f(None, model=m),
@@ -86,17 +91,34 @@ def test_it_acts_on_a_model_of_ours(name, guarded, recorded):
         assert any(each is model for each in (*args, *kwargs.values()))
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_of_plain_fully_shard_it_says_what_to_use(name, guarded):
+def entered(name, model):
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        called = CALLS[name](getattr(TorchFSDP, name), model)
+        stack.enter_context(called if hasattr(called, "__enter__") else contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+@pytest.mark.parametrize("installed", [False, True])
+def test_on_a_model_that_shardkit_sharded_a_static_says_what_to_use(name, installed, guarded):
+    """Before there is a drop-in model too, when torch's functions are torch's own."""
+    guards.uninstall()
+    if installed:
+        guards.install(FSDP)
+    model = nn.Sequential(shard_model(nn.Linear(2, 2)))
+    with pytest.raises(ShardkitError, match=rf"\.{name}: the model is sharded by fully_shard.*Use shardkit\."):
+        entered(name, model)
+    assert TorchFSDP.fsdp_modules(model) == []  # which is true, and how programs ask
+    assert get_model_state_dict(model).keys() == {"0.weight", "0.bias"}  # torch asks FSDP1 first, and knows FSDP2
+
+
+def test_on_a_model_of_plain_fully_shard_they_are_torchs(guarded):
     model = fully_shard(nn.Linear(2, 2))
-    if name == "fsdp_modules":
-        assert TorchFSDP.fsdp_modules(model) == []  # which is true, and how programs ask
-    elif name == "rekey_optim_state_dict":
-        with pytest.raises(AssertionError, match="Expected optim_state_key_type"):  # torch's own, of this call's None
-            CALLS[name](TorchFSDP.rekey_optim_state_dict, model)
-    else:
-        with pytest.raises(ShardkitError, match=rf"{name}: the model is sharded by fully_shard.*Use shardkit\."):
-            CALLS[name](getattr(TorchFSDP, name), model)
+    before = inspect.getattr_static(TorchFSDP, "set_state_dict_type")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert TorchFSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).state_dict_type is None
+    assert before.__func__.__module__ == TorchFSDP.__module__
 
 
 def test_for_other_models_and_callers_it_is_torchs(guarded):

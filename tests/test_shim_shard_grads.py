@@ -1,14 +1,22 @@
 """Norms of gradients that a program computes by hand, each rank of its shards, as on FSDP1."""
 
+import gc
+import weakref
+from types import FunctionType
+
 import pytest
 import torch
 import torch.distributed as dist
 from small_models import Block
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import ShardingStrategy
-from shardkit.testing import distributed
+from shardkit.fsdp1.shim import guards
+from shardkit.testing import distributed, fake_world
 
 
 def trained(strategy=ShardingStrategy.FULL_SHARD):
@@ -64,3 +72,115 @@ def test_torchs_own_functions_see_whole_gradients():
     before = [param.full_tensor() for param in model.parameters()]
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     assert not any(torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+# What may be asked of a gradient of 4 x 4 ones of which a rank has 2 x 4.
+QUESTIONS = {
+    "numel": (lambda g: g.numel(), 8),
+    "size": (lambda g: (g.size(), g.shape, len(g), g.size(0)), ((2, 4), (2, 4), 2, 2)),
+    "sum": (lambda g: g.sum().item(), 8.0),
+    "mean": (lambda g: g.mean().item(), 1.0),
+    "sum over numel": (lambda g: (torch.sum(g) / g.numel()).item(), 1.0),
+    "norm": (lambda g: torch.norm(g).item() ** 2, pytest.approx(8)),
+    "map": (lambda g: next(map(torch.sum, [g])).item(), 8.0),
+    "tree_map": (lambda g: torch.utils._pytree.tree_map(torch.sum, [g])[0].item(), 8.0),
+    "max": (lambda g: (g.max().item(), g.abs().amax().item()), (1.0, 1.0)),
+    "nan": (lambda g: (g.isnan().any().item(), torch.isfinite(g).all().item()), (False, True)),
+    "equal": (lambda g: (torch.equal(g, torch.ones(2, 4)), torch.equal(torch.ones(2, 4), g)), (True, True)),
+    "allclose": (lambda g: (torch.allclose(g, torch.ones(4, 4)), g.allclose(g * 2)), (True, False)),
+    "flat": (lambda g: [each.shape for each in (g.view(-1), g.reshape(-1), g.flatten(), torch.ravel(g))], [(8,)] * 4),
+    "cat": (lambda g: torch.cat([g.view(-1), g.view(-1)]).tolist(), [1.0] * 16),
+    "std": (lambda g: (g.std().item(), (g * 2).var().item()), (0.0, 0.0)),
+    "a list": (lambda g: g.tolist(), [[1.0] * 4] * 2),
+    "columns": (lambda g: g.sum(dim=0).full_tensor().tolist(), [4.0] * 4),  # not of all elements: a DTensor
+    "whole": (lambda g: g.full_tensor().sum().item(), 16.0),
+    "plain beside": (lambda g: ((g + torch.ones(4, 4)).sum().item(), (torch.ones(2, 4) - g).sum().item()), (16.0, 0.0)),
+}
+
+
+class Weight(nn.Module):
+    def __init__(self, rows=4):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, 4))
+
+    def forward(self):
+        return self.weight.sum()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_every_question_is_of_this_ranks_shard_whoever_asks():
+    model = FSDP(Weight())
+    model().backward()
+    grad = model.weight.grad
+    for name, (ask, expected) in QUESTIONS.items():
+        within_torch = FunctionType(ask.__code__, {"__name__": "torch.optim.copied", "torch": torch})
+        assert ask(grad) == within_torch(grad) == expected, name
+    one = FSDP(Weight(1))
+    one().backward()
+    assert one.weight.grad.numel() == 4 * (dist.get_rank() == 0)
+    assert one.weight.grad.max() == (1 if dist.get_rank() == 0 else -torch.inf)  # so that all-reduce finds the largest
+
+
+@distributed(world_size=2, backend="gloo")
+def test_weights_and_buffers_that_are_whole_take_part():
+    torch.manual_seed(0)
+    full = torch.randn(4, 4)
+    model = FSDP(Weight())
+    model.weight.data.copy_(full)
+    assert torch.equal(model.weight.full_tensor(), full)
+    model.weight.data.add_(full, alpha=2)
+    assert torch.equal(model.weight.full_tensor(), full + 2 * full)
+    momentum = torch.zeros(model.weight.shape)
+    plain = full + 2 * full
+    for _ in range(2):  # by hand, with a buffer of the whole's shape
+        model().backward()
+        assert momentum.mul_(0.5).add_(model.weight.grad) is momentum
+        model.weight.data.sub_(momentum, alpha=0.1)
+        model.weight.grad = None
+    for update in (1.0, 1.5):
+        plain = plain - 0.1 * update
+    torch.testing.assert_close(model.weight.full_tensor(), plain)
+    with pytest.raises(RuntimeError, match=r"^add: a plain tensor of shape \(3, 1\) beside .* or of this rank's shard"):
+        torch.add(model.weight.data, torch.ones(3, 1))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_an_optimizer_sees_dtensors_and_pays_nothing():
+    """torch's and a user's, in the step alone: what is whole there, such as a norm, is the same on every rank."""
+    kinds = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            kinds.append([type(p.grad) for group in self.param_groups for p in group["params"]])
+            return super().step(closure)
+
+    model, _ = trained()
+    twin, _ = trained()
+    before = [type(param.grad) for param in model.parameters()]
+    Watching(model.parameters(), lr=0.1).step()
+    assert kinds == [[DTensor] * len(before)]
+    assert [type(param.grad) for param in model.parameters()] == before
+    assert DTensor not in before
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), other.to_local())
+
+
+def test_what_is_replaced_is_for_drop_in_models_forgets_them_and_goes():
+    guards.uninstall()
+    data, norm, hooks = vars(DTensor).get("data"), nn.utils.get_total_norm, len(_global_optimizer_pre_hooks)
+    with fake_world(2):
+        model, other = FSDP(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
+        assert vars(DTensor).get("data") is not data
+        assert type(other.weight.data) is DTensor
+        assert isinstance(model.weight.data, DTensor)
+        other.weight.data = other.weight.data * 0 + 7  # nothing, as ever
+        owners = len(guards.assigned._owners)
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+        assert len(guards.assigned._owners) < owners
+        guards.uninstall()
+    assert (vars(DTensor).get("data"), nn.utils.get_total_norm) == (data, norm)
+    assert len(_global_optimizer_pre_hooks) == hooks

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.optim import Optimizer
 
 from shardkit import grads  # not its class by name: here that name is torch's own, as in torch's module
+from shardkit.fsdp1.shim.optimizers import settle
 from shardkit.fsdp1.shim.private import resolve
 
 __all__ = ["ShardedGradScaler"]
@@ -22,6 +25,11 @@ class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
     """
 
     __init__ = TorchShardedGradScaler.__init__  # the order of its arguments is not that of other scalers
+
+    def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
+        """Unscale the gradients of the sharded parameters, also where the optimizer was built before wrapping."""
+        settle(optimizer)
+        return super().unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
 
 
 def __getattr__(name: str) -> Any:

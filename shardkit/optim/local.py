@@ -159,11 +159,15 @@ def _collected(inner: Callable[..., Any], optimizer: Optimizer, args: tuple[Any,
     try:
         return inner(optimizer, *args, **kwargs)
     finally:
-        # SGD alone writes state under the tensors that it stepped, after the step.
-        for param in vars(optimizer).pop("collected", ()):
-            if isinstance(param, DTensor) and local_tensor(param) in optimizer.state:
-                shard = local_tensor(param)
-                keep(optimizer.state[param], optimizer.state.pop(shard), param, shard)
+        finish_step(optimizer)
+
+
+def finish_step(optimizer: Optimizer) -> None:
+    """Moves the state that SGD alone writes under the local shards that it stepped, after the step. In place, local."""
+    for param in vars(optimizer).pop("collected", ()):
+        if isinstance(param, DTensor) and local_tensor(param) in optimizer.state:
+            shard = local_tensor(param)
+            keep(optimizer.state[param], optimizer.state.pop(shard), param, shard)
 
 
 # Threads.

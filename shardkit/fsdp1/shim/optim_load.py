@@ -72,7 +72,7 @@ def load(
     groups = groups_of(model)
     with together(groups, OptimStateError, call="optim_state_dict_to_load"):
         if optim is not None:
-            optimizers.repoint(optim)
+            optimizers.settle(optim)
         params = {fqn: param for param, fqn in parameter_names(model).items()}
         keys = keys_of(optim, optim_input, model, named=named)
         lead = find_lead(params.values())

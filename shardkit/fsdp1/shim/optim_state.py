@@ -224,7 +224,7 @@ def _save(
 ) -> dict[str, Any]:
     groups = groups_of(model)
     with together(groups, OptimStateError, call="optim_state_dict"):
-        optimizers.repoint(optim)
+        optimizers.settle(optim)
         packed = _pack(model, optim, optim.state_dict() if given is None else given, optim_input)
     _check_same_on_all_ranks(packed.sharded, groups)
     device = torch.device("cpu") if wanted.offload else None

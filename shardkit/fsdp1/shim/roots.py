@@ -36,7 +36,6 @@ def begin(wrapper: nn.Module) -> bool:
             record_of(each).root = each is wrapper
             _settle(each)
         _cast_buffers(wrapper)
-        optimizers.settle_all(wrapper)
         optimizers.step_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
