@@ -31,6 +31,7 @@ from shardkit._torch import units_of
 # fsdp1: torch.compiler.disable imports all of the compiler where it decorates, seconds of import and an optional
 # package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).
 not_compiled = torch._compile._disable_dynamo
+TOTAL_NORM = "_get_total_norm"  # fsdp1: torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.11 to 2.15)
 
 
 class FSDPUnit(Protocol):
@@ -396,7 +397,3 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
     fsdp1: FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
     """
     return getattr(param, "_in_backward_optimizers", [])
-
-
-# fsdp1: how torch.nn.utils.clip_grad_norm_ calls torch.nn.utils.get_total_norm in its module (torch 2.11 to 2.15).
-TOTAL_NORM = "_get_total_norm"

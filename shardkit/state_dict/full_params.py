@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
+from shardkit._torch import local_tensor, with_local
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, groups_of, raise_together, together
 from shardkit.state_dict.gather import Want, gathered
@@ -111,10 +112,10 @@ def full_params_from(
         refuse_meta((name, param) for param, name in names.items())
     lead = find_lead(names, rank)
     want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
-    graded = {param: name for param, name in names.items() if with_grads and param.grad is not None}
-    _check_same(graded.values(), groups)
+    graded = {name: _plain(param.grad) for param, name in names.items() if with_grads and param.grad is not None}
+    _check_same(graded, groups)
     fulls = dict(gathered([(name, param) for param, name in names.items()], lead, want))
-    grads = dict(gathered([(name, grad) for p, name in graded.items() if (grad := p.grad) is not None], lead, want))
+    grads = dict(gathered(list(graded.items()), lead, want))
 
     slots = _slots(model, names)
     problem: Exception | None = None
@@ -129,6 +130,11 @@ def full_params_from(
         _finish(names, graded, found if fulls else {}, problem, rank0_only, groups, lead)
     if problem is not None:
         raise problem
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """A DTensor of torch's own class on the same memory; the drop-in's gradients answer for this rank's shard."""
+    return with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
 
 
 def _is_sharded(param: object) -> bool:
@@ -191,7 +197,7 @@ def _check_same(names: Iterable[str], groups: Groups) -> None:
 
 def _finish(
     names: Mapping[nn.Parameter, str],
-    graded: Mapping[nn.Parameter, str],
+    graded: Mapping[str, Tensor],
     found: Mapping[str, Tensor | None],
     problem: Exception | None,
     rank0_only: bool,
@@ -206,10 +212,9 @@ def _finish(
     elif problem is not None:
         raise problem
     moves = [_move(param, found.get(name)) for param, name in names.items()]
-    for param, name in graded.items():
-        assert param.grad is not None, "gathered on entry"
+    for name, grad in graded.items():
         full = found.get(name)
-        moves.append(_move(param.grad, None if full is None else full.grad))
+        moves.append(_move(grad, None if full is None else full.grad))
     transfer(iter(moves), lead, "rank0" if rank0_only else "all")
 
 

@@ -12,7 +12,6 @@ from shardkit import _fsdp
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.shim.internals import assert_state
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of, wrappers_of
-from shardkit.fsdp1.shim.shard_grads import as_dtensors, as_shards
 from shardkit.fsdp1.shim.state import first_rank
 from shardkit.state_dict.full_params import full_params_from
 
@@ -49,7 +48,6 @@ def summon_full_params(
     target = module if recurse else _initialized(wrappers[0])
     for each in wrappers:
         record_of(each).summoned = True
-    grads = as_dtensors(target.parameters())
     try:
         with full_params_from(
             target,
@@ -62,7 +60,6 @@ def summon_full_params(
         ):
             yield
     finally:
-        as_shards(grads)
         for each in wrappers:
             record_of(each).summoned = False
 
