@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, init_on_meta, plan_model, shard_model
 from shardkit.memory import HARDWARE, estimate, plan_for_budget
@@ -112,16 +115,96 @@ def test_more_kept_is_more_alive():
     assert min(len(set(gathered)), len(set(spared))) > 3
 
 
-def test_a_trace_leaves_the_model_as_it_is():
-    model = decoder()
-    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    trace(model, plan_model(model, mesh=MeshSpec.sharded(2)), TOKENS)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert id(tensor) == before[name][0]
-        assert torch.equal(tensor, before[name][1])
-        assert tensor.grad is None
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert not any("forward" in vars(module) for module in model.modules())
+CACHE: dict[int, Tensor] = {}
+
+
+@functools.cache
+def arange(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32)
+
+
+class Record:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.best = None
+
+
+class Remembering(nn.Module):
+    """Whatever a forward may leave behind: the values of a second forward depend on the first's."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = decoder(layers=2)
+        self.count, self.table, self.recent, self.record = 0, {"last": None}, deque(maxlen=3), Record()
+        self.order: OrderedDict[str, int] = OrderedDict(a=1, b=2)
+        self.register_buffer("running", torch.zeros(()))
+        self.total = torch.zeros(())
+        total = 0
+
+        def grow() -> int:
+            nonlocal total
+            total += 1
+            return total
+
+        self.grow = grow
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = torch.full((), 2.0)
+            self.register_buffer("lazy", torch.ones(()))
+            self.extra = nn.Identity()
+            self.register_forward_hook(lambda *_: None)
+        out = self.model(tokens) * self.scale * self.lazy
+        self.count += 1
+        type(self).calls += 1
+        self.running += 1
+        self.total += 1
+        self.table = {**self.table, "last": out}
+        self.table["mask"] = CACHE.setdefault(0, torch.ones(out.shape[-1]))
+        self.recent.append(out)
+        self.record.seen.append(out)
+        self.record.best = out
+        self.order.move_to_end("a")
+        return out * self.table["mask"] + arange(out.shape[-1]) * self.grow() + self.running + self.total
+
+
+def held(value: object) -> object:
+    """All that can be reached, as plain values and names of the types of what cannot be compared."""
+    if isinstance(value, Tensor):
+        return id(value), type(value).__name__, value.tolist(), held(value.grad) if value.is_leaf else None
+    if isinstance(value, (dict, OrderedDict)):
+        return [(key, held(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple, deque, set)):
+        return type(value).__name__, [held(each) for each in value]
+    if isinstance(value, (nn.Module, Record)):
+        return type(value).__name__, held(vars(value))
+    return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_leaves_all_that_is_reachable_from_the_model_as_it_is(fails: bool):
+    model, twin = Remembering(), Remembering()
+    twin.load_state_dict(model.state_dict())
+
+    def bad(_: Tensor) -> Tensor:
+        raise ValueError
+
+    def state() -> object:
+        return held(model), [id(module) for module in model.modules()], Remembering.calls, held(CACHE)
+
+    for _ in range(2):  # before the model has run, and after
+        before = state()
+        with pytest.raises(PlanError, match="ValueError") if fails else contextlib.nullcontext():
+            trace(model, plan_model(model, mesh=MeshSpec.sharded(2)), TOKENS, loss=bad if fails else None)
+        assert state() == before
+        found, expected = model(TOKENS), twin(TOKENS)
+        assert type(found) is Tensor
+        assert torch.equal(found, expected)
+        found.mean().backward()
+        expected.mean().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_repeated_blocks_count_as_if_they_had_run():

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardkit._torch import tree_leaves, tree_map
 from shardkit.memory.meter import Meter
@@ -77,12 +76,10 @@ class Watched:
         self._in_forward = False
         self._in_backward = False
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+    def attach(self, module: nn.Module) -> None:
         """Watch one of the unit's modules. Hooks that the user registered run inside, as with FSDP2's."""
-        return [
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._after_forward),
-        ]
+        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         enters = not self._in_forward and not self._in_backward  # a recomputed forward is part of backward

@@ -159,14 +159,13 @@ def _traced(
         for unit in plan.units:
             watched.append(Watched(unit, [params[fqn] for fqn in unit.params], recorder))
             for module in map(model.get_submodule, unit.modules):
-                for handle in watched[-1].attach(module):
-                    stack.callback(handle.remove)
+                watched[-1].attach(module)
                 forward = module.forward
                 if unit.name in checkpointed:
                     forward = partial(checkpoint, forward, use_reentrant=False)
                 if repeats is not None and len(unit.modules) == 1 and unit.modules != ("",):
                     forward = repeats.wrap(unit.name, module, forward, unit.name in checkpointed)
-                stack.enter_context(_forward_of(module, forward))
+                module.forward = forward  # undone with all else
         with _explained():
             loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, as FSDP2's last callback goes through them
@@ -178,19 +177,6 @@ def _traced(
     if intervals is None:
         return None
     return Trace(tuple(intervals), {each.unit.name: each.grad_bytes for each in watched}, batch_bytes, others)
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``module.forward`` is ``forward`` in the body."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 @contextmanager

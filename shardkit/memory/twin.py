@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._torch import FakeTensorMode
+from shardkit.memory.undo import undone
 from shardkit.plan import ShardingPlan
 
 
@@ -17,13 +18,13 @@ from shardkit.plan import ShardingPlan
 def fake_tensors(model: nn.Module, plan: ShardingPlan, device: str = "cpu") -> Iterator[dict[str, nn.Parameter]]:
     """Run the body on fake tensors; yields the fake parameters by FQN.
 
-    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. The model gets its own tensors
-    back when the body ends, however it ends.
+    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. When the body ends, however it
+    ends, the model has its own tensors back, and whatever else it did to the modules is undone.
     """
     dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
     names = {id(param): name for name, param in model.named_parameters()}
     fakes: dict[int, Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with undone(model), FakeTensorMode(allow_non_fake_inputs=True):
 
         def fake(tensor: Tensor) -> Tensor:
             name = names.get(id(tensor))
@@ -35,13 +36,9 @@ def fake_tensors(model: nn.Module, plan: ShardingPlan, device: str = "cpu") -> I
         for _, _, tensor in places:
             if id(tensor) not in fakes:
                 fakes[id(tensor)] = fake(tensor)
-        try:
-            for registry, name, tensor in places:
-                registry[name] = fakes[id(tensor)]
-            yield {name: fakes[key] for key, name in names.items()}  # type: ignore[misc]
-        finally:
-            for registry, name, tensor in places:
-                registry[name] = tensor
+        for registry, name, tensor in places:
+            registry[name] = fakes[id(tensor)]
+        yield {name: fakes[key] for key, name in names.items()}  # type: ignore[misc]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
