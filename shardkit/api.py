@@ -52,8 +52,9 @@ def plan_model(
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
         reshard_after_forward: True frees the gathered parameters of each unit after its forward and gathers them
             again in backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them
-            sharded over that many ranks, a true divisor of the shard axis, as the ranks of one host. None is True,
-            but False for ``[norm, head]`` and the root, which backward needs at once.
+            sharded over that many ranks, a divisor of the shard axis, as the ranks of one host; 1 is False, and
+            all of them True, as torch takes them. None is True, but False for ``[norm, head]`` and the root, which
+            backward needs at once.
         mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty

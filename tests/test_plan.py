@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +24,13 @@ from shardkit import (
     apply_plan,
     by_class,
     by_name,
+    fully_shard,
     group,
     plan_model,
 )
 from shardkit._torch import torch_version
 from shardkit.plan import is_world_size
-from shardkit.testing import fake_world
+from shardkit.testing import comm_counts, fake_world
 
 EIGHT = MeshSpec.sharded(8)
 EVERYTHING = {
@@ -174,6 +177,65 @@ def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) ->
         exec(plan.to_python(), {"model": by_hand})
         assert sharding(by_hand) == expected
     assert any(isinstance(param, DTensor) for param in by_hand.parameters())
+
+
+NAMES = [
+    'a"b',
+    "it's",
+    "q{z}",
+    "back\\slash",
+    "new\nline",
+    "two, three",
+    "#",
+    "{i}",
+    "007",
+    "\u0663",
+    "\U0001f600",
+    "1",
+    "2",
+]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}])
+def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Decoder(layers=0)
+        model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
+        model.blocks["it's"].register_parameter("{}'\"", nn.Parameter(torch.ones(3)))
+        return model
+
+    model, by_hand = build(), build()
+    plan = plan_model(model, mesh=EIGHT, ignored_params=["blocks.it's.{}'\""], **arguments)
+    assert len(plan.units) > len(NAMES)
+    with fake_world(8):
+        expected = sharding(apply_plan(model, plan))
+    with fake_world(8):
+        exec(plan.to_python(), {"model": by_hand})
+        assert sharding(by_hand) == expected
+
+
+def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:
+    for mesh in (EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)):
+        for value, meant in ((mesh.shard_size, mesh.shard_size > 1), (1, False)):
+            plan = plan_model(Decoder(), mesh=mesh, reshard_after_forward=value)
+            assert plan == plan_model(Decoder(), mesh=mesh, reshard_after_forward=meant)
+            assert plan.units[0].reshard_after_forward is meant
+            data = plan.to_dict()
+            data["units"][0]["reshard_after_forward"] = value
+            assert ShardingPlan.from_dict(data) == plan
+    gathers = []
+    for value in (8, 1, True, False):  # and torch runs so many
+        model = Decoder()
+        plan = plan_model(model, mesh=EIGHT, units=by_name("layers.0", reshard_after_forward=value))
+        with fake_world(8), warnings.catch_warnings():
+            fully_shard(model.layers[0], reshard_after_forward=value)
+            fully_shard(model, reshard_after_forward=False)
+            with comm_counts() as counted:
+                step(model)
+        assert counted.all_gathers == plan.collectives().all_gathers
+        gathers.append(counted.all_gathers)
+    assert gathers == [3, 2, 3, 2]
 
 
 def test_the_torch_code_of_alike_units_is_a_loop() -> None:

@@ -139,7 +139,7 @@ def _replicated(plan: ShardingPlan) -> Iterator[str]:
 
 def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
     size = plan.mesh.shard_size
-    fits = [n for n in range(2, size) if size % n == 0]
+    fits = [n for n in range(1, size + 1) if size % n == 0]
     for unit in plan.units:
         value = unit.reshard_after_forward
         if not isinstance(value, int):
@@ -152,10 +152,9 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
         elif is_world_size(value) and value not in fits:
             yield message(
                 unit.name,
-                f"reshard_after_forward={value} does not divide the {size} ranks of axis "
-                f"{plan.mesh.axis_names[-1]}, or is 1 or all of them",
-                "As an int it is the number of ranks to reshard to, a true divisor of the shard axis",
-                f"Use {listing([*map(str, fits), 'True'])} or False",
+                f"reshard_after_forward={value} does not divide the {size} ranks of axis {plan.mesh.axis_names[-1]}",
+                "As an int it is the number of ranks to reshard to, a divisor of the shard axis",
+                f"Use {listing(map(str, fits))}, True or False",
             )
         elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
             yield message(

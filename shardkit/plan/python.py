@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,8 +62,13 @@ def python(plan: ShardingPlan) -> str:
 
 def _method(name: str) -> str:
     fqn, _, method = name.rpartition(".")
-    module = f'model.get_submodule("{fqn}")' if fqn else "model"
-    return f'register_fsdp_forward_method({module}, "{method}")'
+    module = f"model.get_submodule({quoted(fqn)})" if fqn else "model"
+    return f"register_fsdp_forward_method({module}, {quoted(method)})"
+
+
+def quoted(name: str) -> str:
+    """A name as Python source, in double quotes; JSON's escapes are Python's too."""
+    return json.dumps(name, ensure_ascii=False)
 
 
 def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
@@ -103,13 +109,13 @@ def _setup(plan: ShardingPlan) -> Iterator[str]:
 def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
     unit = run[0]
     if len(run) == 1:
-        yield from _unit(plan, unit, [f'"{fqn}"' for fqn in unit.modules])
+        yield from _unit(plan, unit, [quoted(fqn) for fqn in unit.modules])
         return
     first = counted(unit)[1]
     assert first is not None  # only counted units are folded into a run
     yield f"for i in range({first}, {first + len(run)}):"
-    patterns = counted(unit)[0].split(", ")
-    names = ['f"' + pattern.replace("#", "{i}") + '"' for pattern in patterns]
+    around = [[quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in each] for each in counted(unit)[0]]
+    names = [f'f"{before}{{i}}{behind}"' for before, behind in around]
     yield from ("    " + line for line in _unit(plan, unit, names))
 
 

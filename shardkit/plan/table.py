@@ -14,7 +14,7 @@ from shardkit.plan.serialize import mp_policy_to_dict, plan_to_dict
 if TYPE_CHECKING:
     from shardkit.plan.types import ParamSpec, ShardingPlan, ShardUnit
 
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number, as in layers.0
+_INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
 
 
 def count(elements: int) -> str:
@@ -146,8 +146,8 @@ def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list
     runs: list[list[ShardUnit]] = []
     open_runs: dict[str, tuple[int, list[ShardUnit]]] = {}
     for unit in units:
-        pattern, index = counted(unit)
-        run_key = f"{pattern} {key(unit)!r}"
+        around, index = counted(unit)
+        run_key = f"{around} {key(unit)!r}"
         last, run = open_runs.get(run_key, (None, []))
         if index is None or last != index - 1:
             run = []
@@ -158,16 +158,15 @@ def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list
     return runs
 
 
-def counted(unit: ShardUnit) -> tuple[str, int | None]:
-    """The unit's name with its last number as ``#``, and that number; None when its modules share none."""
+def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
+    """What is before and behind the last number of each FQN, and that number; None when its modules share none."""
     found = [list(_INDEX.finditer(fqn)) for fqn in unit.modules]
     indices = {int(matches[-1].group()) if matches else None for matches in found}
     index = indices.pop() if len(indices) == 1 else None
     if index is None:
-        return unit.name, None
+        return [(fqn, "") for fqn in unit.modules], None
     ends = [matches[-1].span() for matches in found]
-    patterns = [fqn[:start] + "#" + fqn[end:] for fqn, (start, end) in zip(unit.modules, ends, strict=True)]
-    return ", ".join(patterns), index
+    return [(fqn[:start], fqn[end:]) for fqn, (start, end) in zip(unit.modules, ends, strict=True)], index
 
 
 def calls(unit: ShardUnit) -> tuple[object, ...]:

@@ -189,7 +189,14 @@ class ShardingPlan:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(map(self._with_reduce_dtype, self.units)))
+        object.__setattr__(self, "units", tuple(map(self._resolved, self.units)))
+
+    def _resolved(self, unit: ShardUnit) -> ShardUnit:
+        """The unit with what torch takes its settings for."""
+        value = unit.reshard_after_forward
+        if check.is_world_size(value) and value in (1, self.mesh.shard_size):
+            unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
+        return self._with_reduce_dtype(unit)
 
     def _with_reduce_dtype(self, unit: ShardUnit) -> ShardUnit:
         """The unit with the ``reduce_dtype`` that ``None`` stands for, so that a plan means the same on every torch.

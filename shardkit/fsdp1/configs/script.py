@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardkit.fsdp1.configs.build import mp_policy, offload_policy
 from shardkit.fsdp1.configs.target import Target
 from shardkit.fsdp1.types import Note
+from shardkit.plan.python import quoted
 
 _BLOCKS = '''
 def units(model):
@@ -74,7 +75,7 @@ for buffer in model.buffers():
         buffer.data = buffer.data.to({dtype})
 """
 
-_BUFFER = """model.get_buffer("{name}").data = model.get_buffer("{name}").data.to({dtype})
+_BUFFER = """model.get_buffer({name}).data = model.get_buffer({name}).data.to({dtype})
 """
 
 _PREFETCH = """
@@ -109,7 +110,7 @@ def after_sharding(buffers: Mapping[str, torch.dtype] | torch.dtype | None) -> s
         return ""
     if isinstance(buffers, torch.dtype):
         return _ALL_BUFFERS.format(dtype=buffers)
-    return "".join(_BUFFER.format(name=name, dtype=dtype) for name, dtype in buffers.items())
+    return "".join(_BUFFER.format(name=quoted(name), dtype=dtype) for name, dtype in buffers.items())
 
 
 def _imports(target: Target) -> Iterator[str]:

@@ -19,6 +19,7 @@ from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import Record, inner_of, record_of, wrappers_of
 from shardkit.fsdp1.strategy import parse_strategy
 from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan.python import quoted
 
 QUIET = "SHARDKIT_FSDP1_QUIET"
 MOST = 4  # modules that are spelled one by one
@@ -163,9 +164,9 @@ def _dataclass(value: CPUOffload | MixedPrecision) -> str:
 
 def _modules(root: nn.Module, values: Any) -> str | None:
     """A list of modules or parameters of the model; None where they are many, or not in it."""
-    found = {id(param): f'model.get_parameter("{name}")' for name, param in root.named_parameters()}
+    found = {id(param): f"model.get_parameter({quoted(name)})" for name, param in root.named_parameters()}
     for name, module in root.named_modules():
-        found[id(module)] = f'model.get_submodule("{without_wrappers(name)}")'
+        found[id(module)] = f"model.get_submodule({quoted(without_wrappers(name))})"
     spelled = [found.get(id(value)) for value in values]
     return f"[{', '.join(map(str, spelled))}]" if None not in spelled and len(spelled) <= MOST else None
 
