@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from shardkit.mesh import spec_of
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.tree import ModelTree
 from shardkit.units import Rule
+
+logger = logging.getLogger("shardkit")
 
 
 def plan_model(
@@ -113,7 +116,7 @@ def shard_model(
             compile, prefetch, forward_methods: as for ``plan_model``.
         memory_budget: bytes on each rank, or such as ``"70GiB"``: the plan is changed to the fastest one whose peak
             is within it, as :func:`shardkit.memory.plan_for_budget` says, which takes more arguments. The first rank
-            prints the choice.
+            logs the choice to the logger ``shardkit``, as INFO.
         example_batch: one rank's micro-batch, which a budget needs; only shapes and dtypes count.
         plan: a plan made before, instead of all of these except a DeviceMesh.
         sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all, but for ignored
@@ -145,13 +148,13 @@ def shard_model(
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any) -> ShardingPlan:
-    """The plan that a budget makes of ``plan``; the first rank prints how it was chosen."""
+    """The plan that a budget makes of ``plan``; the first rank logs how it was chosen."""
     if batch is None:
         fix = "Pass example_batch=, one rank's micro-batch as the model takes it"
         raise PlanError(message("memory_budget", "given without example_batch", "Activations depend on the batch", fix))
     choice = plan_for_budget(model, budget, plan=plan, batch=batch)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(choice)
+        logger.info("%s", choice)
     return choice.plan
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +19,16 @@ from shardkit.plan import MeshSpec
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
 _PLACE = ("RANK", "WORLD_SIZE")  # what torchrun tells a rank of itself; some hosts set MASTER_ADDR for good
+# This rank's place on its host, as torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and MPICH say it.
+_LOCAL_PLACE = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_RANK",
+)
 _LAUNCHER_VARIABLES = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 
 logger = logging.getLogger("shardkit")
@@ -25,7 +38,8 @@ def ensure_process_group() -> None:
     """Initialize torch.distributed where it is not: from torchrun's variables, or as a single process.
 
     Collective under torchrun: every rank must call. With an accelerator the rank's own device is selected, and
-    both it and the CPU get a backend, so that offloaded shards can be reduced.
+    both it and the CPU get a backend, so that offloaded shards can be reduced. The group is destroyed when the
+    process ends.
 
     Raises:
         PlanError: some of torchrun's variables are set and some are not.
@@ -44,18 +58,34 @@ def ensure_process_group() -> None:
             )
         )
     if accelerator() != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
     if launched:
         dist.init_process_group(backend)
-        return
-    dist.init_process_group(
-        backend,
-        store=dist.HashStore(),  # type: ignore[attr-defined]  # public, but not in __all__
-        rank=0,
-        world_size=1,
-    )
-    logger.warning("shardkit: no process group and no torchrun, so this process trains alone (world size 1)")
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    atexit.register(_destroy, weakref.ref(dist.group.WORLD))
+    if not launched:
+        logger.warning("shardkit: no process group and no torchrun, so this process trains alone (world size 1)")
+
+
+def _local_device(count: int) -> int:
+    """The index of this rank's device among ``count`` that it sees; launchers may show each rank only its own."""
+    named = next((os.environ[name] for name in _LOCAL_PLACE if name in os.environ), None)
+    if count == 1:
+        return 0
+    return int(named) if named is not None else int(os.environ.get("RANK", 0)) % count
+
+
+def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
+    """Take down all groups if the default one is still ours, and no error ends the process.
+
+    Left to the end of the interpreter, a gloo group of torch 2.13 now and then aborts a run that is done ("terminate
+    called without an active exception"). After an error the other ranks may never come to the same point.
+    """
+    if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _world_size() -> int:

@@ -209,13 +209,13 @@ def test_the_end_of_a_script_waits_for_the_save(tmp_path):
     assert latest_checkpoint(tmp_path) == tmp_path / "a"
 
 
-def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capsys):
+def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, caplog):
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
     shardkit.checkpoint.asynchronous._pending._thread.join(60)
     shardkit.checkpoint.asynchronous._report_unseen()
-    assert "save_checkpoint: the last checkpoint was not saved: " in capsys.readouterr().err
+    assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint: NotADirectoryError: .*Not a directory"):
         shardkit.checkpoint.asynchronous.finish_pending()
     assert listing(tmp_path) == ["a"]

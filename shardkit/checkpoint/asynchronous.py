@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import process_groups, with_local
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes
+
+logger = logging.getLogger("shardkit")
 
 
 class SaveHandle:
@@ -106,7 +108,7 @@ def start_pending(write: Callable[[], None]) -> SaveHandle:
 def _report_unseen() -> None:
     error = _pending.unseen_error() if _pending is not None else None
     if error is not None:
-        print(f"save_checkpoint: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+        logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
 
 
 # Where the ranks of a background save meet. Collectives of two threads on one group would be matched with each other.

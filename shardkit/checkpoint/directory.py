@@ -64,8 +64,8 @@ def _locked_descriptor(file: Path, flags: int) -> int:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             if os.path.samestat(os.stat(file), os.fstat(descriptor)):
                 return descriptor
-        except FileNotFoundError:
-            if not flags & os.O_CREAT:
+        except OSError as error:
+            if not (isinstance(error, FileNotFoundError) and flags & os.O_CREAT):
                 os.close(descriptor)
                 raise
         os.close(descriptor)  # somebody deleted what we opened, just before we locked it

@@ -51,7 +51,7 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     return count
 
 
-def scale_loss(loss: Tensor, num_tokens: Tensor, model: nn.Module) -> Tensor:
+def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens of all ranks.
 
     Reducing gradients divides them by the number of ranks, as if all had as many tokens. The result is
@@ -65,7 +65,8 @@ def scale_loss(loss: Tensor, num_tokens: Tensor, model: nn.Module) -> Tensor:
 
     Args:
         loss: the sum, not the mean, over the tokens of this rank's micro-batch.
-        num_tokens: from :func:`global_token_count`; 0 on all ranks counts as 1, which leaves gradients of zero.
+        num_tokens: from :func:`global_token_count`, or a number that all ranks know; 0 on all ranks counts as 1,
+            which leaves gradients of zero.
         model: as given to ``global_token_count``.
 
     Returns:
@@ -84,7 +85,7 @@ def scale_loss(loss: Tensor, num_tokens: Tensor, model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def scale_grads_(num_tokens: Tensor, model: nn.Module) -> None:
+def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted only afterwards.
 
     For a step whose micro-batches are not known at its start: call backward on each plain sum of losses, count,
@@ -95,7 +96,7 @@ def scale_grads_(num_tokens: Tensor, model: nn.Module) -> None:
     does, before or after. A step through a GradScaler is scaled before or after ``unscale_`` alike.
 
     Args:
-        num_tokens: from :func:`global_token_count`.
+        num_tokens: as for ``scale_loss``.
         model: sharded; its gradients are complete, so after ``accumulate(model, last=True)``.
 
     Raises:
@@ -137,8 +138,9 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def _factor(num_tokens: Tensor, model: nn.Module, dtype: torch.dtype) -> Tensor:
-    return _divisor(model) / torch.where(num_tokens == 0, 1, num_tokens).to(dtype)
+def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) -> Tensor:
+    count = torch.as_tensor(num_tokens)
+    return _divisor(model) / torch.where(count == 0, 1, count).to(dtype)
 
 
 def _divisor(model: nn.Module) -> float:

@@ -181,9 +181,7 @@ def _elsewhere(config: Reader) -> None:
     for key in config:
         if key.startswith(("fsdp", "xla", "deepspeed")) or key in _SHARDING:
             continue
-        if key in _ARGUMENTS or key.startswith(
-            ("per_device_", "save_", "eval_", "logging_", "hub_", "push_to_", "lr_")
-        ):
+        if key in _ARGUMENTS or key.startswith(_ARGUMENT_PREFIXES):
             config.settle({key: ("elsewhere", "It is for the training loop.")})
     deepspeed = config.raw("deepspeed")
     sentence = "Translate that DeepSpeed configuration instead; one model has one engine." if deepspeed else "None."
