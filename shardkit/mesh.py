@@ -65,6 +65,7 @@ def ensure_process_group() -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None, "just made"
     atexit.register(_destroy, weakref.ref(dist.group.WORLD))
     if not launched:
         logger.warning("shardkit: no process group and no torchrun, so this process trains alone (world size 1)")

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import weakref
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model
+from shardkit import FSDPModule, MeshSpec, by_class, mesh, plan_model, shard_model
 from shardkit.testing import comm_counts, distributed, fake_world
 
 
@@ -110,10 +111,8 @@ def test_compiled_blocks_train_alike() -> None:
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
-# It ends by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an active
-# exception"), also without shardkit, when the interpreter takes down a gloo group in order.
 SCRIPT = """
-import os, torch, torch.nn as nn
+import atexit, torch, torch.nn as nn
 from shardkit import shard_model
 
 torch.manual_seed(0)
@@ -127,7 +126,8 @@ weight = model[2].weight.full_tensor()
 if torch.distributed.get_rank() == 0:
     print(torch.distributed.get_world_size(), weight.sum().item(), flush=True)
 torch.distributed.barrier()
-os._exit(0)
+atexit._run_exitfuncs()
+print(torch.distributed.is_initialized())
 """
 
 
@@ -148,11 +148,11 @@ def run_script(tmp_path: pathlib.Path, *launcher: str) -> tuple[list[str], str]:
 
 def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
     alone, said = run_script(tmp_path)
-    assert alone[0] == "1"
+    assert alone[::2] == ["1", "False"], "our group is destroyed before the interpreter takes it down"
     assert said.count("no process group and no torchrun, so this process trains alone") == 1
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     together, said = run_script(tmp_path, *launcher)
-    assert together[0] == "2"
+    assert (together[0], together[2:]) == ("2", ["False", "False"])
     assert "trains alone" not in said
     assert float(together[1]) == pytest.approx(float(alone[1]), abs=1e-6)  # the mean of two equal gradients
 
@@ -190,3 +190,27 @@ def test_fake_tensors_can_be_sharded_and_trained() -> None:
         shard_model(model)
         step(model)
         assert model.head.weight.grad.placements == model.head.weight.placements
+
+
+def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*mesh._LOCAL_PLACE, "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert mesh._local_device(8) == 0
+    monkeypatch.setenv("RANK", "13")
+    assert mesh._local_device(8) == 5, "where nobody says it, ranks fill one host after the other"
+    for name in reversed(mesh._LOCAL_PLACE):
+        monkeypatch.setenv(name, str(mesh._LOCAL_PLACE.index(name)))
+        assert mesh._local_device(8) == mesh._LOCAL_PLACE.index(name)
+        assert mesh._local_device(1) == 0, "each rank is shown its own device only"
+
+
+def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2):
+        ours = weakref.ref(torch.distributed.group.WORLD)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "last_value", ValueError(), raising=False)
+            mesh._destroy(ours)
+        assert torch.distributed.is_initialized(), "an error ends the process"
+    with fake_world(2):
+        mesh._destroy(ours)
+        assert torch.distributed.is_initialized(), "a later group, which somebody else made"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_only_what_no_process_holds_is_cleared(tmp_path):
         assert listing(tmp_path) == [f".a.tmp-{held}", f".a.tmp-{held}.lock", ".other.tmp-mine"]
     directory.clear_stale(tmp_path)
     assert listing(tmp_path) == [".other.tmp-mine"]
+
+
+def test_no_descriptor_is_left_open_where_a_lock_fails(tmp_path, monkeypatch):
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(os, "stat", mock.Mock(side_effect=PermissionError))
+    before = os.listdir("/dev/fd")
+    with pytest.raises(PermissionError), directory.locked(tmp_path / "lock", create=True):
+        pass
+    assert os.listdir("/dev/fd") == before
 
 
 def test_where_files_cannot_be_locked_nothing_is_cleared_or_rotated(tmp_path, monkeypatch):

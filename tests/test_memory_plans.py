@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
 from torch import Tensor, nn
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, init_on_meta, plan_model, shard_model
+from shardkit import (
+    MeshSpec,
+    MixedPrecisionPolicy,
+    PlanError,
+    ShardingPlan,
+    api,
+    init_on_meta,
+    plan_model,
+    shard_model,
+)
 from shardkit.memory import HARDWARE, estimate, plan_for_budget
 from shardkit.memory.budget import Search, parse_bytes
 from shardkit.memory.sizes import Optimizer
@@ -287,7 +299,11 @@ def test_budgets_that_are_none(text):
 def test_shard_model_within_a_budget():
     torch.manual_seed(0)
     model = decoder()
-    shard_model(model, memory_budget="235KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy())
+    with mock.patch.object(api.logger, "info") as info, contextlib.redirect_stdout(io.StringIO()) as printed:
+        shard_model(model, memory_budget="235KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy())
+    assert printed.getvalue() == ""
+    assert info.call_count == (dist.get_rank() == 0)
+    assert all("fits" in str(call.args[1]) for call in info.call_args_list)
     loss = mean(model(TOKENS))
     loss.backward()
     assert loss.item() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -286,3 +287,28 @@ def test_an_initialiser_that_raises_leaves_the_model():
 def test_public_names():
     assert shardkit.init_on_meta is init_on_meta
     assert shardkit.materialize is materialize
+
+
+def test_another_thread_does_not_build_meanwhile():
+    def build() -> object:
+        try:
+            return nn.Linear(2, 2)
+        except ShardkitError as error:
+            return error
+
+    found: list[object] = []
+    text = r"^init_on_meta: Linear.weight is made in another thread\. A construction"
+    with pytest.raises(ShardkitError, match=text), init_on_meta(), ThreadPoolExecutor(1) as pool:
+        found.append(pool.submit(build).result())
+    assert isinstance(found[0], ShardkitError)
+
+    def enter() -> None:
+        with init_on_meta():
+            pass
+
+    with init_on_meta(), ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(enter).exception(), ShardkitError)
+        model = nn.Linear(2, 2)
+    assert model.weight.is_meta
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(build).result().weight.device.type == "cpu"

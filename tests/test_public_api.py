@@ -98,6 +98,10 @@ def public(module: ModuleType) -> dict[str, object]:
 
 def test_the_public_names_are_these():
     assert public(shardkit).keys() == NAMES
+    assert sorted(shardkit.__all__) == sorted(NAMES)
+    star: dict[str, object] = {}
+    exec("from shardkit import *", star)
+    assert star.keys() - {"__builtins__"} == NAMES
     assert public(shardkit.testing).keys() == set(shardkit.testing.__all__)
 
 

@@ -155,6 +155,12 @@ def test_no_token_anywhere_gives_zeros_and_a_setter_on_one_unit_is_noticed():
         scale_loss(torch.zeros(()), tokens, net)
     set_gradient_reduction(net, "mean")
     assert scale_loss(torch.ones(()), tokens, net).item() == 4.0
+    for given, count in ((8, 8), (8.0, 8), (0, 1), (torch.tensor(8), 8)):
+        assert scale_loss(torch.ones(()), given, net).item() == 4.0 / count
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        scale_grads_(given, net)
+        assert all((grad == 4.0 / count).all() for grad in full_grads(net).values())
 
 
 def test_a_plain_model_needs_no_process_group_and_nothing_waits_for_the_device():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,13 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from shardkit import _torch
+from shardkit.errors import ShardkitError, message
 from shardkit.meta.disguise import Disguise
 from shardkit.meta.record import Recorder
 from shardkit.meta.tape import Tape, View, view_of
 
 _current: Recorder | None = None
+_thread = 0  # that records
 # What each module's parameters and buffers were when recording ended. fully_shard replaces the tensors, whose
 # storages are then gone; the module and the name stay.
 records: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Tape, View]]] = weakref.WeakKeyDictionary()
@@ -24,16 +31,20 @@ records: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Tape, View]]] = we
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record in this context; inside another one, join it."""
-    global _current
+    """Record in this context; inside another one, join it. One thread at a time."""
+    global _current, _thread
     if _current is not None:
+        if _thread != threading.get_ident():
+            raise _other_thread("init_on_meta is entered")
         yield _current
         return
     device = torch.get_default_device()
     device = torch.device("cpu") if device.type == "meta" else device
     recorder = _current = Recorder(Tape(device))
+    _thread = threading.get_ident()
     try:
         with ExitStack() as stack:
+            stack.enter_context(_refused_elsewhere())
             stack.enter_context(_torch.recorded_samplers(recorder.record_sampler))
             stack.enter_context(Disguise(recorder, device))
             stack.enter_context(recorder)
@@ -47,6 +58,33 @@ def recording() -> Iterator[Recorder]:
 
 
 @contextmanager
+def _refused_elsewhere() -> Iterator[None]:
+    """Refuse to register parameters and buffers in other threads, whose tensors are neither on meta nor recorded."""
+    refused: list[ShardkitError] = []
+
+    def check(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if threading.get_ident() != _thread:
+            refused.append(_other_thread(f"{type(module).__name__}.{name} is made"))
+            raise refused[-1]
+
+    # torch's public hooks for all modules; its modes, which record, are of one thread only.
+    hooks = [register_module_parameter_registration_hook(check), register_module_buffer_registration_hook(check)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if refused:  # also where nobody saw the thread fail
+        raise refused[0]
+
+
+def _other_thread(problem: str) -> ShardkitError:
+    rule = "A construction is recorded in one thread; in others tensors would be real and without a record"
+    fix = "Build the whole model in the thread that entered init_on_meta, and other models before or after"
+    return ShardkitError(message("init_on_meta", f"{problem} in another thread", rule, fix))
+
+
+@contextmanager
 def init_on_meta() -> Iterator[None]:
     """Build models without memory, so that ``materialize`` can give them their ordinary values later.
 
@@ -57,7 +95,11 @@ def init_on_meta() -> Iterator[None]:
     Everything that computes initial values belongs inside: own initialisers, ``load_state_dict``, ties, casts.
     Real tensors that are made outside stay real. What depends on values (``tensor.item()``) is computed at once
     from what it depends on, so it costs time and, for a moment, memory. Python's and numpy's random numbers are
-    drawn as always. torch's generators stand on exit where they stood on entry; ``materialize`` advances them.
+    drawn as always. torch's generators hold on exit a state of their own, the same on all ranks that entered in the
+    same one; ``materialize`` puts them where ordinary construction leaves them, unless they were seeded since.
+
+    Raises:
+        ShardkitError: another thread builds a module meanwhile; raised there, and here on exit.
 
     Example::
 
