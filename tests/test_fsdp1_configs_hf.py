@@ -66,7 +66,9 @@ def test_a_switch_is_version_2_and_words_are_version_1():
     assert fate(read({"fsdp": "", "fsdp_config": {}}), "fsdp") == "refused"
 
 
-@pytest.mark.parametrize("key", ["dataloader_num_workers", "ddp_timeout", "per_device_train_batch_size", "lr_scheduler"])
+@pytest.mark.parametrize(
+    "key", ["dataloader_num_workers", "ddp_timeout", "per_device_train_batch_size", "lr_scheduler"]
+)
 def test_arguments_of_the_training_loop_are_known(key):
     assert fate(read({"fsdp": "full_shard", key: 1}), key) == "elsewhere"
 
