@@ -198,11 +198,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return cast(torch.Generator, module.default_generators[index])
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether the user registered hooks on a tensor's gradient, which torch only adds and removes in public."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
 def accelerator_state() -> Tensor | None:
     """State of the present accelerator's default generator; None without one, or before it is first used."""
     accelerator = torch.accelerator.current_accelerator()

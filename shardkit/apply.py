@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
+from shardkit.carry import Carried
 from shardkit.entry import attend
+from shardkit.errors import PlanError, message
 from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.ranks import device_type
+from shardkit.ranks import Groups, device_type, raise_together
+from shardkit.recompute import recomputed
 from shardkit.replicated import replicate
 from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.statics import refuse_fsdp1_statics
 from shardkit.tree import ModelTree
+from shardkit.undo import Undo
 
 
 def apply_plan(
@@ -93,7 +96,11 @@ def check_applicable(
 
 
 def carry_out(
-    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, before: Callable[[ShardUnit], object] | None = None
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    before: Callable[[ShardUnit], object] | None = None,
+    groups: Groups | None = None,
 ) -> None:
     """Shards ``model`` as ``plan`` says, on which all ranks agree. Collective; in place.
 
@@ -101,24 +108,83 @@ def carry_out(
         model: the model.
         plan: checked by ``check_applicable``.
         mesh: of the plan's shape.
-        before: called with each unit right before it is sharded; may replace the unit's parameters.
+        before: called with each unit right before it is sharded; collective; may replace the unit's parameters.
+        groups: whose ranks raise together; None is the mesh's, and with none of them the call is local.
+
+    Raises:
+        PlanError: on every rank, with the model as it was: torch could not shard it on one of them.
     """
+    carried = Carried(model, plan)
+    undo = Undo(model, mesh.device_type, carried)
+    groups = mesh.get_all_groups() if groups is None else groups
+    # Ranks must not wait in a collective of ``before`` for one that failed.
+    batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
+    try:
+        for units in batches:
+            if before is not None:
+                before(units[0])
+            last = partial(_finish, model, plan, mesh, carried) if units[-1] is plan.units[-1] else None
+            _together(partial(_shard_units, model, plan, units, mesh, undo, last), groups)
+    except BaseException:
+        undo.restore()
+        raise
+
+
+def _together(body: Callable[[], None], groups: Groups) -> None:
+    """``ranks.together``, with a body that may be about fake tensors."""
+    problem = None
+    try:
+        body()
+    except Exception as error:  # whatever it is, the other ranks must not go on without this one
+        problem = error
+    with real_tensors():
+        raise_together(problem, groups, PlanError)
+
+
+def _shard_units(
+    model: nn.Module,
+    plan: ShardingPlan,
+    units: Sequence[ShardUnit],
+    mesh: DeviceMesh,
+    undo: Undo,
+    last: Callable[[], None] | None,
+) -> None:
     ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-    for unit in plan.units:
-        if before is not None:
-            before(unit)
-            ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-        modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        _make_contiguous(model, unit)
-        _prepare(modules, unit)
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
-            offload_policy=unit.offload_policy,
-            ignored_params=ignored or None,
-        )
+    for unit in units:
+        params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
+        try:
+            _shard_unit(model, unit, mesh, ignored)
+        except Exception as error:
+            raise PlanError(_failure(model, unit, params, undo, error)) from error
+        undo.settle(params.values())
+    if last is not None:
+        last()
+
+
+def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    modules = [model.get_submodule(fqn) for fqn in unit.modules]
+    _make_contiguous(model, unit)
+    _prepare(modules, unit)
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=unit.mp_policy,
+        offload_policy=unit.offload_policy,
+        ignored_params=ignored or None,
+    )
+
+
+def _failure(model: nn.Module, unit: ShardUnit, params: dict[str, nn.Parameter], undo: Undo, error: Exception) -> str:
+    """Which parameter it was: torch replaces those of a unit one after the other."""
+    failed = next((fqn for fqn, param in params.items() if model.get_parameter(fqn) is param), unit.name)
+    whole = "The model is as it was" if undo.is_whole else "The model cannot be used any more; build it again"
+    fix = "Pass it as ignored_params, or see the cause"
+    return message(failed, f"torch could not shard it: {type(error).__name__}: {error}", whole, fix)
+
+
+def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, carried: Carried) -> None:
+    carried.hand_over(model)
     if plan.replicated:
         replicate(model, plan.replicated, mesh)
     _prefetch(model, plan)
@@ -129,17 +195,20 @@ def carry_out(
 
 
 def _prepare(modules: Sequence[nn.Module], unit: ShardUnit) -> None:
-    """What must come before sharding, in this order: checkpointing, then compilation.
+    """What must come before sharding, in this order: checkpointing, then compilation; the other way round with buffers.
 
     The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
     ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
     ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
     """
-    for module in modules:
+    for fqn, module in zip(unit.modules, modules, strict=True):
+        # torch's compiler takes checkpointing into its graph, and then advances buffers twice (torch 2.13).
+        first = unit.compile and unit.checkpoint_activations and any(True for _ in module.buffers())
+        if first:
+            module.forward = torch.compile(module.forward)
         if unit.checkpoint_activations:
-            recomputed = functools.partial(checkpoint, module.forward, use_reentrant=False)
-            module.forward = functools.wraps(module.forward)(recomputed)
-        if unit.compile:
+            module.forward = recomputed(module, fqn, to_compile=unit.compile and not first)
+        if unit.compile and not first:
             module.forward = torch.compile(module.forward)
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from shardkit._torch import SHARDS_INTEGERS
+from shardkit._torch import SHARDS_INTEGERS, has_own_dispatch
+from shardkit.carry import cannot_carry
 from shardkit.errors import PlanError, listing, message
 from shardkit.methods import method_problems
 from shardkit.ownership import assign, split_problem
-from shardkit.plan import ShardingPlan, ancestors
+from shardkit.plan import ShardingPlan
 from shardkit.tree import ModelTree
+from shardkit.units import has_forward
 
 
 def check_is_plan(plan: object) -> None:
@@ -41,7 +45,8 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         apart: FQNs of modules whose parts are sharded on purpose, as FSDP1 nested its wrappers.
     """
     inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
-    problems = [*_no_params(tree), *_sharded_modules(tree, inside), *_sharded_params(tree, mesh, inside)]
+    problems = [*_no_params(tree), *_uninitialised(tree), *_sharded_modules(tree, inside)]
+    problems += _sharded_params(tree, mesh, inside)
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -61,6 +66,31 @@ def _no_params(tree: ModelTree) -> Iterator[str]:
     if not tree.params:
         name = type(tree.modules[0]).__name__
         yield message("model", f"{name} has no parameters", "There must be something to shard", "Pass the whole model")
+
+
+def _uninitialised(tree: ModelTree) -> Iterator[str]:
+    kinds: set[type] = {kind for kind in set(map(type, tree.modules)) if issubclass(kind, LazyModuleMixin)}
+    places: Iterable[tuple[str, Any]] = zip(tree.fqns, tree.modules, strict=True) if kinds else ()
+    lazy = [fqn or "(root)" for fqn, module in places if type(module) in kinds and module.has_uninitialized_params()]
+    if lazy:
+        yield message(
+            listing(lazy, 6),
+            "a lazy module that is not initialized",
+            "A parameter's shape must be known to shard it",
+            "Run one forward of the model first, on every rank with the same seed",
+        )
+
+
+def _containers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    units = {fqn: tree.modules[tree.places[fqn]] for unit in plan.units for fqn in unit.modules}
+    found = {fqn: m for fqn, m in units.items() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and not has_forward(m)}
+    if found:
+        yield message(
+            listing(fqn or "(root)" for fqn in found),
+            f"a {type(next(iter(found.values()))).__name__}, which has no forward",
+            "A unit is gathered when its module is called, and this one never is",
+            "Shard each of its modules by itself, or give it a class with a forward",
+        )
 
 
 def _sharded_modules(tree: ModelTree, apart: Collection[int]) -> Iterator[str]:
@@ -201,41 +231,6 @@ def _extent(param: torch.Tensor) -> tuple[int, int]:
     return first * param.itemsize, (last + 1) * param.itemsize
 
 
-def _caches(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """Models of transformers fill a key-value cache in training too; recomputing a block fills it twice."""
-    recomputed = [fqn for unit in plan.units if unit.checkpoint_activations for fqn in unit.modules]
-    around = sorted({outer for fqn in recomputed for outer in ancestors(fqn)})  # a decoder has a config of its own
-    caching = [fqn for fqn in around if _fills_cache(tree.modules[tree.places[fqn]])]
-    if caching:
-        yield message(
-            "checkpoint_activations",
-            f"config.use_cache is True in {listing(fqn or 'the model' for fqn in caching)}",
-            "A block that is recomputed must not change what it is given, and here it would append to the cache twice",
-            "Set config.use_cache = False there before training",
-        )
-
-
-def _fills_cache(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "use_cache", False) is True
-
-
-def _statistics(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """Running statistics, as of nn.BatchNorm2d, are a side effect of forward: recomputed, it happens twice."""
-    recomputed = [tree.places[fqn] for unit in plan.units if unit.checkpoint_activations for fqn in unit.modules]
-    found = [tree.fqns[below] for entry in recomputed for below in tree.subtree(entry) if _updates(tree.modules[below])]
-    if found:
-        yield message(
-            "checkpoint_activations",
-            f"running statistics in {listing(found, 6)}",
-            "A block that is recomputed runs its forward twice, which would update them twice",
-            "Recompute other blocks only, by a rule with checkpoint_activations, or put these modules in eval mode",
-        )
-
-
-def _updates(module: nn.Module) -> bool:
-    return module.training and getattr(module, "running_mean", None) is not None
-
-
 def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Quantized weights."""
     owned = (spec for unit in plan.units for spec in plan.specs_of(unit))
@@ -249,4 +244,33 @@ def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         )
 
 
-_FITS = (_other_owners, _overlaps, _caches, _statistics, _integers, method_problems)
+def _unsplittable(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """Tensor classes of quantization libraries lack operators; tried here as torch's FSDPParam uses them."""
+    owned = {fqn: tree.params[fqn] for unit in plan.units for fqn in unit.params}
+    special = {fqn: p for fqn, p in owned.items() if has_own_dispatch(type(p)) and not isinstance(p, DTensor)}
+    reasons = {(type(p), p.shape, p.dtype): _why_not_split(p, plan.mesh.shard_size) for p in special.values()}
+    for kind in dict.fromkeys(key[0] for key, reason in reasons.items() if reason):
+        found = [fqn for fqn, p in special.items() if type(p) is kind and reasons[type(p), p.shape, p.dtype]]
+        first = special[found[0]]
+        yield message(
+            listing(found, 6),
+            f"a {kind.__name__} cannot be split: {reasons[kind, first.shape, first.dtype]}",
+            "FSDP2 gives each rank a slice of a parameter",
+            "Pass these as ignored_params to keep them whole on every rank, if they are frozen",
+        )
+
+
+def _why_not_split(param: nn.Parameter, ranks: int) -> str | None:
+    try:
+        with torch.no_grad():
+            chunks = torch.chunk(param, ranks, dim=0)
+            padded = param.new_zeros(chunks[0].size())
+            for chunk in (chunks[0], chunks[-1]):
+                padded.narrow(0, 0, chunk.size(0)).copy_(chunk)
+            padded.view(-1)
+    except Exception as error:  # whatever the class raises, sharding would
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return None
+
+
+_FITS = (_other_owners, _containers, _overlaps, cannot_carry, _integers, _unsplittable, method_problems)

@@ -310,16 +310,6 @@ def test_a_module_by_two_names() -> None:
     assert [unit.name for unit in plan.units] == ["embed", "layers.0", "layers.2", "[norm, head]", "(root)"]
 
 
-def test_running_statistics_in_recomputed_blocks() -> None:
-    model = Decoder()
-    model.layers[1].statistics = nn.BatchNorm1d(8)
-    with fake_world(8), refused(model, "running statistics in layers.1.statistics", "eval mode"):
-        shard_model(model, checkpoint_activations=True)
-    model.layers[1].statistics.eval()
-    with fake_world(8):
-        shard_model(model, checkpoint_activations=True)
-
-
 def test_integer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     def quantized() -> Decoder:
         model = Decoder()
@@ -339,13 +329,6 @@ def test_integer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
             shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
             step(model)
         assert model.layers[1].codes.to_local().dtype is torch.int8
-
-
-def test_cache_in_recomputed_blocks() -> None:
-    model = Decoder()
-    model.config = type("Config", (), {"use_cache": True})()
-    with fake_world(8), refused(model, "use_cache is True in the model", "use_cache = False"):
-        shard_model(model, checkpoint_activations=True)
 
 
 def test_optimizer_built_before_sharding() -> None:

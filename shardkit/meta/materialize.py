@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
+from shardkit._fsdp_params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.held import held_tensors
 from shardkit.meta.consensus import agree, digest_of
 from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.own import Initialiser, Recorded, record_initialisers
@@ -20,7 +21,7 @@ from shardkit.meta.replay import Player
 from shardkit.meta.rng import settle, undone_on_error
 from shardkit.meta.schedule import Final
 from shardkit.meta.shards import Cutter, Target, install
-from shardkit.meta.tape import Tape, closure, find_storage, leaves, view_of
+from shardkit.meta.tape import Tape, closure, find_storage, view_of
 from shardkit.meta.undefined import Definedness
 
 
@@ -33,9 +34,10 @@ def materialize(
 ) -> nn.Module:
     """Give a sharded meta model its values: those that ordinary construction would have had, bit for bit.
 
-    Every meta parameter and buffer (persistent or not), and every meta tensor in a plain attribute of a module,
-    gets this rank's part of the value that the same code would have computed without ``init_on_meta``. Parameters
-    stay the same objects, with their ``requires_grad``, ties and attributes. Real tensors are left alone.
+    Every meta parameter and buffer (persistent or not), and every meta tensor that a module holds elsewhere (in
+    attributes, lists, closures, modules that are not registered), gets this rank's part of the value that the same
+    code would have computed without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``,
+    ties, attributes and post-accumulate hooks. Real tensors are left alone.
     In place. Each rank replays the whole construction and keeps its shards, so it costs about one construction
     in time, and about one largest full tensor in host memory beyond the shards.
 
@@ -127,7 +129,7 @@ def is_on_meta(tensor: Tensor) -> bool:
 
 
 def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta) -> list[Target]:
-    """The chosen parameters and buffers, and the meta tensors in plain attributes, each once. Local, pure."""
+    """The chosen parameters and buffers, and the meta tensors that modules hold elsewhere, each once. Local, pure."""
     found: dict[int, Target] = {}
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
@@ -136,23 +138,12 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
                 target = found.setdefault(id(tensor), Target(tensor))
                 target.fqns.append(prefix + name)
                 target.slots.append((module, name))
-    for path, module in model.named_modules():
-        for name, tensor in _plain_attributes(module):
-            if id(tensor) in found:
-                found[id(tensor)].attributes.append((module, name))
-            else:
-                target = found[id(tensor)] = Target(tensor, [f"{path}.{name}".lstrip(".") + " (an attribute)"])
-                target.attributes.append((module, name))
+    for each in held_tensors(model):
+        if is_plain_meta(each.tensor):
+            target = found.setdefault(id(each.tensor), Target(each.tensor))
+            target.fqns = target.fqns or [f"{each.name} (an attribute)"]
+            target.places += [each.put] if each.put is not None else []
     return list(found.values())
-
-
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # Parameters in attributes are references to what fully_shard replaced (LSTM._flat_weights): not state.
-    for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            for leaf in leaves(value) if isinstance(value, (Tensor, list, tuple, dict)) else ():
-                if is_plain_meta(leaf) and not isinstance(leaf, nn.Parameter):
-                    yield name, leaf
 
 
 def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *, chained: bool) -> list[Tape]:
@@ -215,6 +206,7 @@ def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
                 "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them",
             )
         )
+    _check_held(targets)
     changed = [t for t in targets if t.recorded is not None and t.recorded[1].size != tuple(t.tensor.shape)]
     if changed:
         raise ShardkitError(
@@ -226,6 +218,22 @@ def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
             )
         )
     check_unbound(targets)
+
+
+def _check_held(targets: list[Target]) -> None:
+    """Raise if a parameter from before ``fully_shard`` is held: it would get values of its own, and never train."""
+    held = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter)]
+    registered = [t.recorded for t in targets if t.slots] if held else []
+    stale = [t for t in held if t.recorded in registered]
+    if stale:
+        raise ShardkitError(
+            message(
+                listing(fqn for t in stale for fqn in t.fqns),
+                "is a parameter that fully_shard has replaced in its module",
+                "It would stay a full tensor that does not train",
+                "Shard with shard_model, which keeps such places up to date, or drop it before sharding",
+            )
+        )
 
 
 def check_unbound(targets: list[Target]) -> None:
@@ -243,7 +251,7 @@ def check_unbound(targets: list[Target]) -> None:
 
 
 def _is_bound(tensor: Tensor) -> bool:
-    return bool(weakref.getweakrefs(tensor)) or _torch.has_gradient_hooks(tensor)
+    return bool(weakref.getweakrefs(tensor) or tensor_hooks(tensor))
 
 
 def player_of(

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.meta.tape import Tape, View, map_leaves
+from shardkit._fsdp_params import post_accumulate_hooks, set_post_accumulate_hooks
+from shardkit.held import Put
+from shardkit.meta.tape import Tape, View
 from shardkit.shards import device_of, local_part
 
 
@@ -24,7 +26,7 @@ class Target:
     tensor: Tensor
     fqns: list[str] = field(default_factory=list)
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # as parameter or buffer
-    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)  # as, or inside of, a plain attribute
+    places: list[Put] = field(default_factory=list)  # elsewhere: each puts another tensor there
     recorded: tuple[Tape, View] | None = None
     value: Tensor | None = None
 
@@ -104,13 +106,15 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)
-        target.value = None
+        target.value, hooks = None, post_accumulate_hooks(tensor)
         try:
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
         except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
             if isinstance(tensor, DTensor):
                 raise
             _replace(target, value)
+        if hooks:
+            set_post_accumulate_hooks(tensor, hooks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _torch.reread_sharded_parameters(module)
@@ -121,9 +125,8 @@ def _replace(target: Target, value: Tensor) -> None:
     for module, name in target.slots:
         places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         places[name] = value
-    for module, name in target.attributes:
-        old = getattr(module, name)
-        setattr(module, name, map_leaves(lambda leaf: value if leaf is target.tensor else leaf, old))
+    for put in target.places:
+        put(value)
 
 
 def meshes(model: nn.Module) -> Iterator[DeviceMesh]:

@@ -39,7 +39,7 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     roots.reshard(wrapper)
     inner = _plain(inner_of(wrapper), memo, wrap)
     record = record_of(wrapper)
-    carry_out(inner, record.translation.plan, record.mesh)
+    carry_out(inner, record.translation.plan, record.mesh, groups=())
     if REDUCES_UNUSED:
         _fsdp.reduce_unused_beside_used(inner)
     _fill(inner, inner_of(wrapper))

@@ -1,0 +1,64 @@
+"""What torch keeps to itself of parameters: their hooks, and where FSDP2 registers which form of them.
+
+Beside ``_torch`` and ``_fsdp`` a place of private torch names, each as of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
+    """The hooks of ``register_hook``, which torch only adds and removes in public. Local, pure."""
+    return tensor._backward_hooks or {}
+
+
+def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """The hooks of ``register_post_accumulate_grad_hook``; None where there never was one. Likewise."""
+    return tensor._post_accumulate_grad_hooks
+
+
+def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
+    """Give a tensor the hooks of another one; the same dict, so that handles still remove them."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of ``register_forward_pre_hook``, in order; torch has no public way to list them."""
+    return list(module._forward_pre_hooks.values())
+
+
+def slot_of(fsdp_param: Any) -> tuple[int, str]:
+    """Where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
+    return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name
+
+
+def follow(fsdp_param: Any, registered: Callable[[Tensor], None]) -> None:
+    """Call ``registered`` with each tensor that FSDP2 puts into the parameter's place: sharded, gathered, resharded.
+
+    It sets it on the modules that share the parameter too, and by ``setattr`` on those that define their own.
+    """
+    fsdp_param._module_info.shared_modules.append(_Follower(registered))
+    fsdp_param._module_info.shared_param_names.append("param")
+
+
+class _Follower:
+    _registered: Callable[[Tensor], None]
+
+    def __init__(self, registered: Callable[[Tensor], None]) -> None:
+        vars(self)["_registered"] = registered
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        self._registered(value)
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what ``fully_shard`` keeps of a module outside of it, so that it can be sharded again. Local.
+
+    torch refuses a module that is in this table: "Inserting ... more than once".
+    """
+    _module_state_mapping.pop(module, None)

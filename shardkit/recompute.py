@@ -1,0 +1,111 @@
+"""Activation checkpointing of one module's forward that leaves what forward changes as one forward leaves it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit._torch import version
+from shardkit.errors import ShardkitError, message
+
+
+def recomputed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[..., Any]:
+    """The module's forward, recomputed in backward instead of keeping its activations.
+
+    The recomputed forward starts from the buffers and attributes that the first one started from, and what it writes to
+    them is dropped: running statistics, counters and power iterations advance once. What a forward changes inside of
+    lists, or of objects that it is given, is not undone.
+
+    Args:
+        module: its present ``forward`` is what runs.
+        fqn: its name, for errors.
+        to_compile: it will be compiled, and has no buffers. The compiler takes no contexts, and runs eagerly with them.
+
+    Raises:
+        ShardkitError: in forward, where the module is given a key-value cache, which it would fill twice.
+    """
+    forward = module.forward
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if not to_compile:
+        settings["context_fn"] = functools.partial(_contexts, module)
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_caches(fqn, (*args, *kwargs.values()))
+            return checkpoint(forward, *args, **settings, **kwargs)
+        return forward(*args, **kwargs)
+
+    return checkpointed
+
+
+def _refuse_caches(fqn: str, arguments: tuple[Any, ...]) -> None:
+    """Models of transformers fill a key-value cache in training too; recomputing a block would fill it twice."""
+    for each in arguments:
+        if hasattr(each, "get_seq_length") and hasattr(each, "update"):
+            raise ShardkitError(
+                message(
+                    fqn,
+                    f"is recomputed in backward, and was called with a {type(each).__name__}",
+                    "A block that is recomputed would append to the cache twice",
+                    "Pass use_cache=False to the model, or set model.config.use_cache = False",
+                )
+            )
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What to run the forward in, and its recomputation, which a graph that is retained enters several times."""
+    start = _Start(module)
+    return start, _Again(start)
+
+
+class _Start(AbstractContextManager[None]):
+    """The buffers and plain attributes of a module and all below it, as a forward begins."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.mappings = [mapping for each in module.modules() for mapping in (vars(each), each._buffers)]
+        self._before = [_values(mapping) for mapping in self.mappings]
+        self._buffers = {id(each): (each, version(each), each.detach().clone()) for each in module.buffers()}
+
+    def __exit__(self, *error: object) -> None:
+        """The forward is over: copies are only needed of those buffers that it wrote to."""
+        for key, (buffer, before, _) in self._buffers.items():
+            if version(buffer) == before:
+                self._buffers[key] = buffer, before, buffer
+
+    def values(self) -> list[dict[str, Any]]:
+        """The content of the mappings, with new copies of the buffers, to be written to."""
+        new = {key: copy.detach().clone() for key, (*_, copy) in self._buffers.items()}
+        return [{name: new.get(id(value), value) for name, value in before.items()} for before in self._before]
+
+
+class _Again(AbstractContextManager[None]):
+    """Runs the forward from the same start, and then leaves all as it was before that."""
+
+    def __init__(self, start: _Start) -> None:
+        self._start = start
+        self._now: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._now = [_values(mapping) for mapping in self._start.mappings]
+        self._put(self._start.values())
+
+    def __exit__(self, *error: object) -> None:
+        self._put(self._now)
+        self._now = []
+
+    def _put(self, contents: list[dict[str, Any]]) -> None:
+        for mapping, values in zip(self._start.mappings, contents, strict=True):
+            for name in _values(mapping).keys() - values.keys():
+                del mapping[name]
+            mapping.update(values)
+
+
+def _values(mapping: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in ("_parameters", "_buffers", "_modules")}
