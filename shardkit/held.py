@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ _LEAVES = {bool, int, float, complex, str, bytes, type(None), type, type(Ellipsi
 _LEAVES |= {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator}
 # Of torch and of Python itself nothing else is looked into: optimizers, datasets and meshes, threads and loggers. A
 # stale optimizer is named by its own check, and FSDP2's objects hold shards on purpose.
-_PACKAGES_LEFT_OUT = (sys.stdlib_module_names | {"torch", "numpy"}) - {"types", "argparse", "__main__"}
+_PACKAGES_LEFT_OUT = (sys.stdlib_module_names | {"torch", "numpy"}) - {"types", "argparse", "collections"}
 
 
 def held_tensors(model: nn.Module) -> list[Held]:
@@ -102,15 +102,17 @@ def _tensors(places: list[Place], seen: set[int]) -> Iterator[tuple[str, Tensor,
 
 
 def _inside(name: str, value: Any, put: Put | None) -> Iterator[Place]:
-    """What one object holds."""
-    if isinstance(value, (dict, UserDict)):
-        for key, item in list(value.items()):
-            yield f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]", item, _setter(value, key)
-            if not isinstance(key, (str, int)):
-                yield f"a key of {name}", key, None
-    elif isinstance(value, (list, deque, UserList)):
-        for index, item in enumerate(value):
-            yield f"{name}[{index}]", item, _setter(value, index)
+    """What one object holds, read past methods of its class, which may import, compute or refuse."""
+    if isinstance(value, dict):
+        for key, item in list(dict.items(value)):
+            plain = isinstance(key, (str, int))
+            yield f"{name}[{key!r}]" if plain else f"{name}[...]", item, partial(dict.__setitem__, value, key)
+            yield f"a key of {name}", None if plain else key, None
+    elif isinstance(value, list):
+        for index, item in enumerate(list.__iter__(value)):
+            yield f"{name}[{index}]", item, partial(list.__setitem__, value, index)
+    elif isinstance(value, deque):
+        yield from ((f"{name}[{index}]", item, _setter(value, index)) for index, item in enumerate(value))
     elif isinstance(value, (tuple, set, frozenset)):
         yield from _rebuilt(name, value, put)
     elif isinstance(value, (FunctionType, MethodType, BuiltinMethodType, partial)):
@@ -121,8 +123,7 @@ def _inside(name: str, value: Any, put: Put | None) -> Iterator[Place]:
         own = [(key, item) for key, item in vars(value).items() if key not in _REGISTRIES]
         yield from ((f"{name}.{key}", item, _attribute(value, key)) for key, item in own)
     elif not _left_out(value):
-        for key in _attributes(value):
-            yield f"{name}.{key}", getattr(value, key, None), _attribute(value, key)
+        yield from ((f"{name}.{key}", item, _attribute(value, key)) for key, item in _attributes(value))
 
 
 def _rebuilt(name: str, value: Any, put: Put | None) -> Iterator[Place]:
@@ -182,13 +183,20 @@ def _attribute(owner: Any, name: str) -> Put:
     return partial(object.__setattr__, owner, name)
 
 
-def _attributes(value: Any) -> list[str]:
-    slots = [name for each in type(value).__mro__ for name in _names(vars(each).get("__slots__", ()))]
-    return [*getattr(value, "__dict__", ()), *slots]
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    for each in type(value).__mro__:
+        for key, member in vars(each).items():
+            if isinstance(member, MemberDescriptorType):  # of __slots__
+                yield key, _read(member, value)
+            elif key == "__dict__":
+                yield from list(member.__get__(value).items())
 
 
-def _names(slots: Any) -> tuple[str, ...]:
-    return tuple(name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
+def _read(member: MemberDescriptorType, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:  # not set
+        return None
 
 
 def _left_out(value: Any) -> bool:

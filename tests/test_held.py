@@ -233,6 +233,35 @@ def test_materialize_names_what_would_stay_on_meta() -> None:
         materialize(fully_shard(model))
 
 
+class Importing(collections.OrderedDict):  # as transformers' tables of models
+    def items(self) -> Any:
+        raise AssertionError("would import all of them")
+
+
+class Guarded:
+    """As transformers' configurations, which refuse some attributes."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "weight":
+            raise AssertionError("not without asking")
+        return super().__getattribute__(name)
+
+
+def test_methods_of_what_is_held_are_not_called() -> None:
+    model = nn.Linear(2, 2)
+    model.table, model.config = Importing(), Guarded(model.bias)
+    dict.__setitem__(model.table, "a", model.weight)
+    held = held_tensors(model)
+    assert [each.name for each in held] == ["table['a']", "config.weight"]
+    for each in held:
+        assert each.put is not None
+        each.put(None)
+    assert held_tensors(model) == []
+
+
 @pytest.mark.parametrize("form", ["tuple", "closure"])
 def test_a_plan_for_a_laptop_needs_no_look(form: str) -> None:
     model = built(form)
