@@ -21,11 +21,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"
     parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the ending of DST)")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SRC holds, which can run code")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
     """Run it and return its exit code."""
-    convert_checkpoint(options.src, options.dst, to=options.to, overwrite=options.overwrite)
+    convert_checkpoint(
+        options.src, options.dst, to=options.to, overwrite=options.overwrite, allow_pickle=options.allow_pickle
+    )
     print(f"{options.src} -> {options.dst}")
     return 0

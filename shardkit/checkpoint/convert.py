@@ -35,7 +35,12 @@ Names: TypeAlias = dict[str, dict[str, Stored]]  # what goes into which group of
 
 
 def convert_checkpoint(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, to: str | None = None, overwrite: bool = False
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
 ) -> None:
     """Write the checkpoint at ``src`` once more, as another kind, to ``dst``. Local: one process, without a model.
 
@@ -49,6 +54,7 @@ def convert_checkpoint(
             ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which FSDP1 loads as FULL_STATE_DICT. None:
             ``"full"`` for a ``dst`` that ends in .pt, .pth, .bin or .ckpt, else ``"safetensors"``.
         overwrite: replace a checkpoint or file that is there.
+        allow_pickle: as for :func:`load_checkpoint`: unpickle whatever ``src`` holds, which can run code.
 
     Raises:
         CheckpointError: ``src`` is damaged or of no known kind, ``dst`` exists, or ``to`` is unknown.
@@ -62,7 +68,7 @@ def convert_checkpoint(
     else:
         check_destination(place, kind, overwrite, None)
     with ExitStack() as held:
-        source = open_checkpoint(Path(src), held)
+        source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
         if isinstance(source, OwnDirectory):
             source.verify([], 0, 1)
         if kind == "full":

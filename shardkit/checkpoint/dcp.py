@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit import _torch
+from shardkit.checkpoint.dcp_metadata import NAME, read_metadata
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of, local_bytes
 from shardkit.checkpoint.transfer import Meter, Progress
@@ -30,15 +31,19 @@ from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
 
-METADATA = ".metadata"
-
 
 class DcpDirectory:
-    """A DCP directory. Its ``.metadata`` is a pickle: torch has no other form, so open only what you trust."""
+    """A DCP directory.
 
-    def __init__(self, directory: Path) -> None:
-        self._reader = FileSystemReader(directory)
-        self._metadata = _metadata(self._reader, directory)
+    Args:
+        directory: which has a ``.metadata``.
+        listed: the names of the files that may be read; None: all in the directory.
+        allow_pickle: unpickle what is not plain data, which can run code.
+    """
+
+    def __init__(self, directory: Path, listed: Collection[str] | None = None, *, allow_pickle: bool = False) -> None:
+        self._reader, self._allow_pickle = FileSystemReader(directory), allow_pickle
+        self._metadata = read_metadata(directory, listed, allow_pickle)
         self._objects = [key for key, entry in self._entries() if not isinstance(entry, TensorStorageMetadata)]
         self.contents: Contents = contents_of(self._tree(), str(directory))
 
@@ -60,7 +65,7 @@ class DcpDirectory:
         return tree
 
     def _plain(self) -> dict[str, Any]:
-        planner = _PlainPlanner()
+        planner = _PlainPlanner(self._allow_pickle)
         self._read({key: io.BytesIO() for key in self._objects}, planner)
         return planner.values
 
@@ -88,19 +93,19 @@ def _batches(targets: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tens
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Unpickles tensors and plain data only; torch's own planner unpickles anything, which can run code."""
+    """Unpickles tensors and plain data only, unless asked; torch's own planner unpickles anything."""
 
     values: dict[str, Any]
 
-    def __init__(self) -> None:
+    def __init__(self, allow_pickle: bool) -> None:
         super().__init__(flatten_state_dict=False)
-        self.values = {}
+        self.values, self._allow_pickle = {}, allow_pickle
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Called by the reader for each object."""
         fqn = read_item.dest_index.fqn
         try:
-            self.values[fqn] = torch.load(value, weights_only=True)
+            self.values[fqn] = torch.load(value, weights_only=not self._allow_pickle)
         except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
             self.values[fqn] = Unreadable(fqn, str(error).strip().splitlines()[0])
 
@@ -144,17 +149,6 @@ class Unreadable:
         return f"<{self.key}: {self.reason}>"
 
 
-def _metadata(reader: FileSystemReader, directory: Path) -> Metadata:
-    try:
-        found = reader.read_metadata()
-        found.state_dict_metadata.items()
-    except Exception as error:  # unpickling raises whatever it likes
-        rule = "A DCP directory has the metadata that dcp.save writes last"
-        problem = f"{METADATA} cannot be read ({type(error).__name__}: {error})"
-        raise CheckpointError(message(str(directory), problem, rule, "Use another checkpoint")) from error
-    return found
-
-
 def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, FileEntry]:
     """Save nested dicts with ``dcp.save`` and return the entries of all its files. Collective over ``groups``.
 
@@ -172,7 +166,9 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
         )
     rank = dist.get_rank(groups[0]) if groups else 0
     with together(groups, CheckpointError):
-        own = sorted(directory.glob(f"__{rank}_*")) + ([directory / METADATA] if rank == 0 else [])
+        if rank == 0:
+            read_metadata(directory, None, allow_pickle=False)  # which checks that the pieces fill every tensor
+        own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
         found = {file.name: entry_of(file) for file in own}
     data = json.dumps({name: [entry.bytes, entry.head, entry.crc32] for name, entry in found.items()}).encode()
     for each in all_gather_bytes(data, groups[0]) if groups else []:

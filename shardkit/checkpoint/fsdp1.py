@@ -23,10 +23,10 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 class TorchFile:
     """A file of ``torch.save``, mapped into memory: what is not asked for is not read."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, allow_pickle: bool = False) -> None:
         self.contents: Contents
         self._tensors: dict[str, Tensor] = {}
-        tree = _loaded(file)
+        tree = _loaded(file, allow_pickle)
         if not isinstance(tree, Mapping):
             rule = "A checkpoint is a dict of tensors, or of such dicts"
             fix = "Save model.state_dict() rather than the model"
@@ -54,13 +54,13 @@ class TorchFile:
             meter.add(part.nbytes)
 
 
-def _loaded(file: Path) -> Any:
+def _loaded(file: Path, allow_pickle: bool) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        return torch.load(file, map_location="cpu", weights_only=not allow_pickle, mmap=_is_zip(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         rule = "Loaded are files of torch.save with tensors and plain data, since pickles can run code"
-        fix = "Save state dicts, with SHARDED ones as a DCP directory"
+        fix = "Save state dicts, with SHARDED ones as a DCP directory; or pass allow_pickle=True if you trust it"
         raise CheckpointError(message(str(file), f"torch.load says: {reason}", rule, fix)) from error
 
 

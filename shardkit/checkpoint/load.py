@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardkit.checkpoint import dcp, directory, fsdp1, manifest, random_state
+from shardkit._torch import tree_leaves
+from shardkit.checkpoint import dcp_metadata, directory, fsdp1, manifest, random_state
 from shardkit.checkpoint.agreement import agree, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
@@ -44,6 +44,7 @@ def load_checkpoint(
     cast: bool = False,
     random: bool = True,
     verify: bool = True,
+    allow_pickle: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint into a model, in place, and into what trains it, in any world and on any mesh.
@@ -69,6 +70,8 @@ def load_checkpoint(
         cast: convert floating-point tensors of the model to the dtype that they have there; else that is an error.
         random: restore the random generators, where the checkpoint has them.
         verify: read everything once before anything is changed, and compare checksums, where the checkpoint has them.
+        allow_pickle: unpickle whatever DCP directories and files of ``torch.save`` hold, which runs any code that their
+            author put there. False reads tensors and plain data, and runs nothing.
         group: the ranks that hold the model, as for :func:`save_checkpoint`; None: all.
 
     Returns:
@@ -86,13 +89,11 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held:
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
-            source = open_checkpoint(Path(path), held)
+            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle)
             state = _writable(model)
             poll.own = has_subclass(state.tensors.values())
-        found = {"model": {name: repr(value) for name, value in source.contents.model.items()}}
         asked = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
-        saved = hashlib.sha256(repr(source.contents.optimizer).encode()).hexdigest()
-        agree(asked | {"what is at path": found | {"optimizer": saved}}, groups, "load_checkpoint")
+        agree(asked | {"what is at path": _described(source.contents)}, groups, "load_checkpoint")
         flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
             fit = Fit(key_map, strict, cast, str(path))
@@ -109,7 +110,7 @@ def load_checkpoint(
     return source.contents.extra
 
 
-def open_checkpoint(path: Path, held: ExitStack) -> Source:
+def open_checkpoint(path: Path, held: ExitStack, *, allow_pickle: bool = False) -> Source:
     """The source at a path. Local; of a checkpoint of shardkit it holds the lock that keeps rotation away.
 
     Raises:
@@ -118,15 +119,22 @@ def open_checkpoint(path: Path, held: ExitStack) -> Source:
     path = directory.find(path)
     if path.is_dir() and (path / manifest.NAME).exists():
         held.enter_context(directory.locked(path / manifest.NAME))
-        return OwnDirectory(path)
-    if path.is_dir() and (path / dcp.METADATA).exists():
-        return DcpDirectory(path)
+        return OwnDirectory(path, allow_pickle=allow_pickle)
+    if path.is_dir() and (path / dcp_metadata.NAME).exists():
+        return DcpDirectory(path, allow_pickle=allow_pickle)
     if path.suffix in fsdp1.SUFFIXES and path.is_file():
-        return TorchFile(path)
+        return TorchFile(path, allow_pickle=allow_pickle)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
     raise CheckpointError(_unknown(path, names))
+
+
+def _described(contents: Contents) -> dict[str, Any]:
+    """What ranks must see alike."""
+    model = {name: repr(value) for name, value in contents.model.items() if isinstance(value, Stored)}
+    plain = (Stored, int, float, str)  # what else there is may print its address
+    return model | {"optimizer": [repr(v) for v in tree_leaves(contents.optimizer) if isinstance(v, plain)]}
 
 
 def _unknown(path: Path, names: list[str]) -> str:
@@ -137,9 +145,8 @@ def _unknown(path: Path, names: list[str]) -> str:
         problem, fix = f"it holds {listing(files)}", "Pass one of the files"
     else:
         problem, fix = f"it holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
-    rule = (
-        f"A checkpoint has {manifest.NAME} (shardkit), {dcp.METADATA} (torch.distributed.checkpoint) or *{SUFFIX}, or "
-    )
+    torchs = f"{dcp_metadata.NAME} (torch.distributed.checkpoint)"
+    rule = f"A checkpoint has {manifest.NAME} (shardkit), {torchs} or *{SUFFIX}, or "
     return message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(fsdp1.SUFFIXES)})", fix)
 
 

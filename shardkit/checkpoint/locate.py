@@ -46,7 +46,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
 
 
 def _located(start: Path) -> dict[str, Located]:
-    file = _within(start, _choice(start)) if start.is_dir() else start
+    file = within(start, _choice(start)) if start.is_dir() else start
     if file.suffix == ".json":
         return _by_index(file)
     return {name: Located(file, entry) for name, entry in read_header(file).tensors.items()}
@@ -71,7 +71,7 @@ def _choice(directory: Path) -> str:
 
 def _by_index(index: Path) -> dict[str, Located]:
     places = _weight_map(index)
-    files = {name: _within(index.parent, name) for name in dict.fromkeys(places.values())}
+    files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
     if absent := [name for name, file in files.items() if not file.exists()]:
         raise CheckpointError(
             message(str(index), f"it names {listing(absent)}", "Its files lie beside it", "Fetch what is missing")
@@ -95,7 +95,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _within(directory: Path, name: str) -> Path:
+def within(directory: Path, name: str) -> Path:
     """A file of a directory, which must really be there, or in the blobs of the hub's cache that it belongs to."""
     if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
         raise _refused(directory, f"{name!r} is not the name of a file in it")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from shardkit.errors import CheckpointError, listing, message
 NAME = "manifest.json"
 VERSION = 1
 _BLOCK = 1 << 24  # bytes read at a time
+FORMATS = ("safetensors", "dcp")
 _MOST = 1 << 30  # bytes of a manifest; a larger one is no manifest
+_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,40 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(
             message(str(file), f"no manifest ({type(error).__name__}: {error})", rule, "Use another checkpoint")
         ) from None
-    if version > VERSION:
+    if type(version) is int and version > VERSION:
         problem = f"version {version}"
         raise CheckpointError(message(str(file), problem, f"This shardkit reads up to {VERSION}", "Upgrade shardkit"))
+    if problem := next(_problems(version, body), ""):
+        raise CheckpointError(message(str(file), problem, "No save writes such a manifest", "Use another checkpoint"))
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
     return Manifest(files=files, **body)
+
+
+_TYPES = {"format": str, "world_size": int, "meshes": list, "layout": str, "files": dict, "created": int, "torch": str}
+
+
+def _problems(version: Any, body: dict[str, Any]) -> Iterator[str]:
+    """What is not as a save writes it, where someone changed a manifest and its digest."""
+    if type(version) is not int or body.keys() != _TYPES.keys():
+        yield f"version {version!r} with {listing(body)}"
+        return
+    yield from (f"{name} is {body[name]!r:.100}" for name, kind in _TYPES.items() if type(body[name]) is not kind)
+    if body["format"] not in FORMATS or not 1 <= body["world_size"] <= _MOST_RANKS or body["created"] < 0:
+        yield f"format {body['format']!r}, world_size {body['world_size']}, created {body['created']}"
+    for name, entry in body["files"].items():
+        if name in ("", ".", "..", NAME) or os.path.basename(name) != name or "\0" in name:
+            yield f"{name!r} is not the name of a file beside it"
+        if not _is_entry(entry):
+            yield f"what it says of {name} is not sizes and checksums"
+
+
+def _is_entry(entry: Any) -> bool:
+    limits = {"bytes": 1 << 63, "head": 1 << 63, "crc32": 1 << 32}
+    if not isinstance(entry, dict) or entry.keys() != limits.keys() | {"sums"} or not isinstance(entry["sums"], dict):
+        return False
+    numbers = [(entry[name], limit) for name, limit in limits.items()]
+    numbers += [(value, 1 << 64) for value in entry["sums"].values()]
+    return all(type(number) is int and 0 <= number < limit for number, limit in numbers)
 
 
 def size_problems(directory: Path, manifest: Manifest) -> list[str]:
@@ -102,10 +136,19 @@ def size_problems(directory: Path, manifest: Manifest) -> list[str]:
     problems = []
     for name, entry in manifest.files.items():
         file = directory / name
-        size = file.stat().st_size if file.is_file() else None
+        size = _size_of(file)
         if size != entry.bytes:
             problems.append(f"{name} has {'no file' if size is None else f'{size:,} bytes'}, written {entry.bytes:,}")
     return problems
+
+
+def _size_of(file: Path) -> int | None:
+    """Bytes of a file that really is there; a link might lead anywhere."""
+    try:
+        found = os.lstat(file)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ from shardkit.checkpoint.manifest import FileEntry, Manifest, check_sizes, crc32
 from shardkit.checkpoint.pieces import part_of
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import read_parts
-from shardkit.checkpoint.source import Contents, Source, Stored
+from shardkit.checkpoint.source import Contents, Source, Stored, checked_optimizer
 from shardkit.checkpoint.transfer import Progress, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
@@ -53,13 +53,15 @@ class Safetensors:
 class OwnDirectory:
     """A checkpoint that ``save_checkpoint`` wrote, of either format."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
         self.manifest: Manifest = read_manifest(directory)
         check_sizes(directory, self.manifest)
         self._check_heads()
         self._files = Safetensors({section: self._section(section) for section in ("model", "optimizer", "state")})
-        self._source: Source = self._files if self.manifest.format == "safetensors" else DcpDirectory(directory)
+        self._source: Source = self._files
+        if self.manifest.format == "dcp":
+            self._source = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
         self.contents = self._contents()
 
     def _check_heads(self) -> None:
@@ -71,20 +73,39 @@ class OwnDirectory:
     def _section(self, name: str) -> dict[str, Located]:
         for file in (name + SUFFIX, name + INDEX):
             if file in self.manifest.files:
-                return locate(self._directory / file)
+                found = locate(self._directory / file)
+                strangers = {at.file.name for at in found.values()} - self.manifest.files.keys()
+                if strangers:
+                    raise self._refused(f"{file} names {listing(sorted(strangers))}, which the manifest does not list")
+                return found
+        if name == "model" and self.manifest.format == "safetensors":
+            raise self._refused("the manifest lists no model")
         return {}
 
     def _contents(self) -> Contents:
-        state = json.loads((self._directory / STATE).read_bytes())
         tensors = self._rest()
         contents = self._source.contents
-        if self.manifest.format == "safetensors":
-            contents.optimizer = decode(state["optimizer"], self._files.stored("optimizer"))
-        contents.model |= decode(state["model"], tensors)
-        contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
-        random = decode(state["random"], tensors)
-        contents.random = {kind: [bytes(state.tolist()) for state in of_ranks] for kind, of_ranks in random.items()}
+        try:
+            state = self._state()
+            if self.manifest.format == "safetensors":
+                contents.optimizer = checked_optimizer(decode(state["optimizer"], self._files.stored("optimizer")))
+            contents.model |= decode(state["model"], tensors)
+            contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
+            random = decode(state["random"], tensors)
+            contents.random = {kind: [bytes(each.tolist()) for each in of_ranks] for kind, of_ranks in random.items()}
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+            raise self._refused(f"{STATE} is not what a save writes ({type(error).__name__}: {error})") from None
         return contents
+
+    def _state(self) -> dict[str, Any]:
+        if STATE not in self.manifest.files:
+            raise ValueError("the manifest does not list it")
+        state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
+        return state
+
+    def _refused(self, problem: str) -> CheckpointError:
+        rule = "A checkpoint holds what its save wrote, and nothing else is read"
+        return CheckpointError(message(str(self._directory), problem, rule, "Use another checkpoint"))
 
     def _rest(self) -> dict[str, Tensor]:
         stored = self._files.stored("state")
@@ -108,7 +129,8 @@ class OwnDirectory:
         names = sorted(own)
         found = dict(zip(names, added([own[name] for name in names], groups), strict=True))
         written = {f"{file}: {name}": value for file, entry in self._entries() for name, value in entry.sums.items()}
-        _raise_damaged(self._directory, [name for name in written if found[name] != written[name]])
+        differ = [name for name in written.keys() | found.keys() if found.get(name) != written.get(name)]
+        _raise_damaged(self._directory, sorted(differ))
         with together(groups, CheckpointError):
             pickled = [(name, entry) for name, entry in self._entries() if name.endswith(".distcp")][rank::world_size]
             damaged = [name for name, each in pickled if crc32_of(self._directory / name, each.head) != each.crc32]
@@ -119,21 +141,24 @@ class OwnDirectory:
 
     def _own_sums(self, rank: int, world_size: int) -> dict[str, int]:
         """What this rank's share of the bytes of each tensor adds to its checksum."""
-        buffer = torch.empty(_CHUNK, dtype=torch.uint8)
-        return {
-            f"{at.file.name}: {key.partition('/')[2]}": _sum_of_share(at, rank, world_size, buffer)
-            for key, at in self._files.located.items()
-        }
+        by_file: dict[Path, dict[str, Located]] = {}
+        for key, at in self._files.located.items():
+            by_file.setdefault(at.file, {})[f"{at.file.name}: {key.partition('/')[2]}"] = at
+        buffer, sums = torch.empty(_CHUNK, dtype=torch.uint8), {}
+        for file, tensors in by_file.items():
+            with opened(file, os.O_RDONLY) as descriptor:
+                for name, at in tensors.items():
+                    sums[name] = _sum_of_share(descriptor, at, rank, world_size, buffer) if at.entry.bytes else 0
+        return sums
 
 
-def _sum_of_share(at: Located, rank: int, world_size: int, buffer: Tensor) -> int:
+def _sum_of_share(descriptor: int, at: Located, rank: int, world_size: int, buffer: Tensor) -> int:
     share = -(-at.entry.bytes // world_size)
     stop, total = min(share * (rank + 1), at.entry.bytes), 0
-    with opened(at.file, os.O_RDONLY) as descriptor:
-        for start in range(share * rank, stop, len(buffer)):
-            data = buffer[: min(len(buffer), stop - start)]
-            read_all(descriptor, raw(data), at.entry.start + start)
-            total += run_sum(data, start)
+    for start in range(share * rank, stop, len(buffer)):
+        data = buffer[: min(len(buffer), stop - start)]
+        read_all(descriptor, raw(data), at.entry.start + start)
+        total += run_sum(data, start)
     return total % 2**64
 
 

@@ -28,7 +28,7 @@ from shardkit.checkpoint.asynchronous import (
     start_pending,
 )
 from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
-from shardkit.checkpoint.manifest import FileEntry, Manifest
+from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
 from shardkit.checkpoint.owners import owned, sums_of
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.random_state import states
@@ -41,7 +41,6 @@ from shardkit.state_dict.names import ModelState, model_state
 from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
 STATE = "state.json"
-FORMATS = ("safetensors", "dcp")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,27 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
     return Contents(flat, None if optimizer is None else _optimizer(optimizer))
 
 
+def checked_optimizer(found: Any) -> dict[str, Any] | None:
+    """An optimizer's state, or None, after checking that it has the form of one.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.keys() != {"state", "param_groups"}:
+        raise ValueError("an optimizer has state and param_groups")
+    groups, entries = found["param_groups"], found["state"]
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("param_groups are a list of dicts")
+    names = [name for group in groups for name in group.get("params", [None])]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("params are names")
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError("state is a dict of dicts")
+    return found
+
+
 def _section(tree: Mapping[Any, Any], names: Iterable[str]) -> Mapping[Any, Any] | None:
     return next((tree[name] for name in names if isinstance(tree.get(name), Mapping)), None)
 

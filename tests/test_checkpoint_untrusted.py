@@ -1,0 +1,239 @@
+"""Checkpoints that someone made or changed on purpose: one CheckpointError, nothing run, the model unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, manifest, save_checkpoint
+from shardkit.errors import CheckpointError
+
+
+class Runs:
+    """Pickled code, that leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 4)
+
+
+def refused(path: Path, match: str | None = None) -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(path, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def dcp_directory(path: Path) -> Path:
+    dcp.save({"model": dict(net().state_dict())}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def change_metadata(path: Path, change) -> None:
+    found = pickle.loads((path / ".metadata").read_bytes())
+    (path / ".metadata").write_bytes(pickle.dumps(change(found) or found))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_code_in_the_metadata_of_dcp_runs_only_when_asked(tmp_path):
+    path, mark = dcp_directory(tmp_path / "a"), tmp_path / "mark"
+    load_checkpoint(path, net())
+    whole = (path / ".metadata").read_bytes()
+    for place in (lambda found: found.__setattr__("planner_data", Runs(mark)), lambda _: Runs(mark)):
+        (path / ".metadata").write_bytes(whole)
+        change_metadata(path, place)
+        refused(path, r"\.metadata holds a pickled (os|posix)\.mkdir.*pass allow_pickle=True")
+        with pytest.raises(CheckpointError, match="allow_pickle=True"):
+            convert_checkpoint(path, tmp_path / "full.pt")
+        assert not mark.exists()
+    with pytest.raises(CheckpointError):  # it is no metadata
+        load_checkpoint(path, net(), allow_pickle=True)
+    assert mark.exists(), "the pickle would have run"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_what_is_pickled_beside_tensors_is_read_only_when_asked(tmp_path):
+    dcp.save({"model": dict(net().state_dict()), "seen": Path("x")}, checkpoint_id=tmp_path / "a", no_dist=True)
+    load_checkpoint(tmp_path / "a", net())
+    torch.save({"model": net().state_dict(), "run": Runs(tmp_path / "mark")}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", "allow_pickle=True")
+    assert not (tmp_path / "mark").exists()
+    load_checkpoint(tmp_path / "a.pt", net(), allow_pickle=True)
+    assert (tmp_path / "mark").exists()
+
+
+def moved(**fields):
+    def change(found):
+        for info in found.storage_data.values():
+            vars(info).update(fields)
+
+    return change
+
+
+def lost_chunk(found):
+    found.state_dict_metadata["model.weight"].chunks.clear()
+
+
+def twice(found):
+    entry = found.state_dict_metadata["model.weight"]
+    entry.size = torch.Size([8, 3])
+
+
+def huge(found):
+    entry = found.state_dict_metadata["model.weight"]
+    entry.size = entry.chunks[0].sizes = torch.Size([1 << 40, 1 << 20])
+
+
+def nowhere(found):
+    del found.storage_data[MetadataIndex("model.weight", torch.Size([0, 0]))]
+
+
+def deep(found):
+    found.planner_data = {"model.weight": ("model",) * 10_000}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        moved(relative_path="../b.distcp"),
+        moved(relative_path="/etc/passwd"),
+        moved(relative_path=7),
+        moved(offset=-1),
+        moved(length=1 << 50),
+        moved(transform_descriptors=5),
+        lost_chunk,
+        twice,
+        huge,
+        nowhere,
+        deep,
+        lambda found: found.__setattr__("state_dict_metadata", [1]),
+        lambda found: found.__setattr__("planner_data", {"model.weight": 4}),
+        lambda _: {"state_dict_metadata": 3},
+        lambda _: [1],
+    ],
+)
+def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
+    path = dcp_directory(tmp_path / "a")
+    (tmp_path / "b.distcp").write_bytes((path / "__0_0.distcp").read_bytes())
+    change_metadata(path, change)
+    refused(path, r"\.metadata cannot be read|is not the name of a file")
+
+
+# ---- manifests --------------------------------------------------------------------------------------------------
+
+
+def rewrite(path: Path, change) -> None:
+    """Change a manifest, and its digest with it."""
+    body = json.loads((path / "manifest.json").read_bytes())
+    del body["digest"]
+    change(body)
+    (path / "manifest.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+
+
+def put(*keys, value):
+    def change(body):
+        for key in keys[:-1]:
+            body = body[key]
+        body[keys[-1]] = value
+
+    return change
+
+
+ENTRY = {"bytes": 3, "head": 3, "crc32": 0, "sums": {}}
+CHANGES = {
+    "parent": put("files", "../b", value=ENTRY),
+    "absolute": put("files", "/etc/passwd", value=ENTRY),
+    "itself": put("files", "manifest.json", value=ENTRY),
+    "list": put("files", value=[1]),
+    "entry": put("files", "state.json", value=7),
+    "negative": put("files", "state.json", "bytes", value=-1),
+    "text": put("files", "state.json", "crc32", value="x"),
+    "sums": put("files", "model.safetensors", "sums", value={"weight": "x"}),
+    "other-sums": put("files", "model.safetensors", "sums", value={"other": 1}),
+    "no-sums": put("files", "model.safetensors", "sums", value={}),
+    "ranks": put("world_size", value=10**12),
+    "ranks-text": put("world_size", value="4"),
+    "format": put("format", value="pickle"),
+    "version": put("shardkit_checkpoint", value="1"),
+    "more": put("more", value=1),
+    "meshes": put("meshes", value=None),
+    "no-state": lambda body: body["files"].pop("state.json"),
+    "no-model": lambda body: body["files"].pop("model.safetensors"),
+    "no-format": lambda body: body.pop("format"),
+    "dcp": put("format", value="dcp"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_manifest_that_was_changed_is_one_error(name, tmp_path):
+    save_checkpoint(tmp_path / "a", net(), extra={"t": torch.ones(2)})
+    load_checkpoint(tmp_path / "a", net())
+    rewrite(tmp_path / "a", CHANGES[name])
+    refused(tmp_path / "a")
+
+
+def test_a_manifest_that_says_dcp_runs_nothing_that_it_does_not_list(tmp_path):
+    path, mark = tmp_path / "a", tmp_path / "mark"
+    save_checkpoint(path, net())
+    (path / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    rewrite(path, put("format", value="dcp"))
+    refused(path, "the manifest does not list it")
+    with pytest.raises(CheckpointError, match="the manifest does not list it"):
+        load_checkpoint(path, net(), allow_pickle=True)
+    assert not mark.exists()
+
+
+def test_a_file_that_is_a_link_is_not_read(tmp_path):
+    save_checkpoint(tmp_path / "a", net())
+    os.rename(tmp_path / "a" / "model.safetensors", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "a" / "model.safetensors")
+    refused(tmp_path / "a", "model.safetensors has no file")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "[",
+        "[]",
+        "7",
+        "{}",
+        '{"model": {}, "optimizer": 3, "scheduler": null, "extra": null, "random": {}}',
+        '{"model": {}, "optimizer": {"state": {}, "param_groups": [{}]}, "scheduler": 0, "extra": 0, "random": {}}',
+        '{"model": [1], "optimizer": null, "scheduler": null, "extra": null, "random": {}}',
+        '{"model": {}, "optimizer": null, "scheduler": null, "extra": null, "random": {"cpu": [4]}}',
+        '{"model": {}, "optimizer": null, "scheduler": null, "extra": {"$": ["tensor", "none"]}, "random": {}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_state_that_was_changed_is_one_error(state, tmp_path):
+    path = tmp_path / "a"
+    save_checkpoint(path, net())
+    (path / "state.json").write_text(state)
+    rewrite(path, put("files", "state.json", value=vars(manifest.entry_of(path / "state.json"))))
+    refused(path)
+
+
+def test_tensors_of_no_elements_cost_no_more_than_their_names(tmp_path):
+    count = 20_000
+    big = torch.nn.ParameterDict({f"p{n}": torch.nn.Parameter(torch.empty(0)) for n in range(count)})
+    start = time.process_time()
+    save_checkpoint(tmp_path / "a", big)
+    load_checkpoint(tmp_path / "a", big)
+    assert time.process_time() - start < 8  # 1.2 s on a quiet machine
