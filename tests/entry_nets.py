@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from meshes import mesh_of
-from small_models import Block, Decoder
+from small_models import Decoder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -129,6 +129,3 @@ def assert_trains_alike(
 
 def usual_loss(model: nn.Module, step: int) -> Tensor:
     return model(tokens(step)).square().mean()
-
-
-__all__ = ["Block", "Coder", "Critic", "Decoder"]

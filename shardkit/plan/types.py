@@ -314,7 +314,11 @@ class ShardingPlan:
         return table.diff(self, other)
 
     def to_python(self) -> str:
-        """Plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does."""
+        """Plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
+
+        Without what shardkit adds at run time: forwards without grad reshard, any module may run first, and gradients
+        of gradients are right.
+        """
         return python.python(self)
 
     def __str__(self) -> str:
