@@ -99,14 +99,14 @@ def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> 
             try:
                 check()
             except BaseException:
-                for each in states:  # which have begun a forward
-                    each._training_state = type(each._training_state).IDLE
-                    each._modules_to_run_forward.clear()
+                state._training_state = type(state._training_state).IDLE
                 raise
             with torch.inference_mode(False):  # padded shards that it makes are trained later
                 type(whole)._lazy_init(whole)
         for each in states:
             vars(each).pop("_lazy_init", None)
+            if each is not state:  # torch 2.11 would take the first forward for the rest of one that failed
+                each._modules_to_run_forward.clear()
 
     for state in states:
         vars(state)["_lazy_init"] = partial(lazy_init, state)
