@@ -1,0 +1,183 @@
+"""``python -m shardkit.testing.torch_names``: the private names of torch that shardkit uses, and which are missing here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import torch_version
+from shardkit.testing.counts import fake_world
+
+
+class Name(NamedTuple):
+    """One private name.
+
+    Attributes:
+        path: from ``torch``, or from one of the objects in ``_OWNERS``.
+        purpose: what it is for.
+        needed_by: the public functions that stop working without it.
+        public: what serves instead where torch offers it, and since when; empty where it does not.
+        until: the first torch that no longer has it, or not yet needs it; shardkit does without from there on.
+        since: the first torch that has it; shardkit does without before.
+    """
+
+    path: str
+    purpose: str
+    needed_by: str
+    public: str = ""
+    until: tuple[int, int] = (99, 0)
+    since: tuple[int, int] = (2, 11)
+
+    def expected(self, version: tuple[int, int]) -> bool:
+        """Whether that torch has it, as far as shardkit knows."""
+        return self.since <= version < self.until
+
+
+_ENGINE = "accumulate, no_sync, zero_grad, clip_grad_norm_, set_gradient_reduction, set_reduce_precision, the drop-in"
+_RESET = "reset_after_error"
+_LOCAL = "step_on_local_shards, clip_grad_norm_, full_state_dict, save_checkpoint"
+_META = "init_on_meta, materialize"
+_DROP_IN = "shardkit.fsdp1.FullyShardedDataParallel"
+_MEMORY = "shardkit.memory"
+
+NAMES = (
+    Name("FSDPModule._get_fsdp_state", "the way from a module to its units", _ENGINE),
+    Name("FSDPState._fsdp_param_groups", "the units of a module", _ENGINE, since=(2, 12)),
+    Name("FSDPState._fsdp_param_group", "the unit of a module", _ENGINE, until=(2, 12)),
+    Name("FSDPState._modules", "the modules of a state", _ENGINE),
+    Name("FSDPState._is_root", "whether a first forward has made it a root", f"{_RESET}, accumulate"),
+    Name("FSDPState._auto_reshard_after_forward", "a root that was left to torch", "accumulate(keep_unsharded=)"),
+    Name("FSDPState._lazy_init", "become a root before the first forward", _DROP_IN),
+    Name("FSDPState._training_state", "whether a forward or backward is under way", _RESET),
+    Name("FSDPState._state_ctx", "what all states below a root share", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPState._comm_ctx", "streams and pending collectives", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPState._modules_to_run_forward", "what a forward has still to run", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPState._device_handle", "the device's streams", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPState._mp_policy", "cast_forward_inputs after construction", _DROP_IN),
+    Name("FSDPState._pre_forward", "forwards that do not gather", _DROP_IN),
+    Name("FSDPState._post_forward", "forwards that do not gather", _DROP_IN),
+    Name("FSDPParamGroup.modules", "which modules a unit is of", _ENGINE),
+    Name("FSDPParamGroup.fsdp_params", "the parameters of a unit", _ENGINE),
+    Name("FSDPParamGroup.device", "where a unit computes", _ENGINE),
+    Name("FSDPParamGroup.mesh_info", "the groups of a unit", _ENGINE),
+    Name("FSDPParamGroup.mp_policy", "what gradients are reduced in", "set_reduce_precision", until=(2, 15)),
+    Name("FSDPParam.mp_policy", "what gradients are reduced in", "set_reduce_precision", since=(2, 15)),
+    Name("FSDPParamGroup.post_forward_mesh_info", "read reshard_after_forward back", "accumulate(keep_unsharded=)"),
+    Name("FSDPParamGroup.reshard_after_backward", "read the flag back", "accumulate"),
+    Name("FSDPParamGroup.reduce_grads", "read the flag back", "accumulate"),
+    Name("FSDPParamGroup.all_reduce_grads", "read the flag back", "accumulate"),
+    Name("FSDPParamGroup.gradient_divide_factor", "read the factor back", "set_gradient_reduction"),
+    Name("FSDPParamGroup.post_backward", "zeros for unused parameters, as FSDP1", "shard_like_fsdp1"),
+    Name("FSDPParamGroup.finalize_backward", "reduce what cannot be sharded", "shard_model with scalar parameters"),
+    Name("FSDPParamGroup._partial_reduce_output", "drop what waits for an all-reduce", "zero_grad, accumulate"),
+    Name("FSDPParamGroup._partial_reduce_output_layout", "likewise", "zero_grad, accumulate", since=(2, 15)),
+    Name("FSDPParamGroup._training_state", "whether a unit is under way", _RESET),
+    Name("FSDPParamGroup._all_gather_result", "a pending all-gather", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParamGroup._all_reduce_state", "a pending all-reduce", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParamGroup._post_reduce_event", "a pending reduction", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParamGroup._reshard_after_forward_event", "likewise", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParamGroup._post_forward_indices", "the order of a forward", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParamGroup._to_sharded", "reshard whatever the state", _RESET, "reset_iter_state, since 2.13"),
+    Name("FSDPParam.sharded_param", "the parameter that the optimizer has", _LOCAL),
+    Name("FSDPParam.sharded_state", "whether a stand-in is registered", _LOCAL),
+    Name("FSDPParam._module_info", "where a parameter is registered", _LOCAL),
+    Name("FSDPParam._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
+    Name("FSDPParam.all_gather_outputs", "the memory of gathered parameters", f"{_MEMORY}.memory_report"),
+    Name("FSDPParam.reset_sharded_param", "read shards that were replaced", "materialize, the drop-in"),
+    Name("DTensor._local_tensor", "the shard without an autograd node", _LOCAL, "to_local(), 300 times slower"),
+    Name("DTensor._spec", "the layout without a property", _LOCAL, "device_mesh, placements: 3 times slower"),
+    Name("Optimizer._init_group", "what a step works on", "step_on_local_shards"),
+    Name("Parameter._post_accumulate_grad_hooks", "which hooks there are", "optimizer_in_backward, accumulate"),
+    Name("Parameter._backward_hooks", "which hooks there are", _META),
+    Name("Parameter._version", "how often a tensor was written", _META),
+    Name("Module._forward_hooks", "forwards that do not gather", _DROP_IN),
+    Name("Module._forward_pre_hooks", "forwards that do not gather", _DROP_IN),
+    Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
+    Name("OpOverload._schema", "what an op writes to", _META),
+    Name("OpOverload._overloadpacket", "formulas of FLOPs", f"{_MEMORY}, python -m shardkit plan"),
+    Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
+    Name("torch._foreach_norm", "one kernel for many tensors", "clip_grad_norm_"),
+    Name("torch._foreach_mul_", "one kernel for many tensors", "clip_grad_norm_, scale_grads_"),
+    Name("torch._amp_foreach_non_finite_check_and_unscale_", "the kernel of GradScaler", "GradScaler"),
+    Name("torch._neg_view", "a lazy negation", _META),
+    Name("torch._C._group_tensors_by_device_and_dtype", "tensors that one kernel takes", "clip_grad_norm_"),
+    Name("torch._C._disabled_torch_dispatch_impl", "whether a class wraps tensors", _META),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a checkpoint saves", _MEMORY),
+    Name("torch._C.DisableTorchFunction", "leave function modes", _META),
+    Name("torch._C.DisableTorchFunctionSubclass", "attributes of DTensors at their own speed", _LOCAL),
+    Name("torch._subclasses.fake_tensor.FakeTensorMode", "shapes without memory", _MEMORY),
+    Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "leave that mode for a moment", "shard_model"),
+    Name("torch._compile._disable_dynamo", "hooks that are not compiled", "shard_model, the drop-in"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "see every aten call", f"{_META}, shardkit.testing"),
+    Name("torch.utils._python_dispatch._disable_current_modes", "leave modes for a moment", _META),
+    Name("torch.utils._pytree.tree_map", "map as FSDP2 does", _MEMORY),
+    Name("torch.utils._pytree.tree_leaves", "map as FSDP2 does", _MEMORY),
+    Name("torch.nn.init._no_grad_trunc_normal_", "draw again until in range", f"speed of {_META}"),
+    Name("torch.distributed.distributed_c10d._world", "the groups that there are", "save_checkpoint(async_=True)"),
+    Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
+    Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
+)
+
+
+def missing(names: Iterable[Name] = NAMES) -> list[Name]:
+    """Those that the torch that is imported should have, as far as shardkit knows, and does not. Local, pure."""
+    version = torch_version()
+    with fake_world(2):
+        owners = dict(_owners())
+        return [name for name in names if name.expected(version) and not _has(owners, name.path)]
+
+
+def _has(owners: dict[str, Any], path: str) -> bool:
+    owner, *names = path.split(".")
+    try:
+        reduce(getattr, names, owners[owner])
+    except AttributeError:
+        return False
+    return True
+
+
+def _owners() -> Iterator[tuple[str, Any]]:
+    """An object of each kind that has private names, of a small model after one backward."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert isinstance(model, FSDPModule)
+    state: Any = model._get_fsdp_state()
+    unit = state._fsdp_param_group
+    yield from {
+        "torch": torch,
+        "FSDPModule": model,
+        "FSDPState": state,
+        "FSDPParamGroup": unit,
+        "FSDPParam": unit.fsdp_params[0],
+        "DTensor": next(each for each in model.parameters() if isinstance(each, DTensor)),
+        "Parameter": nn.Parameter(torch.ones(1)),
+        "Module": nn.Module(),
+        "Optimizer": torch.optim.Adam,
+        "GradScaler": torch.amp.GradScaler,
+        "OpOverload": torch.ops.aten.add.Tensor,
+        "state_dict": nn.Linear(1, 1).state_dict(),
+    }.items()
+
+
+def main(write: Callable[[str], object] = print) -> int:
+    """Print every name, and exit with 1 where one is missing."""
+    gone = missing()
+    write(f"torch {torch.__version__}: {len(gone)} of {len(NAMES)} private names are missing")
+    for name in gone:
+        write(f"MISSING {name.path}: {name.purpose}. Without it these do not work: {name.needed_by}")
+    for name in NAMES:
+        instead = f" (public: {name.public})" if name.public else ""
+        write(f"{name.path}: {name.purpose}{instead}. Needed by {name.needed_by}")
+    return bool(gone)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
