@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import units_of
+from shardkit._torch import missing_name, torch_version, units_of
 
 # fsdp1: torch.compiler.disable imports all of the compiler where it decorates, seconds of import and an optional
 # package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).
@@ -38,7 +38,7 @@ class FSDPUnit(Protocol):
     """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how both run.
 
     ``FSDPModule`` sets each of these and shows none of them, so that what was set before can only be read and
-    restored here. The names are those of torch 2.11 to 2.13.
+    restored here. The names are those of torch 2.11 to 2.15; where one is missing, :func:`fsdp_units` raises.
     """
 
     modules: tuple[nn.Module, ...]
@@ -58,8 +58,23 @@ class FSDPUnit(Protocol):
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
-    """The units of every FSDP module of the model, each once, parents first. Local, pure."""
-    return [unit for state in _fsdp_states(model) for unit in units_of(state)]
+    """The units of every FSDP module of the model, each once, parents first. Local, pure.
+
+    Raises:
+        ShardkitError: this torch does not have what shardkit reads and sets of a unit.
+    """
+    units = [unit for state in _fsdp_states(model) for unit in units_of(state)]
+    for kind in {type(unit): unit for unit in units}.values():
+        _check_names(kind)
+    return units
+
+
+def _check_names(unit: FSDPUnit) -> None:
+    """Setting an attribute that torch has renamed would do nothing, without a word."""
+    optional = {"reduce_scatter_unused_params"} if torch_version() < (2, 13) else set()
+    for name in FSDPUnit.__annotations__.keys() - optional:
+        if not hasattr(unit, name):
+            raise missing_name(f"FSDPParamGroup.{name}")
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:

@@ -6,12 +6,13 @@ When a new torch breaks shardkit, this file is where to look first.
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 with warnings.catch_warnings():
     # torch says so on import where numpy is missing, which neither it nor shardkit needs.
@@ -27,7 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shardkit.errors import ShardkitError, message
+
 MINIMUM_TORCH = (2, 11)
+NEWEST_TESTED = (2, 15)
 process_groups = torch.distributed.distributed_c10d._world  # checkpoint: their number names a local new_group
 
 
@@ -43,6 +47,32 @@ if torch_version() < MINIMUM_TORCH:
         f"{'.'.join(map(str, MINIMUM_TORCH))}. Upgrade with: pip install --upgrade torch."
     )
 
+if torch_version() > NEWEST_TESTED:
+    logging.getLogger("shardkit").debug(
+        "torch %s is newer than the newest that is tested, %s.%s", torch.__version__, *NEWEST_TESTED
+    )
+
+
+def missing_name(path: str) -> ShardkitError:
+    """The error for a private name that the torch that is imported does not have."""
+    tested = [".".join(map(str, version)) for version in (MINIMUM_TORCH, NEWEST_TESTED)]
+    rule = f"This function of shardkit needs it, and is tested with torch {' to '.join(tested)}"
+    fix = "Use such a torch, or a newer shardkit; `python -m shardkit.testing.torch_names` lists all that is missing"
+    return ShardkitError(message(path, f"torch {torch.__version__} does not have it", rule, fix))
+
+
+def _private(path: str) -> Any:
+    """A private function of torch; where there is none, one that raises when it is called, so that the rest works."""
+
+    def absent(*_: object, **__: object) -> NoReturn:
+        raise missing_name(path)
+
+    try:
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        return absent
+
+
 # fit: in torch 2.11 FSDPParam makes a parameter that requires grad out of each shard, which an integer cannot ("only
 # Tensors of floating point dtype can require gradients"), and casts integers to param_dtype; 2.13 does neither.
 SHARDS_INTEGERS = torch_version() >= (2, 13)
@@ -50,8 +80,9 @@ SHARDS_INTEGERS = torch_version() >= (2, 13)
 
 # grads: one kernel for many tensors. torch.nn.utils.clip_grad_norm_ is built on the same two; torch has no
 # public name for them. The dtype argument of the norm is older than torch 2.11.
-foreach_norm = torch._foreach_norm
-foreach_mul_ = torch._foreach_mul_
+foreach_norm = _private("torch._foreach_norm")
+foreach_mul_ = _private("torch._foreach_mul_")
+group_tensors = _private("torch._C._group_tensors_by_device_and_dtype")
 
 
 def by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -59,7 +90,7 @@ def by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     if not tensors:
         return []
     lists = [cast("list[Tensor | None]", tensors)]
-    groups = torch._C._group_tensors_by_device_and_dtype(lists, False)
+    groups = group_tensors(lists, False)
     return [cast("list[Tensor]", group[0][0]) for group in groups.values()]
 
 
@@ -126,7 +157,7 @@ def forget_meshes() -> None:
 
 
 # meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
-neg_view = torch._neg_view
+neg_view = _private("torch._neg_view")
 # meta: TorchFunctionMode is active inside __torch_dispatch__ too; only the private context switches it off.
 no_torch_function = torch._C.DisableTorchFunction
 
@@ -354,7 +385,7 @@ layout_of: Callable[[DTensor], Any] = operator.attrgetter("_spec")
 
 
 # grads: the kernel of torch.amp.GradScaler, for plain tensors of one device and dtype.
-amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+amp_unscale_ = _private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
@@ -381,7 +412,7 @@ def saves_through_hooks() -> bool:
 
     memory: ``torch.autograd.graph.saved_tensors_hooks`` has no public way to ask (torch 2.11 to 2.13).
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return _private("torch._C._autograd._top_saved_tensors_default_hooks")(False) is not None
 
 
 def gathered_tensors(model: nn.Module) -> list[Tensor]:

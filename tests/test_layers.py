@@ -26,7 +26,7 @@ STATE = {"errors", "ranks", "shards"}
 ANY_FSDP2_MODEL = STATE | {"meta", "grads", "optim", "state_dict", "checkpoint"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "_torch": set(),
+    "_torch": {"errors"},
     "_fsdp": set(),
     "_fsdp_events": {"_fsdp"},
     "_fsdp_params": set(),

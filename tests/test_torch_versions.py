@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-PAGE = Path(__file__).parents[1] / "docs" / "torch-versions.md"
+from shardkit import ShardkitError, _torch, zero_grad
+from shardkit._fsdp import fsdp_units
+from shardkit.testing import fake_world
+from shardkit.testing.torch_names import NAMES, Name, main, missing
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "torch-versions.md"
+# Underscored names in those two files that are not torch's.
+NOT_TORCHS: set[str] = set()
 
 
 def offered() -> set[str]:
@@ -24,3 +35,42 @@ def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
     answered = set(re.findall(r"^\| `([^`]+)` \| .+ \|$", PAGE.read_text(), re.MULTILINE))
     assert len(answered) > 30
     assert offered() <= answered, f"new in this torch, add a row: {sorted(offered() - answered)}"
+
+
+def private_names() -> set[str]:
+    """The underscored attributes and imports of torch in ``_torch.py`` and ``_fsdp.py``, and such names as strings."""
+    found = set()
+    for path in (ROOT / "shardkit" / "_torch.py", ROOT / "shardkit" / "_fsdp.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value.rpartition(".")[2])
+    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - NOT_TORCHS
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    listed = {part for name in NAMES for part in name.path.split(".")}
+    assert private_names() <= listed, f"add to shardkit/testing/torch_names.py: {sorted(private_names() - listed)}"
+
+
+def test_none_is_missing_and_a_missing_one_is_found() -> None:
+    gone = Name("FSDPParamGroup._renamed", "nothing", "accumulate")
+    assert missing((*NAMES, gone)) == [gone]
+    printed: list[str] = []
+    assert main(printed.append) == 0
+    assert len(printed) == 1 + len(NAMES)
+
+
+def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
+    with fake_world(2):
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model)
+        unit = fsdp_units(model)[0]
+        monkeypatch.delattr(unit, "reduce_grads")
+        with pytest.raises(ShardkitError, match=r"^FSDPParamGroup\.reduce_grads: torch 2\..* does not have it"):
+            zero_grad(model)
+    with pytest.raises(ShardkitError, match=r"^torch\._renamed: torch 2\..* does not have it"):
+        _torch._private("torch._renamed")(1)

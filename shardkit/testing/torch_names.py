@@ -58,7 +58,9 @@ NAMES = (
     Name("FSDPState._training_state", "whether a forward or backward is under way", _RESET),
     Name("FSDPState._state_ctx", "what all states below a root share", _RESET, "reset_iter_state, since 2.13"),
     Name("FSDPState._comm_ctx", "streams and pending collectives", _RESET, "reset_iter_state, since 2.13"),
-    Name("FSDPState._modules_to_run_forward", "what a forward has still to run", _RESET, "reset_iter_state, since 2.13"),
+    Name(
+        "FSDPState._modules_to_run_forward", "what a forward has still to run", _RESET, "reset_iter_state, since 2.13"
+    ),
     Name("FSDPState._device_handle", "the device's streams", _RESET, "reset_iter_state, since 2.13"),
     Name("FSDPState._mp_policy", "cast_forward_inputs after construction", _DROP_IN),
     Name("FSDPState._pre_forward", "forwards that do not gather", _DROP_IN),
