@@ -77,6 +77,13 @@ def _check_names(unit: FSDPUnit) -> None:
             raise missing_name(f"FSDPParamGroup.{name}")
 
 
+def engine_objects(module: nn.Module) -> dict[str, object]:
+    """One of each kind of torch's objects behind an FSDP module, by the name of its class. Local, pure."""
+    state = _states_of([module])[0]
+    unit = units_of(state)[0]
+    return {"FSDPModule": module, "FSDPState": state, "FSDPParamGroup": unit, "FSDPParam": unit.fsdp_params[0]}
+
+
 def _fsdp_states(model: nn.Module) -> list[Any]:
     return _states_of(model.modules())
 

@@ -48,9 +48,8 @@ if torch_version() < MINIMUM_TORCH:
     )
 
 if torch_version() > NEWEST_TESTED:
-    logging.getLogger("shardkit").debug(
-        "torch %s is newer than the newest that is tested, %s.%s", torch.__version__, *NEWEST_TESTED
-    )
+    untested = "torch %s is newer than %s.%s, the newest that shardkit is tested with"
+    logging.getLogger("shardkit").debug(untested, torch.__version__, *NEWEST_TESTED)
 
 
 def missing_name(path: str) -> ShardkitError:

@@ -1,4 +1,4 @@
-"""``python -m shardkit.testing.torch_names``: the private names of torch that shardkit uses, and which are missing here."""
+"""``python -m shardkit.testing.torch_names``: the private names of torch that shardkit uses, and what is missing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed import fsdp as fsdp1
 from torch.distributed.tensor import DTensor
 
+from shardkit._fsdp import engine_objects
 from shardkit._torch import torch_version
+from shardkit.api import shard_model
 from shardkit.testing.counts import fake_world
 
 
@@ -58,9 +60,7 @@ NAMES = (
     Name("FSDPState._training_state", "whether a forward or backward is under way", _RESET),
     Name("FSDPState._state_ctx", "what all states below a root share", _RESET, "reset_iter_state, since 2.13"),
     Name("FSDPState._comm_ctx", "streams and pending collectives", _RESET, "reset_iter_state, since 2.13"),
-    Name(
-        "FSDPState._modules_to_run_forward", "what a forward has still to run", _RESET, "reset_iter_state, since 2.13"
-    ),
+    Name("FSDPState._modules_to_run_forward", "what a forward has to run", _RESET, "reset_iter_state, since 2.13"),
     Name("FSDPState._device_handle", "the device's streams", _RESET, "reset_iter_state, since 2.13"),
     Name("FSDPState._mp_policy", "cast_forward_inputs after construction", _DROP_IN),
     Name("FSDPState._pre_forward", "forwards that do not gather", _DROP_IN),
@@ -93,6 +93,7 @@ NAMES = (
     Name("FSDPParam._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
     Name("FSDPParam.all_gather_outputs", "the memory of gathered parameters", f"{_MEMORY}.memory_report"),
     Name("FSDPParam.reset_sharded_param", "read shards that were replaced", "materialize, the drop-in"),
+    Name("FSDPParam._sharded_post_forward_param_data", "memory kept on fewer ranks", f"{_MEMORY}.memory_report"),
     Name("DTensor._local_tensor", "the shard without an autograd node", _LOCAL, "to_local(), 300 times slower"),
     Name("DTensor._spec", "the layout without a property", _LOCAL, "device_mesh, placements: 3 times slower"),
     Name("Optimizer._init_group", "what a step works on", "step_on_local_shards"),
@@ -101,10 +102,16 @@ NAMES = (
     Name("Parameter._version", "how often a tensor was written", _META),
     Name("Module._forward_hooks", "forwards that do not gather", _DROP_IN),
     Name("Module._forward_pre_hooks", "forwards that do not gather", _DROP_IN),
+    Name("Module._forward_hooks_with_kwargs", "copy a model", _DROP_IN),
+    Name("Module._forward_hooks_always_called", "copy a model", _DROP_IN),
+    Name("Module._forward_pre_hooks_with_kwargs", "copy a model", _DROP_IN),
     Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
     Name("OpOverload._schema", "what an op writes to", _META),
     Name("OpOverload._overloadpacket", "formulas of FLOPs", f"{_MEMORY}, python -m shardkit plan"),
     Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
+    Name("MixedPrecision._module_classes_to_ignore", "which modules stay in float32", f"translate_fsdp1, {_DROP_IN}"),
+    Name("ShardedStateDictConfig._use_dtensor", "that sharded state has DTensors", _DROP_IN),
+    Name("ModuleWrapPolicy._run_policy", "ask a policy", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch._foreach_norm", "one kernel for many tensors", "clip_grad_norm_"),
     Name("torch._foreach_mul_", "one kernel for many tensors", "clip_grad_norm_, scale_grads_"),
     Name("torch._amp_foreach_non_finite_check_and_unscale_", "the kernel of GradScaler", "GradScaler"),
@@ -124,6 +131,7 @@ NAMES = (
     Name("torch.nn.init._no_grad_trunc_normal_", "draw again until in range", f"speed of {_META}"),
     Name("torch.distributed.distributed_c10d._world", "the groups that there are", "save_checkpoint(async_=True)"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
+    Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
     Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
 )
 
@@ -147,18 +155,11 @@ def _has(owners: dict[str, Any], path: str) -> bool:
 
 def _owners() -> Iterator[tuple[str, Any]]:
     """An object of each kind that has private names, of a small model after one backward."""
-    model = nn.Linear(4, 4)
-    fully_shard(model)
+    model = shard_model(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
-    assert isinstance(model, FSDPModule)
-    state: Any = model._get_fsdp_state()
-    unit = state._fsdp_param_group
+    yield from engine_objects(model).items()
     yield from {
         "torch": torch,
-        "FSDPModule": model,
-        "FSDPState": state,
-        "FSDPParamGroup": unit,
-        "FSDPParam": unit.fsdp_params[0],
         "DTensor": next(each for each in model.parameters() if isinstance(each, DTensor)),
         "Parameter": nn.Parameter(torch.ones(1)),
         "Module": nn.Module(),
@@ -166,6 +167,9 @@ def _owners() -> Iterator[tuple[str, Any]]:
         "GradScaler": torch.amp.GradScaler,
         "OpOverload": torch.ops.aten.add.Tensor,
         "state_dict": nn.Linear(1, 1).state_dict(),
+        "MixedPrecision": fsdp1.MixedPrecision(),
+        "ShardedStateDictConfig": fsdp1.ShardedStateDictConfig(),
+        "ModuleWrapPolicy": fsdp1.wrap.ModuleWrapPolicy({nn.Linear}),
     }.items()
 
 
