@@ -139,7 +139,7 @@ NAMES = (
 def missing(names: Iterable[Name] = NAMES) -> list[Name]:
     """Those that the torch that is imported should have, as far as shardkit knows, and does not. Local, pure."""
     version = torch_version()
-    with fake_world(2):
+    with fake_world(4):
         owners = dict(_owners())
         return [name for name in names if name.expected(version) and not _has(owners, name.path)]
 
@@ -155,7 +155,7 @@ def _has(owners: dict[str, Any], path: str) -> bool:
 
 def _owners() -> Iterator[tuple[str, Any]]:
     """An object of each kind that has private names, of a small model after one backward."""
-    model = shard_model(nn.Linear(4, 4))
+    model = shard_model(nn.Linear(4, 4), reshard_after_forward=2)
     model(torch.ones(2, 4)).sum().backward()
     yield from engine_objects(model).items()
     yield from {
