@@ -6,25 +6,16 @@ breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSD
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule
-
-# fsdp1: what FSDP1's training_state is; torch has no public name for it, and FSDP2's own enum has other members.
-# 2.11 to 2.13.
-from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
-from torch.distributed.tensor import DTensor
 
 from shardkit._torch import missing_name, torch_version, units_of
 
@@ -63,7 +54,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
     Raises:
         ShardkitError: this torch does not have what shardkit reads and sets of a unit.
     """
-    units = [unit for state in _fsdp_states(model) for unit in units_of(state)]
+    units = [unit for state in fsdp_states(model) for unit in units_of(state)]
     for kind in {type(unit): unit for unit in units}.values():
         _check_names(kind)
     return units
@@ -79,39 +70,18 @@ def _check_names(unit: FSDPUnit) -> None:
 
 def engine_objects(module: nn.Module) -> dict[str, object]:
     """One of each kind of torch's objects behind an FSDP module, by the name of its class. Local, pure."""
-    state = _states_of([module])[0]
+    state = states_of([module])[0]
     unit = units_of(state)[0]
     return {"FSDPModule": module, "FSDPState": state, "FSDPParamGroup": unit, "FSDPParam": unit.fsdp_params[0]}
 
 
-def _fsdp_states(model: nn.Module) -> list[Any]:
-    return _states_of(model.modules())
+def fsdp_states(model: nn.Module) -> list[Any]:
+    return states_of(model.modules())
 
 
-def _states_of(modules: Iterable[nn.Module]) -> list[Any]:
+def states_of(modules: Iterable[nn.Module]) -> list[Any]:
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(module._get_fsdp_state() for module in sharded))  # fully_shard([a, b]): one for both
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters of the unit of one module, none if it is no FSDP module. Local, pure."""
-    return [param.sharded_param for s in _states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
-
-
-def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
-    """Gives a sharded parameter of the unit of ``module``, or a gradient, another local tensor to share. Local.
-
-    fsdp1: ``param.data = other`` of FSDP1's parameters; torch 2.11 to 2.13 gather from memory that FSDPParam knows, and
-    look for another one in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
-    """
-    if module is None:
-        param._local_tensor = local
-        return
-    module.reshard()  # type: ignore[operator]
-    for each in (each for s in _states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
-        if each.sharded_param is param:
-            param._local_tensor = local
-            each.reset_sharded_param()
 
 
 def initialize(root: FSDPModule) -> None:
@@ -122,27 +92,9 @@ def initialize(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-@contextmanager
-def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
-    """In this context gradients that are not reduced are added up in ``param_dtype``, as FSDP1 did. Local.
-
-    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be initialized.
-    """
-    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
-    before = [(param, param.reduce_dtype) for param in params]
-    for param in params:
-        # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
-        param.reduce_dtype = param.param_dtype or param.orig_dtype
-    try:
-        yield
-    finally:
-        for param, reduce_dtype in before:
-            param.reduce_dtype = reduce_dtype
-
-
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
     """The units with ``reshard_after_forward=False``, and those of roots that were left to torch (None)."""
-    states = _fsdp_states(model)
+    states = fsdp_states(model)
     outermost = _outermost(model) if any(state._is_root is None for state in states) else set()
     kept = []
     for state in states:
@@ -161,7 +113,7 @@ def _outermost(model: nn.Module) -> set[nn.Module]:
 @contextmanager
 def gathered_until_backward(model: nn.Module) -> Iterator[None]:
     """In this context no unit reshards after forward. ``set_reshard_after_forward`` could not restore an int."""
-    before = [(state, unit, unit.post_forward_mesh_info) for state in _fsdp_states(model) for unit in units_of(state)]
+    before = [(state, unit, unit.post_forward_mesh_info) for state in fsdp_states(model) for unit in units_of(state)]
     for _, unit, _ in before:
         unit.post_forward_mesh_info = None
     try:
@@ -204,7 +156,7 @@ def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     """The FSDP modules whose forward has begun an iteration, and so hold the state of one. Local, pure."""
-    return [state._modules[0] for state in _fsdp_states(model) if _is_initialized_root(state)]
+    return [state._modules[0] for state in fsdp_states(model) if _is_initialized_root(state)]
 
 
 def _is_initialized_root(state: Any) -> bool:
@@ -213,7 +165,7 @@ def _is_initialized_root(state: Any) -> bool:
 
 def modules_of_other_roots(model: nn.Module) -> list[nn.Module]:
     """FSDP modules of the model that belong to a root outside of it."""
-    states = _fsdp_states(model)
+    states = fsdp_states(model)
     own = {each for state in states if state._is_root for each in state._state_ctx.all_states}
     return [module for state in states if state._is_root is False and state not in own for module in state._modules]
 
@@ -276,7 +228,7 @@ def _wait_for_offloaded_gradients(unit: Any) -> None:
 
 def is_under_way(model: nn.Module) -> bool:
     """Whether a forward or backward of a unit of the model has begun and not ended. Local, pure."""
-    states = _fsdp_states(model)
+    states = fsdp_states(model)
     return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
 
 
@@ -287,7 +239,7 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     Those on modules are found by the state that they are bound to, or that what they wrap is (``fully_shard([a, b])``),
     and keep their places. Methods registered by ``register_fsdp_forward_method`` ask the state itself.
     """
-    states = _states_of(modules)
+    states = states_of(modules)
     found = [
         (hooks, number, hook)
         for state in states
@@ -323,15 +275,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
-    """Whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only.
-
-    fsdp1: FSDP1 casts the inputs of its root alone, and which module that is shows at the first forward.
-    """
-    state: Any = module._get_fsdp_state()
-    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
-
-
 def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     """The class and the attributes that an FSDP module would have had without ``fully_shard``. Local, pure.
 
@@ -354,68 +297,16 @@ def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     return type(module).__bases__[1], attributes
 
 
-def use_dtensor(config: Any) -> None:
-    """Set the flag by which FSDP1 notes in a ``Sharded...Config`` that it gives DTensors; it has no public name."""
-    config._use_dtensor = True
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters of the unit of one module, none if it is no FSDP module. Local, pure."""
+    return [param.sharded_param for s in states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
 
 
-def asked_by_checkpoint() -> bool:
-    """Whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
+def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Flat buffers of the model's gathered parameters, whole or kept on fewer ranks; empty storages where resharded.
 
-    fsdp1: its ``get_model_state_dict`` gives sharded state whatever FSDP1's ``state_dict_type`` was set to, by setting
-    it; which it does for models of torch's own class alone (torch 2.11 to 2.13).
+    memory: between two gathers torch 2.11 to 2.13 show them nowhere else.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        frame = frame.f_back
-    return frame is not None
-
-
-def reduce_unused_beside_used(model: nn.Module) -> None:
-    """Parameters without a gradient reduce as zeros where another one of their unit has one, as in FSDP1. Local.
-
-    torch's ``set_reduce_scatter_unused_params`` gives zeros to units that no backward reached too, where FSDP1 left
-    None, and optimizers then apply weight decay and momentum to them.
-    """
-    for unit in fsdp_units(model):
-        if getattr(unit.post_backward, "func", None) is not _post_backward:  # a model around one that was wrapped
-            unit.post_backward = partial(_post_backward, unit, unit.post_backward)
-
-
-@not_compiled
-def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    unit.reduce_scatter_unused_params = any(map(_has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
-    original()
-
-
-def _has_gradient(param: Any) -> bool:
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
-
-
-def is_sharded_tensor(tensor: object) -> bool:
-    """Whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-
-    return isinstance(tensor, ShardedTensor)
-
-
-def gathered_sharded_tensor(tensor: Any) -> Tensor:
-    """The full tensor of a ShardedTensor that is cut along its first dim, on every rank of its group. Collective.
-
-    fsdp1: its public ``gather`` gives it to one rank only (torch 2.11 to 2.13).
-    """
-    if not tensor.shape.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
-
-    return _all_gather_sharded_tensor(tensor, tensor._process_group)
-
-
-def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
-
-    fsdp1: FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
-    """
-    return getattr(param, "_in_backward_optimizers", [])
+    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
+    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]  # set by the first forward
+    return [tensor for param in params for tensor in param.all_gather_outputs] + [t for t in kept if t is not None]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
-from shardkit._fsdp import _fsdp_states as fsdp_states
+from shardkit._fsdp import fsdp_states as fsdp_states
 from shardkit._torch import tree_leaves, units_of
 
 

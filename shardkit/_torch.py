@@ -269,26 +269,6 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 
 
-# fsdp1: FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) share a base class without a
-# public name, and answer by a method without one (torch 2.11 to 2.13). A callable policy is called as documented.
-FSDP1Policy = torch.distributed.fsdp.wrap._Policy
-
-
-def run_fsdp1_policy(
-    policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
-) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
-    return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
-
-
-def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
-    """The module classes that FSDP1 leaves in float32 under a wrapping policy: BatchNorm, as a rule.
-
-    The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
-    """
-    return tuple(mixed_precision._module_classes_to_ignore)
-
-
 def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
     """The versions of the modules that ``nn.Module.state_dict`` attaches to its result; empty where there are none."""
     return getattr(state_dict, "_metadata", None) or {}
@@ -412,13 +392,3 @@ def saves_through_hooks() -> bool:
     memory: ``torch.autograd.graph.saved_tensors_hooks`` has no public way to ask (torch 2.11 to 2.13).
     """
     return _private("torch._C._autograd._top_saved_tensors_default_hooks")(False) is not None
-
-
-def gathered_tensors(model: nn.Module) -> list[Tensor]:
-    """Flat buffers of the model's gathered parameters, whole or kept on fewer ranks; empty storages where resharded.
-
-    memory: between two gathers torch 2.11 to 2.13 show them nowhere else.
-    """
-    params = [param for module in model.modules() if isinstance(module, FSDPModule) for param in _fsdp_params(module)]
-    kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]  # set by the first forward
-    return [tensor for param in params for tensor in param.all_gather_outputs] + [t for t in kept if t is not None]

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "_torch": {"errors"},
     "_fsdp": set(),
+    "_fsdp1": {"_fsdp"},
     "_fsdp_events": {"_fsdp"},
     "_fsdp_params": set(),
     "plan": {"errors"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "repair": PLAN_SIDE,
     "default": PLAN_SIDE | {"repair"},
     "build": PLAN_SIDE | {"default", "repair", "methods"},
-    "memory": PLAN_SIDE | {"build", "named"},
+    "memory": PLAN_SIDE | {"build", "named", "_fsdp"},
     "named": {"errors"},
     "ranks": {"errors"},
     "shards": set(),
@@ -62,14 +63,16 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"replicated", "_fsdp", "_fsdp_events"},
     "state_dict": STATE | {"meta", "_fsdp"},
     "checkpoint": STATE | {"state_dict", "meta", "progress"},
-    "fsdp1": {"named", "_fsdp"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
+    "fsdp1": {"named", "_fsdp", "_fsdp1"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
     "__init__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1"},
     "demo": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__"},
     "__main__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__", "demo"},
     "testing": {"errors", "plan", "_fsdp", "api"},  # and nothing imports it
 }
 
-# Underscored attributes that may be used outside of _torch.py.
+PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so
+
+# Underscored attributes that may be used elsewhere.
 PUBLIC_UNDERSCORES = {
     "_exit": "os._exit, documented by Python",
     "_asdict": "of every named tuple, documented by Python",
@@ -114,7 +117,7 @@ def forbidden_imports(path: str, source: str) -> list[str]:
 
 
 def private_torch_names(path: str, source: str) -> list[str]:
-    if path.startswith(("_torch", "_fsdp")):
+    if path.startswith(PRIVATE_NAMES):
         return []
     return [f"{path}:{line}: {name} belongs into _torch.py" for line, name in underscored(ast.parse(source))]
 

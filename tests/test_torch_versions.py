@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_layers import PRIVATE_NAMES
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardkit import ShardkitError, _torch, zero_grad
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "torch-versions.md"
 # Underscored names that are no attributes of torch's objects to begin with: marks that one side sets for the other,
 # Python's own, a package that is only named for import, and a group that FSDP1's tensors carry.
+OURS = {"self", "_fsdp", "watch", "hold"}
 NOT_TORCHS = {
     "_getframe",
     "_dynamo",
@@ -47,11 +49,11 @@ def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
 
 
 def private_names() -> set[str]:
-    """The underscored attributes and imports of torch in ``_torch.py`` and ``_fsdp.py``, and such names as strings."""
+    """The underscored attributes and imports in the files for private names of torch, and such names as strings."""
     found = set()
-    for path in (ROOT / "shardkit" / "_torch.py", ROOT / "shardkit" / "_fsdp.py"):
+    for path in (path for path in (ROOT / "shardkit").glob("*.py") if path.name.startswith(PRIVATE_NAMES)):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OURS:
                 found.add(node.attr)
             elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
                 found |= {alias.name for alias in node.names}

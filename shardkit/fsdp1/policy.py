@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from shardkit._torch import FSDP1Policy, full_precision_classes, run_fsdp1_policy
+from shardkit._fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_policy
 from shardkit.errors import TranslationError, message
 from shardkit.tree import ModelTree
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit._fsdp import reduce_unused_beside_used
+from shardkit._fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.agree import agree_on_plan
 from shardkit.apply import carry_out, check_applicable

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import gathered_tensors, local_tensor, named_sharded_parameters, tree_leaves
+from shardkit._fsdp import gathered_tensors
+from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.memory.text import aligned
 from shardkit.memory.timeline import STEP, Point, Predicted
 from shardkit.plan.table import nbytes

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import own_parameters, rebind
+from shardkit._fsdp import own_parameters
+from shardkit._fsdp1 import rebind
 from shardkit._torch import layout_of
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.shim.shard_grads import Sharded, ShardGrad, mark

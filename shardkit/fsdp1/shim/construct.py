@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit._torch import full_precision_classes
+from shardkit._fsdp1 import full_precision_classes
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.arguments import Arguments
 from shardkit.fsdp1.place import groups_to_agree

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit import _fsdp
+from shardkit import _fsdp, _fsdp1
 from shardkit.apply import carry_out
 from shardkit.fsdp1.notes import REDUCES_UNUSED
 from shardkit.fsdp1.shim import roots
@@ -41,7 +41,7 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     record = record_of(wrapper)
     carry_out(inner, record.translation.plan, record.mesh, groups=())
     if REDUCES_UNUSED:
-        _fsdp.reduce_unused_beside_used(inner)
+        _fsdp1.reduce_unused_beside_used(inner)
     _fill(inner, inner_of(wrapper))
     put_in_place(inner, _records_below(wrapper, memo), wrap)
     new = memo[id(wrapper)] = wrap(inner, _fresh(record, memo))

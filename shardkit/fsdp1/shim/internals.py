@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import TrainingState, is_under_way, own_parameters
+from shardkit._fsdp import is_under_way, own_parameters
+from shardkit._fsdp1 import TrainingState
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of
 from shardkit.fsdp1.strategy import HYBRID, parse_strategy

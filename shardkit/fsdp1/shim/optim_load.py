@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._fsdp import gathered_sharded_tensor, is_sharded_tensor
+from shardkit._fsdp1 import gathered_sharded_tensor, is_sharded_tensor
 from shardkit.errors import listing, message
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.optim_keys import (

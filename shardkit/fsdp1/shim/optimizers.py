@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._fsdp import optimizers_in_backward
+from shardkit._fsdp1 import optimizers_in_backward
 from shardkit.errors import ShardkitError, listing
 from shardkit.fsdp1.shim.assigned import is_ours
 from shardkit.fsdp1.shim.shard_grads import as_dtensors, as_shards

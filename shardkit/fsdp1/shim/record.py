@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardkit._torch import full_precision_classes
+from shardkit._fsdp1 import full_precision_classes
 from shardkit.fsdp1.arguments import Arguments
 from shardkit.fsdp1.shim.names import WRAPPED
 from shardkit.fsdp1.strategy import parse_strategy

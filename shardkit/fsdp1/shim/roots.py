@@ -10,13 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import (
-    accumulating_in_param_dtype,
-    initialize,
-    not_compiled,
-    own_parameters,
-    set_cast_forward_inputs,
-)
+from shardkit._fsdp import initialize, not_compiled, own_parameters
+from shardkit._fsdp1 import accumulating_in_param_dtype, set_cast_forward_inputs
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardkit import _fsdp
+from shardkit import _fsdp1
 from shardkit.errors import ShardkitError, TranslationError, message
 from shardkit.fsdp1.shim.record import record_of, wrappers_of
 
@@ -125,8 +125,8 @@ def note_dtensors(wrapper: nn.Module) -> None:
     record = record_of(wrapper)
     settings = record.state_dict_settings
     if record.given.device_mesh is not None and settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        _fsdp.use_dtensor(settings.state_dict_config)
-        _fsdp.use_dtensor(settings.optim_state_dict_config)
+        _fsdp1.use_dtensor(settings.state_dict_config)
+        _fsdp1.use_dtensor(settings.optim_state_dict_config)
 
 
 def no_local_state(call: str) -> NoLocalState:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardkit import _fsdp, _torch
+from shardkit import _fsdp1, _torch
 from shardkit.fsdp1.shim import settings
 from shardkit.fsdp1.shim.names import WRAPPED, without_wrappers
 from shardkit.fsdp1.shim.record import record_of, wrappers_of
@@ -94,7 +94,7 @@ def kind_of(wrapper: nn.Module) -> tuple[StateDictType, StateDictConfig]:
     ``torch.distributed.checkpoint.state_dict`` gets sharded state, whatever was set, as it does from FSDP1. For
     NO_SHARD it is full in any case, as in FSDP1.
     """
-    if _fsdp.asked_by_checkpoint():
+    if _fsdp1.asked_by_checkpoint():
         return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
     settings.note_dtensors(wrapper)
     found = settings.get_state_dict_type(wrapper)

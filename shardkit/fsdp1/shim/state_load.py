@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
-from shardkit import _fsdp, _torch
+from shardkit import _fsdp1, _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.fsdp1.shim import settings, state
 from shardkit.fsdp1.shim.names import WRAPPED
@@ -140,7 +140,7 @@ def _size_mismatch(name: str, there: torch.Size, here: torch.Size) -> str:
 
 def _shape(value: Any) -> torch.Size | None:
     """None of what is no tensor. A ShardedTensor warns when its ``shape`` is read."""
-    if _fsdp.is_sharded_tensor(value):
+    if _fsdp1.is_sharded_tensor(value):
         return torch.Size(value.metadata().size)
     return value.shape if isinstance(value, Tensor) else None
 
@@ -161,7 +161,7 @@ def _own_part(value: Any, live: DTensor) -> Tensor | None:
     if isinstance(value, DTensor):
         same = value.device_mesh == live.device_mesh and value.placements == live.placements
         return local_of(value) if same else None
-    if not _fsdp.is_sharded_tensor(value):
+    if not _fsdp1.is_sharded_tensor(value):
         return None
     shards, empty = value.local_shards(), not local_of(live).numel()
     if not shards:
@@ -175,7 +175,7 @@ def _full(value: Any) -> Tensor:
     """The whole of a value. Collective where it is sharded."""
     if isinstance(value, DTensor):
         return value.full_tensor()
-    full: Tensor = _fsdp.gathered_sharded_tensor(value) if _fsdp.is_sharded_tensor(value) else value
+    full: Tensor = _fsdp1.gathered_sharded_tensor(value) if _fsdp1.is_sharded_tensor(value) else value
     return full
 
 
@@ -247,7 +247,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 def _lies_otherwise(value: object, live: Tensor | None) -> bool:
-    if live is None or not (isinstance(value, DTensor) or _fsdp.is_sharded_tensor(value)):
+    if live is None or not (isinstance(value, DTensor) or _fsdp1.is_sharded_tensor(value)):
         return False
     return not isinstance(live, DTensor) or _own_part(value, live) is None
 

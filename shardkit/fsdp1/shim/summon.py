@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
-from shardkit import _fsdp
+from shardkit import _fsdp, _fsdp1
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.shim.internals import assert_state
 from shardkit.fsdp1.shim.record import inner_of, record_of, sharded_of, wrappers_of
@@ -66,7 +66,7 @@ def summon_full_params(
 
 def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """Calls ``fn`` with each module from the inside out, on full parameters, and keeps what it writes. Collective."""
-    assert_state(wrapper, _fsdp.TrainingState.IDLE)
+    assert_state(wrapper, _fsdp1.TrainingState.IDLE)
     with summon_full_params(wrapper, True, True, False, False, False):
         for module in _children_first(wrapper):
             fn(module)

@@ -1,0 +1,151 @@
+"""What only the translation of FSDP1 and the drop-in need of torch's insides, FSDP1's own and FSDP2's."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+# What FSDP1's training_state is, which has no public name; FSDP2's own enum has other members (torch 2.11 to 2.15).
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+from torch.distributed.tensor import DTensor
+
+from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
+from shardkit._torch import units_of
+
+# FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) share a base class without a
+# public name, and answer by a method without one (torch 2.11 to 2.13). A callable policy is called as documented.
+FSDP1Policy = torch.distributed.fsdp.wrap._Policy
+
+
+def run_fsdp1_policy(
+    policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
+    return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
+
+
+def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
+    """The module classes that FSDP1 leaves in float32 under a wrapping policy: BatchNorm, as a rule.
+
+    The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
+    """
+    return tuple(mixed_precision._module_classes_to_ignore)
+
+
+def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
+    """Gives a sharded parameter of the unit of ``module``, or a gradient, another local tensor to share. Local.
+
+    ``param.data = other`` of FSDP1's parameters; torch 2.11 to 2.13 gather from memory that FSDPParam knows, and
+    look for another one in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
+    """
+    if module is None:
+        param._local_tensor = local
+        return
+    module.reshard()  # type: ignore[operator]
+    for each in (each for s in states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
+        if each.sharded_param is param:
+            param._local_tensor = local
+            each.reset_sharded_param()
+
+
+@contextmanager
+def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
+    """In this context gradients that are not reduced are added up in ``param_dtype``, as FSDP1 did. Local.
+
+    FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be initialized.
+    """
+    params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
+    before = [(param, param.reduce_dtype) for param in params]
+    for param in params:
+        # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
+        param.reduce_dtype = param.param_dtype or param.orig_dtype
+    try:
+        yield
+    finally:
+        for param, reduce_dtype in before:
+            param.reduce_dtype = reduce_dtype
+
+
+def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
+    """Whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only.
+
+    FSDP1 casts the inputs of its root alone, and which module that is shows at the first forward.
+    """
+    state: Any = module._get_fsdp_state()
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
+
+
+def use_dtensor(config: Any) -> None:
+    """Set the flag by which FSDP1 notes in a ``Sharded...Config`` that it gives DTensors; it has no public name."""
+    config._use_dtensor = True
+
+
+def asked_by_checkpoint() -> bool:
+    """Whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
+
+    its ``get_model_state_dict`` gives sharded state whatever FSDP1's ``state_dict_type`` was set to, by setting
+    it; which it does for models of torch's own class alone (torch 2.11 to 2.13).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
+
+
+def reduce_unused_beside_used(model: nn.Module) -> None:
+    """Parameters without a gradient reduce as zeros where another one of their unit has one, as in FSDP1. Local.
+
+    torch's ``set_reduce_scatter_unused_params`` gives zeros to units that no backward reached too, where FSDP1 left
+    None, and optimizers then apply weight decay and momentum to them.
+    """
+    for unit in fsdp_units(model):
+        if getattr(unit.post_backward, "func", None) is not _post_backward:  # a model around one that was wrapped
+            unit.post_backward = partial(_post_backward, unit, unit.post_backward)
+
+
+@not_compiled
+def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
+    unit.reduce_scatter_unused_params = any(map(_has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
+    original()
+
+
+def _has_gradient(param: Any) -> bool:
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """Whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    return isinstance(tensor, ShardedTensor)
+
+
+def gathered_sharded_tensor(tensor: Any) -> Tensor:
+    """The full tensor of a ShardedTensor that is cut along its first dim, on every rank of its group. Collective.
+
+    its public ``gather`` gives it to one rank only (torch 2.11 to 2.13).
+    """
+    if not tensor.shape.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
+
+    return _all_gather_sharded_tensor(tensor, tensor._process_group)
+
+
+def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
+
+    FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
+    """
+    return getattr(param, "_in_backward_optimizers", [])
