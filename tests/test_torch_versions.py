@@ -31,6 +31,7 @@ NOT_TORCHS = {
     "_step_supports_amp_scaling",
     "_wrapped_by_lr_sched",
     "_process_group",
+    "_registered",
 }
 
 

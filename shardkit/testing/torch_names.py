@@ -133,6 +133,7 @@ NAMES = (
     Name("torch.utils._pytree.tree_leaves", "map as FSDP2 does", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "draw again until in range", f"speed of {_META}"),
     Name("torch.distributed.distributed_c10d._world", "the groups that there are", "save_checkpoint(async_=True)"),
+    Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
     Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
