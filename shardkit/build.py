@@ -13,6 +13,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.methods import forward_methods, method_problems
 from shardkit.ownership import assign, split_problem, unit_of_entries
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.repair import read_in_another_dtype
 from shardkit.tree import ModelTree
 from shardkit.units import Rule, Selection, check_settings, select
 
@@ -58,9 +59,16 @@ def build_plan(
     """
     check_settings("", vars(settings))
     left_alone = frozenset(ignored)
-    unsharded = left_alone | tree.unshardable
-    selections, notes = default_units(tree, unsharded) if rules is None else (_with_root(select(tree, rules)), [])
-    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods)
+    whole = tree.unshardable - left_alone
+    if rules is not None:
+        selections, notes = _with_root(select(tree, rules)), list[str]()
+    else:
+        selections, notes = default_units(tree, left_alone | whole)
+        read = read_in_another_dtype(tree, selections, left_alone | whole)
+        whole = whole.union(read)
+        reason = "train in another dtype than what is around them, and are read without calling their module"
+        notes += [f"{listing(read, 4)}: {reason}, so are replicated"] * bool(read)
+    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, whole)
 
 
 def plan_of(
@@ -72,15 +80,18 @@ def plan_of(
     prefetch: int = 0,
     notes: Sequence[str] = (),
     methods: Iterable[str] = (),
+    whole: frozenset[str] | None = None,
 ) -> ShardingPlan:
     """The plan whose units are ``selections``, the root's among them; ``notes`` say how they came about.
+
+    ``whole`` are the parameters to replicate, None for those that FSDP2 cannot shard.
 
     Raises:
         PlanError: the selections split a tie or lie inside each other, or the plan does not hold.
     """
     selections = _children_first(tree, selections)
-    unsharded = left_alone | tree.unshardable
-    ownership = assign(tree, [selection.entries for selection in selections], unsharded)
+    whole = tree.unshardable - left_alone if whole is None else whole
+    ownership = assign(tree, [selection.entries for selection in selections], left_alone | whole)
     if ownership.split:
         raise PlanError("\n".join(split_problem(tree, fqn) for fqn in ownership.split))
     units = [
@@ -91,7 +102,7 @@ def plan_of(
         mesh=mesh,
         params=tree.specs(),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
-        replicated=tuple(fqn for fqn in tree.params if fqn in unsharded - left_alone),
+        replicated=tuple(fqn for fqn in tree.params if fqn in whole),
         prefetch=prefetch,
         forward_methods=forward_methods(tree, methods),
         notes=(*notes, *_ignored_notes(tree, left_alone)),

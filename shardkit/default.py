@@ -18,9 +18,10 @@ from collections import Counter
 import torch
 import torch.nn as nn
 
+from shardkit.called import is_called
 from shardkit.repair import join_ties, split_dtypes
 from shardkit.tree import ModelTree
-from shardkit.units import Selection, has_forward
+from shardkit.units import Selection
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -31,7 +32,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     outside = _outside(tree, blocks)
     head = _find_head(tree, blocks, outside)
     selections = [Selection((entry,)) for entry in blocks]
-    selections += [Selection((entry,)) for entry in _find_input_embedding(tree, outside, head)]
+    selections += [Selection((entry,)) for entry in _find_input_embedding(tree, blocks, outside, head)]
     selections += [Selection(tail, reshard=False) for tail in _find_tail(tree, blocks, outside, head)]
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
@@ -55,7 +56,7 @@ def find_blocks(tree: ModelTree) -> list[int]:
 
 def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[type[nn.Module]]) -> bool:
     module, container = tree.modules[item], tree.parents[item]
-    if not has_forward(module):
+    if not is_called(tree, item):
         return False
     if type(module).__name__ in declared:
         return True
@@ -103,7 +104,8 @@ def _find_head(tree: ModelTree, blocks: list[int], outside: list[int]) -> int | 
     if declared is not None:
         return declared
     linears = [entry for entry in outside if isinstance(tree.modules[entry], nn.Linear)]
-    return next((entry for entry in reversed(linears) if not blocks or entry > blocks[-1]), None)
+    last = next((entry for entry in reversed(linears) if not blocks or entry > blocks[-1]), None)
+    return last if last is None or is_called(tree, last) else None
 
 
 def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> list[tuple[int, ...]]:
@@ -112,6 +114,7 @@ def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int
         return []
     start = blocks[-1] if blocks else 0
     norms = [entry for entry in outside if start < entry < head and _is_norm(tree, entry)]
+    norms = [norm for norm in norms if is_called(tree, norm)]
     norms = [norm for norm in norms if len(_trained_dtypes(tree, norm) | _trained_dtypes(tree, head)) < 2]
     tied = any(tree.names[id(param)] in tree.ties for param in tree.owned[head])
     return [(norms[0], head)] if norms else [(head,)] if tied else []
@@ -127,18 +130,19 @@ def _trained_dtypes(tree: ModelTree, entry: int) -> set[torch.dtype]:
     return {param.dtype for below in tree.subtree(entry) for param in tree.owned[below] if param.requires_grad}
 
 
-def _find_input_embedding(tree: ModelTree, outside: list[int], head: int | None) -> list[int]:
-    """The embedding that the model names, else the one whose shape is the head's.
+def _find_input_embedding(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> list[int]:
+    """The embedding that the model names, else the one before all blocks whose shape is the head's.
 
-    Without a head of its shape the root may use an embedding's weight without calling it, as in
-    ``F.linear(x, self.embedding.weight)``; then the root must own it.
+    Others may be tables whose weight is read, as SAM's mask tokens, rather than modules that are called; and without a
+    head of its shape an embedding's weight may be the head. What is not called the root must own.
     """
     declared = _declared(tree, "get_input_embeddings", outside)
     if declared is not None and isinstance(tree.modules[declared], nn.Embedding):
         return [declared]
     shape = getattr(tree.modules[head], "weight").shape if head is not None else None  # noqa: B009
     embeddings = [entry for entry in outside if isinstance(tree.modules[entry], nn.Embedding)]
-    return [entry for entry in embeddings if tree.modules[entry].weight.shape == shape][:1]
+    before = [entry for entry in embeddings if not blocks or entry < blocks[0]]
+    return [entry for entry in before if tree.modules[entry].weight.shape == shape and is_called(tree, entry)][:1]
 
 
 def _declared(tree: ModelTree, getter: str, outside: list[int]) -> int | None:
@@ -150,4 +154,4 @@ def _declared(tree: ModelTree, getter: str, outside: list[int]) -> int | None:
         return None  # the model inherits the method and has no such layer
     if not isinstance(module, nn.Module):
         return None
-    return next((entry for entry in outside if tree.modules[entry] is module and has_forward(module)), None)
+    return next((entry for entry in outside if tree.modules[entry] is module and is_called(tree, entry)), None)

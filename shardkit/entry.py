@@ -22,6 +22,7 @@ from shardkit import _fsdp_events as events
 from shardkit._fsdp import FSDPUnit
 from shardkit._torch import tree_leaves
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.outside import raise_named
 
 
 def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
@@ -120,11 +121,17 @@ def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or events.is_in_use(self):
+        if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        with watch.method() as returned:
-            returned.append(gathering(*args, **kwargs))
-        return returned[0]
+        try:
+            if events.is_in_use(self):
+                return original(*args, **kwargs)
+            with watch.method() as returned:
+                returned.append(gathering(*args, **kwargs))
+            return returned[0]
+        except RuntimeError as error:
+            raise_named(watch.root, error)  # type: ignore[arg-type]
+            raise
 
     setattr(module, name, MethodType(method, module))
 

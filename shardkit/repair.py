@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 import torch
 
+from shardkit.called import is_called
 from shardkit.errors import listing
 from shardkit.ownership import assign, unit_of_entries
 from shardkit.tree import ModelTree
-from shardkit.units import Selection, has_forward
+from shardkit.units import Selection, first_entries
 
 
 def join_ties(
@@ -42,7 +43,8 @@ def split_dtypes(
 ) -> tuple[list[Selection], list[str]]:
     """Units whose parameters that train have one dtype: modules of another dtype become units of their own.
 
-    A module that itself registers parameters of two dtypes cannot be split; ``plan.check`` names it.
+    A module that itself registers parameters of two dtypes cannot be split, nor one whose weights are read without
+    calling it, as a router's: see :func:`read_in_another_dtype`.
     """
     taken_out: list[int] = []
     if len({param.dtype for param in tree.params.values()}) < 2:
@@ -64,21 +66,40 @@ def split_dtypes(
     )
 
 
+def read_in_another_dtype(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
+    """FQNs of what trains in another dtype than most of its unit and is read, not called, so no unit can gather it."""
+    found: list[str] = []
+    for owned in assign(tree, [selection.entries for selection in selections], ignored).params:
+        elements = _elements([tree.params[fqn] for fqn in owned])
+        kept = max(elements, key=lambda dtype: elements[dtype], default=None)
+        others = [fqn for fqn in owned if tree.params[fqn].requires_grad and tree.params[fqn].dtype != kept]
+        found += [fqn for fqn in others if not is_called(tree, tree.places[fqn.rpartition(".")[0]])]
+    return found
+
+
+def _elements(params: Iterable[torch.Tensor]) -> Counter[torch.dtype]:
+    """How many of each dtype train."""
+    elements: Counter[torch.dtype] = Counter()
+    for param in (param for param in params if param.requires_grad):
+        elements[param.dtype] += param.numel()
+    return elements
+
+
 def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict[torch.dtype, list[int]]:
     """The modules below a unit to take out of it, by the dtype of the parameters that they register."""
     trained = [fqn for fqn in owned if tree.params[fqn].requires_grad]
     if len({tree.params[fqn].dtype for fqn in trained}) < 2:
         return {}
-    elements: Counter[torch.dtype] = Counter()
-    for fqn in trained:
-        elements[tree.params[fqn].dtype] += tree.params[fqn].numel()
+    elements = _elements([tree.params[fqn] for fqn in trained])
     own = {param.dtype for entry in selection.entries for param in tree.owned[entry] if param.requires_grad}
     kept = own.pop() if own else max(elements, key=lambda dtype: elements[dtype])
     wanted = {id(tree.params[fqn]) for fqn in trained}
+    first = set(first_entries(tree))
     found: dict[torch.dtype, list[int]] = defaultdict(list)
     for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
         dtypes = {param.dtype for param in tree.owned[entry] if id(param) in wanted}
-        if len(dtypes) == 1 and kept not in dtypes and entry not in selection.entries:
+        outside = entry in first and entry not in selection.entries and is_called(tree, entry)
+        if len(dtypes) == 1 and kept not in dtypes and outside:
             found[dtypes.pop()].append(entry)
     return {dtype: _outermost(tree, entries) for dtype, entries in found.items()}
 
@@ -95,7 +116,8 @@ def _components(groups: Iterable[list[int]]) -> list[set[int]]:
 
 def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tuple[list[Selection], list[str]]:
     """The selections with one that holds all of the ``sharing`` entries, and a note where a unit is given up."""
-    modules = _outermost(tree, {_callable_ancestor(tree, entry) for entry in sharing})
+    sharing = {path for entry in sharing for path in _paths(tree, entry)}
+    modules = _outermost(tree, set().union(*(_called_around(tree, entry) for entry in sharing)))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
     if 0 in modules:
@@ -127,8 +149,14 @@ def _outermost(tree: ModelTree, entries: Iterable[int]) -> list[int]:
     return found
 
 
-def _callable_ancestor(tree: ModelTree, entry: int) -> int:
-    """The innermost module around ``entry``, itself included, that is called in forward."""
-    while entry and not has_forward(tree.modules[entry]):
-        entry = tree.parents[entry]
-    return entry
+def _called_around(tree: ModelTree, entry: int) -> set[int]:
+    """The module at ``entry``, by its first path, if it is called on all of them; else what is called around each."""
+    paths = _paths(tree, entry)
+    if not entry or all(is_called(tree, path) for path in paths):
+        return {paths[0]}
+    return {outer for path in paths for outer in _called_around(tree, tree.parents[path])}
+
+
+def _paths(tree: ModelTree, entry: int) -> list[int]:
+    """All entries of the module at ``entry``."""
+    return [path for path, module in enumerate(tree.modules) if module is tree.modules[entry]]

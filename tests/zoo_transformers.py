@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,9 @@ def _entry(
     CLASSES.extend((head, config))
 
     def build() -> torch.nn.Module:
-        return getattr(tf, head)(getattr(tf, config)(**arguments)).train()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # MobileBERT's
+            return getattr(tf, head)(getattr(tf, config)(**arguments)).train()
 
     return Entry(build, batch, _loss, crossing=crossing)
 
@@ -323,5 +326,24 @@ TRANSFORMERS = {
         text_config={**SIZES, "eos_token_id": VOCAB - 1, "bos_token_id": 1},
         vision_config={**SIZES, **IMAGE},
         projection_dim=8,
+    ),
+    "squeezebert": _entry(
+        "SqueezeBertForMaskedLM",
+        "SqueezeBertConfig",
+        _tokens,
+        **SIZES,
+        **NO_DROPOUT,
+        embedding_size=16,
+        **dict.fromkeys(("q_groups", "k_groups", "v_groups", "intermediate_groups", "output_groups"), 2),
+    ),
+    "mobilebert": _entry(
+        "MobileBertForMaskedLM",
+        "MobileBertConfig",
+        _tokens,
+        **{**SIZES, "hidden_size": 16, "num_attention_heads": 2},
+        **NO_DROPOUT,
+        embedding_size=16,
+        intra_bottleneck_size=8,
+        num_feedforward_networks=2,
     ),
 }

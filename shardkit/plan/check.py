@@ -131,7 +131,7 @@ def _replicated(plan: ShardingPlan) -> Iterator[str]:
             rule = "A tensor-parallel parameter is sharded by FSDP2 too"
             fix = f"Leave it out of the tensor-parallel plan, or pass ignored_params=[{spec.fqn!r}]"
             yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which cannot be sharded", rule, fix)
-        elif spec.shape and computes not in (None, spec.dtype):
+        elif not spec.numel and computes not in (None, spec.dtype):
             problem = f"is empty, shape {spec.shape}, and {spec.dtype} where {computes} is computed in"
             rule = "It cannot be sharded, so nothing casts it, and torch does not promote it as it does scalars"
             yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")

@@ -1,0 +1,89 @@
+"""A sharded parameter that is used while its unit is not gathered: the error names it, its unit, and what to do."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
+from shardkit.errors import ShardkitError, listing, message
+
+_TORCH_SAYS = "mixed torch.Tensor and DTensor"
+
+
+def raise_named(model: nn.Module, error: Exception) -> None:
+    """Raise what says which parameter was used outside of its unit, if that is what ``error`` is about. Local.
+
+    torch's text names an operation only. The parameter is found among the arguments that the traceback still holds.
+
+    Raises:
+        ShardkitError: ``error`` is torch's about a parameter of ``model``.
+    """
+    if _TORCH_SAYS not in str(error):
+        return
+    params = {_memory(param): fqn for fqn, param in named_sharded_parameters(model) if isinstance(param, DTensor)}
+    used = dict.fromkeys(params[_memory(tensor)] for tensor in _sharded_in(error) if _memory(tensor) in params)
+    if used:
+        units = dict.fromkeys(_unit(model, fqn) for fqn in used)
+        rule = "FSDP2 gathers the parameters of a unit while a module of it is called, and only then"
+        fix = f"Leave {listing(units)} out of units=, so that a module around this use gathers it, or call the module"
+        problem = f"used while its unit, {listing(units)}, is not gathered"
+        raise ShardkitError(message(listing(used), problem, rule, fix)) from error
+
+
+def _memory(tensor: DTensor) -> int:
+    """Where the shard lies; views of it, such as a transpose, lie there too."""
+    return local_tensor(tensor).untyped_storage().data_ptr()
+
+
+def _sharded_in(error: BaseException) -> Iterator[DTensor]:
+    """The DTensors among the arguments of torch's calls that ``error`` went through, or that the failing line reads."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if str(frame.f_globals.get("__name__")).startswith("torch."):
+            arguments = {name: value for name, value in frame.f_locals.items() if not isinstance(value, nn.Module)}
+            for leaf in tree_leaves(arguments):
+                if isinstance(leaf, DTensor):
+                    yield leaf
+        elif trace.tb_next is None or str(trace.tb_next.tb_frame.f_globals.get("__name__")).startswith("torch."):
+            yield from _read_on(frame.f_code, trace.tb_lineno, frame.f_locals)
+        trace = trace.tb_next
+
+
+def _read_on(code: CodeType, line: int, variables: dict[str, Any]) -> Iterator[DTensor]:
+    """The sharded parameters that a line reads as attributes of modules, such as ``self.embed.weight``.
+
+    Operations that dispatch in C++ leave no frame with their arguments.
+    """
+    value: Any = None
+    for at, instruction in _with_lines(code):
+        name = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            value = variables.get(name)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, nn.Module):
+            value = value._modules.get(name, value._parameters.get(name))
+            if at == line and isinstance(value, DTensor):
+                yield value
+        else:
+            value = None
+
+
+def _with_lines(code: CodeType) -> Iterator[tuple[int, dis.Instruction]]:
+    starts, line = dict(dis.findlinestarts(code)), 0
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        yield line, instruction
+
+
+def _unit(model: nn.Module, fqn: str) -> str:
+    """The name of the innermost FSDP module around a parameter."""
+    path = fqn.split(".")[:-1]
+    names = [".".join(path[:length]) for length in range(len(path), -1, -1)]
+    return next((name or "(root)" for name in names if isinstance(model.get_submodule(name), FSDPModule)), "(root)")

@@ -1,0 +1,140 @@
+"""Zero-argument parity on models of transformers: the plain model against ``shard_model(model)``, two steps of SGD.
+
+Run by hand, about ten minutes: ``torchrun --nproc-per-node 2 tests/sweep_parity.py [name ...]``. Every base model of
+``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI runs those in the zoo.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from sweep_meta import builder
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from shardkit import shard_model
+
+
+def base_models() -> list[str]:
+    """The class names of what ``AutoModel`` gives."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    names = (name for each in MODEL_MAPPING_NAMES.values() for name in ([each] if isinstance(each, str) else each))
+    return sorted(set(names))
+
+
+def inputs_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Made-up values for the usual arguments of a forward, as many as it has."""
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = model.config
+    parts = [config, *(value for value in vars(config).values() if hasattr(value, "attribute_map"))]
+
+    def setting(name: str, default: int) -> int:
+        values = (getattr(part, name, None) for part in parts)
+        found = next((value for value in values if isinstance(value, int) and value > 0), default)
+        return int(found)
+
+    def ids(length: int = 8) -> Tensor:
+        return torch.randint(3, setting("vocab_size", 50), (2, length), generator=generator)
+
+    size, channels = setting("image_size", 32), setting("num_channels", 3)
+    made = {
+        "input_ids": ids,
+        "decoder_input_ids": ids,
+        "attention_mask": lambda: torch.ones(2, 8, dtype=torch.long),
+        "pixel_values": lambda: torch.randn(2, channels, size, size, generator=generator),
+        "input_values": lambda: torch.randn(2, 1600, generator=generator),
+        "input_features": lambda: torch.randn(2, setting("num_mel_bins", 80), 128, generator=generator),
+        "bbox": lambda: torch.zeros(2, 8, 4, dtype=torch.long),
+    }
+    taken = [name for name in inspect.signature(model.forward).parameters if name in made]
+    if "input_ids" not in taken and "attention_mask" in taken:
+        taken.remove("attention_mask")
+    return {name: made[name]() for name in taken}
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The mean square of every output that depends on parameters."""
+    leaves = tree_leaves(dict(model(**inputs)))
+    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.double().square().mean() for leaf in floats]).sum()
+
+
+def compare(plain: nn.Module) -> float:
+    """The largest difference of a parameter after two steps, over its largest element; 0.0 means equal bits."""
+    sharded = shard_model(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+    for step in range(2):
+        inputs = inputs_of(plain, 2 * step + dist.get_rank())
+        weight = float(dist.get_rank() == step)  # one rank counts, so that the mean over the ranks is exact
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            (loss_of(model, inputs) * (weight if model is sharded else weight / 2)).backward()
+            if model is plain:
+                for param in plain.parameters():
+                    if param.grad is not None:
+                        dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = 0.0
+    for mine, theirs in zip(plain.parameters(), sharded.parameters(), strict=True):
+        full = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
+        if not torch.equal(mine, full) and mine.numel():
+            worst = max(worst, float((mine - full).abs().max() / mine.abs().max()))
+    return worst
+
+
+def runs(name: str) -> nn.Module | None:
+    """The tiny model, if it can be built and trained unsharded on the made-up inputs."""
+    try:
+        torch.manual_seed(0)
+        model = builder(name)().eval()
+        if sum(param.numel() for param in model.parameters()) > 30_000_000:
+            return None
+        loss_of(copy.deepcopy(model), inputs_of(model, 0)).backward()
+    except Exception:
+        return None
+    return model
+
+
+def main(names: list[str]) -> None:
+    """Print one line for each model that is not equal to the bit, and the counts."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    equal, rounding, failed, begin = 0, 0, 0, time.perf_counter()
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    for name in names or base_models():
+        model = runs(name)
+        if model is None:
+            continue
+        try:
+            worst = compare(model)
+        except Exception as error:
+            failed += 1
+            say(f"{name}: {type(error).__name__}: {str(error)[:400]}")
+            continue
+        equal += worst == 0.0
+        rounding += worst > 0.0
+        if worst:
+            say(f"{name}: {worst:.1e}")
+    tried = equal + rounding + failed
+    say(f"of {tried}: {equal} equal to the bit, {rounding} not, {failed} failed; {time.perf_counter() - begin:.0f} s")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

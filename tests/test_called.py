@@ -1,0 +1,165 @@
+"""The default rule makes units only of what forward calls: a gathered weight is where it is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from meshes import mesh_of
+from small_models import Block
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import MeshSpec, plan_model, shard_model
+from shardkit.called import is_called
+from shardkit.errors import ShardkitError
+from shardkit.testing import distributed, fake_world
+from shardkit.tree import ModelTree
+
+TWO = MeshSpec.sharded(2)
+
+
+class ReadTable(nn.Module):
+    """An embedding of the head's shape whose weight is read, in a helper and a lambda."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return next(F.linear(x, self.table.weight) for _ in range(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) + self._scores(x)
+
+
+class LateTable(ReadTable):
+    """An embedding behind the blocks, as SAM's; read where no bytecode tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = None
+        self.tokens = nn.Embedding(11, 8)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, getattr(self, "tokens").weight)  # noqa: B009
+
+
+class Forwards(ReadTable):
+    """Layers whose ``forward`` is called, as SqueezeBERT's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(x) + self._scores(x)
+
+
+class Attentions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3))
+        self.layers[2].self_attn.out_proj = self.layers[0].self_attn.out_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.clone()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = F.linear(x.float(), self.router.weight).softmax(-1)
+        return x + self.up(self.norm(x)) * weights.amax(-1, keepdim=True).to(x.dtype)
+
+
+class Routers(nn.Module):
+    """bfloat16 layers with float32 routers, of which the weight is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(2)).to(torch.bfloat16)
+        for layer in self.layers:
+            layer.router.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Twice(nn.Module):
+    """One module, of two dtypes, twice in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+        self.layers = nn.ModuleList([inner, inner])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer[1](layer[0](x).double()).float()
+        return x
+
+
+MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Twice)}
+
+
+def units(model: nn.Module) -> list[str]:
+    return [unit.name for unit in plan_model(model, mesh=TWO).units]
+
+
+def test_units_are_called() -> None:
+    assert "table" not in units(ReadTable())
+    assert "tokens" not in units(LateTable())
+    assert not [name for name in units(Forwards()) if "layers" in name]
+    assert units(Attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
+    plan = plan_model(Routers(), mesh=TWO)
+    assert plan.replicated == ("layers.0.router.weight", "layers.1.router.weight")
+    assert "router.weight: train in another dtype than what is around them, and are read" in str(plan)
+
+
+def test_is_called_can_say_yes() -> None:
+    tree = ModelTree(ReadTable())
+    called = {fqn for entry, fqn in enumerate(tree.fqns) if is_called(tree, entry)}
+    assert {"", "layers.0", "head"} <= called
+    assert {"table", "layers"}.isdisjoint(called)
+
+
+def test_a_use_outside_of_the_unit_is_named() -> None:
+    batch = torch.randn(2, 3, 8)
+    with fake_world(2):
+        read = shard_model(ReadTable(), units="table")
+        with pytest.raises(ShardkitError, match=r"table.weight: used while its unit, table, is not"):
+            read(batch)
+        direct = shard_model(Forwards(), units="layers.*")
+        with pytest.raises(ShardkitError, match=r"layers.0.norm.weight, .* its unit, layers.0, is not gathered"):
+            direct(batch)
+        fine = shard_model(ReadTable())
+        with pytest.raises(RuntimeError, match="normalized_shape"):  # what is no such use stays what it is
+            fine(torch.randn(2, 3, 9))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_they_train_as_the_plain_models_do() -> None:
+    for name, cls in MODELS.items():
+        torch.manual_seed(0)
+        plain = cls()
+        torch.manual_seed(0)
+        model = shard_model(cls(), mesh=mesh_of((2,)))
+        x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+        for each in (plain, model):
+            each(x).float().square().mean().backward()
+        for (fqn, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            assert torch.equal(grad, full.grad), f"{name}: {fqn}"  # both ranks have one batch: the mean is exact
