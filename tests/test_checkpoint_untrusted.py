@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, manifest, save_checkpoint
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, ShardkitError
+from shardkit.state_dict import load_full_state_dict
 
 
 class Runs:
@@ -237,3 +238,15 @@ def test_tensors_of_no_elements_cost_no_more_than_their_names(tmp_path):
     save_checkpoint(tmp_path / "a", big)
     load_checkpoint(tmp_path / "a", big)
     assert time.process_time() - start < 8  # 1.2 s on a quiet machine
+
+
+def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_is_written(tmp_path):
+    model = net()
+    model.register_buffer("spread", torch.zeros(1).expand(5))
+    save_checkpoint(tmp_path / "a", model)
+    with torch.no_grad():
+        model.weight.fill_(7)
+    for load in (load_checkpoint, lambda path, into: load_full_state_dict(into, net().state_dict(), strict=False)):
+        with pytest.raises(ShardkitError, match="spread: expanded, so that elements share memory"):
+            load(tmp_path / "a", model)
+    assert (model.weight == 7).all()

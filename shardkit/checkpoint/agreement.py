@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +49,19 @@ def world(group: dist.ProcessGroup | None = None) -> Groups:
         problem = f"rank {dist.get_rank()} is not in it"
         raise CheckpointError(message("group", problem, rule, "Pass each rank a group that it is in"))
     return [group] if dist.get_world_size(group) > 1 else []
+
+
+@contextmanager
+def connected(groups: Groups, call: str) -> Iterator[None]:
+    """Raise one CheckpointError where a collective fails, since a rank died or its group was destroyed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not groups:
+            raise
+        rule = "All ranks take part until the end"
+        fix = "See the first error of the rank that is gone, and load again: what was loaded may be there in part"
+        raise CheckpointError(message(call, f"the connection to a rank was lost ({error})", rule, fix)) from error
 
 
 def agree(said: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import tree_leaves
 from shardkit.checkpoint import dcp_metadata, directory, fsdp1, manifest, random_state
-from shardkit.checkpoint.agreement import agree, world
+from shardkit.checkpoint.agreement import agree, connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.fsdp1 import TorchFile
@@ -31,6 +31,7 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import together
 from shardkit.state_dict.names import ModelState, model_state
+from shardkit.state_dict.place import check_memory
 
 
 def load_checkpoint(
@@ -87,7 +88,7 @@ def load_checkpoint(
     finish_pending()
     groups = world(group)
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
-    with ExitStack() as held:
+    with ExitStack() as held, connected(groups, "load_checkpoint"):
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle)
             state = _writable(model)
@@ -173,6 +174,7 @@ def _writable(model: nn.Module) -> ModelState:
         raise CheckpointError(
             message(listing(meta), "on meta", rule, "Call materialize(model) or model.to_empty() before")
         )
+    check_memory(state)
     return state
 
 

@@ -31,7 +31,21 @@ def live_state(model: nn.Module) -> ModelState:
         rule = "Values are written into the parameters and buffers that the model has, by name"
         fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
         raise ShardkitError(message(listing(made), "made anew by a hook on state_dict()", rule, fix))
+    check_memory(state)
     return state
+
+
+def check_memory(state: ModelState) -> None:
+    """Raise for tensors whose elements share memory, which torch refuses to write when others are written already."""
+    parts = {name: local_of(tensor) for name, tensor in state.tensors.items()}
+    shared = [
+        name
+        for name, part in parts.items()
+        if any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True))
+    ]
+    if shared:
+        rule, fix = "Each element that is loaded has memory of its own", "Register tensor.expand(...).contiguous()"
+        raise ShardkitError(message(listing(shared), "expanded, so that elements share memory", rule, fix))
 
 
 def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Target]:
