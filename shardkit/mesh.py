@@ -68,7 +68,10 @@ def ensure_process_group() -> None:
     assert dist.group.WORLD is not None, "just made"
     atexit.register(_destroy, weakref.ref(dist.group.WORLD))
     if not launched:
-        logger.warning("shardkit: no process group and no torchrun, so this process trains alone (world size 1)")
+        logger.warning(
+            "shardkit: no process group and no torchrun, so this process trains alone (world size 1). To use another "
+            "group, call init_process_group before this, or destroy_process_group() first"
+        )
 
 
 def _local_device(count: int) -> int:
