@@ -85,8 +85,9 @@ def _local_device(count: int) -> int:
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Take down all groups if the default one is still ours, and no error ends the process.
 
-    Left to the end of the interpreter, a gloo group of torch 2.13 now and then aborts a run that is done ("terminate
-    called without an active exception"). After an error the other ranks may never come to the same point.
+    So that NCCL's are shut down as torch asks. It does not join gloo's threads, which in torch 2.13 now and then abort
+    a run that is done ("terminate called without an active exception"). After an error the other ranks may never come
+    to the same point.
     """
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -111,8 +111,10 @@ def test_compiled_blocks_train_alike() -> None:
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
+# It ends by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an active
+# exception"), also without shardkit and after destroy_process_group, while gloo's threads end.
 SCRIPT = """
-import atexit, torch, torch.nn as nn
+import atexit, os, torch, torch.nn as nn
 from shardkit import shard_model
 
 torch.manual_seed(0)
@@ -127,7 +129,8 @@ if torch.distributed.get_rank() == 0:
     print(torch.distributed.get_world_size(), weight.sum().item(), flush=True)
 torch.distributed.barrier()
 atexit._run_exitfuncs()
-print(torch.distributed.is_initialized())
+print(torch.distributed.is_initialized(), flush=True)
+os._exit(0)
 """
 
 
