@@ -122,7 +122,7 @@ def _plan(contents: Contents) -> tuple[Content, Names]:
     states, state_tensors = encode(random, "random")
     plain = {"model": others, "optimizer": encoded, **rest, "random": states}
     names = {"model": model, "optimizer": {name: stand_ins[id(tensor)] for name, tensor in tensors.items()}}
-    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, layout="", meshes=[])
+    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, "", [], contents.trainable_only)
     return content, {section: found for section, found in names.items() if found or section == "model"}
 
 

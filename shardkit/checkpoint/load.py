@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -23,15 +24,18 @@ from shardkit.checkpoint.fsdp1 import TorchFile
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.layout import INDEX, SUFFIX
 from shardkit.checkpoint.locate import locate
-from shardkit.checkpoint.match import KeyMap, match
+from shardkit.checkpoint.match import KeyMap, match, rename
 from shardkit.checkpoint.optimizer import Fit, OptimizerLoad, plan_optimizer
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
 from shardkit.checkpoint.source import Contents, Source, Stored
+from shardkit.checkpoint.ties import check_ties
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import together
-from shardkit.state_dict.names import ModelState, model_state
+from shardkit.state_dict.names import ModelState, model_state, trainable_state
 from shardkit.state_dict.place import check_memory
+
+logger = logging.getLogger("shardkit")
 
 
 def load_checkpoint(
@@ -67,7 +71,8 @@ def load_checkpoint(
         scheduler: anything with ``load_state_dict``.
         key_map: from names in the checkpoint to the model's, also for the optimizer's state; see
             :func:`shardkit.checkpoint.read_tensors`.
-        strict: names of parameters and buffers that only one side has are errors; else they are left alone.
+        strict: names of parameters and buffers that only one side has are errors, as are different values for what is
+            one tied tensor here; else they are left alone, and the first is taken with a warning.
         cast: convert floating-point tensors of the model to the dtype that they have there; else that is an error.
         random: restore the random generators, where the checkpoint has them.
         verify: read everything once before anything is changed, and compare checksums, where the checkpoint has them.
@@ -91,16 +96,14 @@ def load_checkpoint(
     with ExitStack() as held, connected(groups, "load_checkpoint"):
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle)
-            state = _writable(model)
+            fit = Fit(key_map, strict, cast, str(path))
+            state = _asked(source.contents, _writable(model), fit, rank)
             poll.own = has_subclass(state.tensors.values())
         asked = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
         agree(asked | {"what is at path": _described(source.contents)}, groups, "load_checkpoint")
         flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
-            fit = Fit(key_map, strict, cast, str(path))
-            targets, load = _decide(
-                source.contents, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit
-            )
+            targets, load = _decide(source, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit)
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError):
@@ -152,15 +155,16 @@ def _unknown(path: Path, names: list[str]) -> str:
 
 
 def _decide(
-    contents: Contents, state: ModelState, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
+    source: Source, state: ModelState, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
 ) -> tuple[list[tuple[str, Tensor]], OptimizerLoad | None]:
     """Which tensors to fill from what; changes nothing. Local."""
+    contents = source.contents
     wanted = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
     absent = [name for name, (given, saved) in wanted.items() if given is not None and saved is None]
     if absent:
         problem = f"it has no {' and no '.join(absent)}"
         raise CheckpointError(message(fit.where, problem, "What is asked for must be there", "Leave the argument out"))
-    targets = _model_targets(contents, state, fit) if contents.model else []
+    targets = _model_targets(source, state, fit) if contents.model else []
     if optimizer is None:
         return targets, None
     return targets, plan_optimizer(model, optimizer, contents.optimizer or {}, fit)
@@ -178,14 +182,41 @@ def _writable(model: nn.Module) -> ModelState:
     return state
 
 
-def _model_targets(contents: Contents, state: ModelState, fit: Fit) -> list[tuple[str, Tensor]]:
+def _asked(contents: Contents, state: ModelState, fit: Fit, rank: int) -> ModelState:
+    """What a checkpoint is asked for: all of the model's state, or where it has what trained, that and what trains."""
+    if not contents.trainable_only:
+        return state
+    trains, there = trainable_state(state), {rename(name, fit.key_map) for name in contents.model}
+    inner = {name.rpartition(".")[0] for name in there if name is not None}  # of subclasses, saved by attribute
+    new = [name for name in trains.tensors if name not in there and name not in inner]
+    if fit.strict and new:
+        rule = "What trains now and was frozen when it was saved is not in it"
+        fix = "Freeze it as it was, or pass strict=False to leave it as it is, with new optimizer state"
+        problem = f"it was saved with trainable_only=True, and has no {listing(new)}"
+        raise CheckpointError(message(fit.where, problem, rule, fix))
+    asked = {n: t for n, t in state.tensors.items() if n in trains.tensors or n in there or n in inner}
+    if rank == 0:
+        left = len(state.tensors) - len(asked)
+        logger.warning("%s was saved with trainable_only=True: %d frozen tensors are left as they are", fit.where, left)
+    return replace(state, tensors=asked, others=trains.others)
+
+
+def _model_targets(source: Source, state: ModelState, fit: Fit) -> list[tuple[str, Tensor]]:
+    contents = source.contents
     stored = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
     matched = match(stored, state.tensors, where=fit.where, key_map=fit.key_map, cast=fit.cast, strict=fit.strict)
     lost = [name for name in state.others if name not in contents.model]
     if fit.strict and lost:
         rule = "Every entry of the model's state_dict is there"
         raise CheckpointError(message(fit.where, f"it has no {listing(lost)}", rule, "Pass strict=False"))
-    return [(stored[source].key, state.tensors[name]) for name, source in matched.sources.items()]
+    check_ties(
+        matched,
+        state.tensors,
+        lambda targets: source.read((stored[name].key, tensor) for name, tensor in targets),
+        fit.where,
+        fit.strict,
+    )
+    return [(stored[name].key, state.tensors[own]) for own, name in matched.sources.items()]
 
 
 @torch.no_grad()

@@ -54,6 +54,7 @@ class Manifest:
         files: by name.
         created: when it was complete, in nanoseconds since 1970.
         torch: the version that saved.
+        trainable_only: whether frozen parameters were left out.
     """
 
     format: str
@@ -63,6 +64,7 @@ class Manifest:
     files: dict[str, FileEntry]
     created: int = field(default_factory=time.time_ns)
     torch: str = torch.__version__
+    trainable_only: bool = False
 
     def to_bytes(self) -> bytes:
         """JSON, with a digest of the rest as the last entry."""
@@ -90,6 +92,7 @@ def read_manifest(directory: Path) -> Manifest:
         if digest != _digest(body):
             raise ValueError("its digest is of other contents")
         version = body.pop("shardkit_checkpoint")
+        body.setdefault("trainable_only", False)  # not in those of the first saves
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         rule = "A whole checkpoint has the manifest that its save wrote last"
         raise CheckpointError(
@@ -105,6 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 _TYPES = {"format": str, "world_size": int, "meshes": list, "layout": str, "files": dict, "created": int, "torch": str}
+_TYPES["trainable_only"] = bool
 
 
 def _problems(version: Any, body: dict[str, Any]) -> Iterator[str]:

@@ -31,10 +31,12 @@ class Match:
     """Attributes:
     sources: for each name of the model that is read, the name in the file; of tied ones the first that the file has.
     loaded: what is missing and unexpected.
+    also: the first name of a tied tensor, another of its names, and what the file has for that.
     """
 
     sources: dict[str, str]
     loaded: Loaded
+    also: list[tuple[str, str, str]]
 
 
 def match(
@@ -68,6 +70,12 @@ def match(
     for name, tensor in wanted.items():
         ties.setdefault(id(tensor), []).append(name)
     read = {names[0]: next((sources[n] for n in names if n in sources), None) for names in ties.values()}
+    also = [
+        (names[0], name, sources[name])
+        for names in ties.values()
+        for name in names
+        if name in sources and sources[name] != read[names[0]]
+    ]
     loaded = Loaded(
         [name for names in ties.values() for name in names if read[names[0]] is None],
         [name for new, name in renamed if new is not None and new not in wanted],
@@ -79,11 +87,16 @@ def match(
         if source is not None
         for reason in _misfit(found[source], wanted[name], (dtypes or {}).get(name, wanted[name].dtype), cast)
     ]
+    misfits += [
+        f"{name} ({reason})"
+        for first, name, source in also
+        for reason in _misfit(found[source], wanted[first], (dtypes or {}).get(first, wanted[first].dtype), cast)
+    ]
     problems = {"mapped to twice": twice, "of another shape or dtype": misfits}
     if strict:
         problems |= {"missing": loaded.missing_keys, "unexpected": loaded.unexpected_keys}
     _raise_if_any(problems, where)
-    return Match({name: source for name, source in read.items() if source is not None}, loaded)
+    return Match({name: source for name, source in read.items() if source is not None}, loaded, also)
 
 
 def rename(name: str, key_map: KeyMap | None) -> str | None:

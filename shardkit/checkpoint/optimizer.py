@@ -58,7 +58,7 @@ class OptimizerLoad:
         self._undo_casts(optimizer)
 
     def _group_options(self, names: list[str]) -> dict[str, Any]:
-        return self.options.get(names[0], {}) if names else {}
+        return next((self.options[name] for name in names if name in self.options), {})
 
     def _undo_casts(self, optimizer: Optimizer) -> None:
         """Put back what torch's load_state_dict casts to the parameter's dtype, such as float32 moments of bf16."""
@@ -134,6 +134,12 @@ def plan_optimizer(
     return OptimizerLoad(optimizers_of(optimizer), names, state, options, targets)
 
 
+def differ(values: Iterable[Any]) -> bool:
+    """Whether not all are equal."""
+    found = list(values)
+    return any(value != found[0] for value in found)
+
+
 def finished(value: Any) -> Any:
     """State whose tensors are filled, with each :class:`Pending` made."""
     if isinstance(value, Pending):
@@ -161,7 +167,7 @@ def _check(current: Mapping[str, Any], stored: Mapping[str, Any], options: Mappi
     split = [
         f"param_groups[{number}]"
         for number, group in enumerate(current["param_groups"])
-        if any(options.get(fqn) != options.get(group["params"][0]) for fqn in group["params"])
+        if differ(options[fqn] for fqn in group["params"] if fqn in options)
     ]
     problems = []
     if fit.strict and lost:
@@ -172,7 +178,8 @@ def _check(current: Mapping[str, Any], stored: Mapping[str, Any], options: Mappi
         problems.append(f"{listing(split)} holds parameters that were in groups of other options")
     if problems:
         rule = "An optimizer is loaded into one of the same parameters and groups; nothing was changed"
-        fix = "Build it as it was built, or pass strict=False to leave out what one side lacks"
+        fix = "Build it as it was built, with the same parameters frozen, "
+        fix += "or pass strict=False to leave out what one side lacks"
         raise CheckpointError(message(fit.where, "; ".join(problems), rule, fix))
 
 

@@ -85,6 +85,7 @@ class OwnDirectory:
     def _contents(self) -> Contents:
         tensors = self._rest()
         contents = self._source.contents
+        contents.trainable_only = self.manifest.trainable_only
         try:
             state = self._state()
             if self.manifest.format == "safetensors":

@@ -15,6 +15,7 @@ from shardkit.checkpoint.locate import Located, locate
 from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
 from shardkit.checkpoint.pieces import Part, part_of
 from shardkit.checkpoint.read import read_parts
+from shardkit.checkpoint.ties import check_ties
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.meta.rest import Rest
@@ -54,7 +55,8 @@ def load_pretrained(
             are converted on the way, 16 MiB at a time. A new dtype takes new memory, and belongs before the first
             forward and the optimizer.
         strict: every parameter and persistent buffer must be in the files, and everything in the files in the model.
-            Of tied ones any name is enough; where the files have several the model's first is read.
+            Of tied ones any name is enough; where the files have several, their values must be equal. False leaves
+            names alone that only one side has, and takes the first of different values with a warning.
         progress: called on each rank with its bytes read, and its total, every 64 MiB.
 
     Returns:
@@ -157,6 +159,13 @@ def _plan(
     specs = {name: located.entry for name, located in found.items()}
     where = os.fspath(path)
     matched = match(specs, tensors, where=where, key_map=key_map, dtypes=dtypes, cast=True, strict=strict)
+    check_ties(
+        matched,
+        tensors,
+        lambda targets: read_parts([(found[source], part_of(tensor)) for source, tensor in targets]),
+        where,
+        strict,
+    )
     given = {id(tensors[name]): dtypes.get(name, tensors[name].dtype) for name in matched.sources if name in own}
     rest = Rest(model, given.keys())
     return _Load(found, matched, tensors, new_memory(model, given), rest)

@@ -37,7 +37,7 @@ from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
-from shardkit.state_dict.names import ModelState, model_state
+from shardkit.state_dict.names import ModelState, model_state, trainable_state
 from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
 STATE = "state.json"
@@ -54,6 +54,7 @@ class Content:
         plain: everything else, encoded.
         layout: digest of how the model's tensors lie on the ranks.
         meshes: shapes and names of the meshes that they are on.
+        trainable_only: whether frozen parameters are left out.
     """
 
     model: dict[str, Tensor]
@@ -62,6 +63,7 @@ class Content:
     plain: dict[str, Any]
     layout: str
     meshes: list[dict[str, Any]]
+    trainable_only: bool = False
 
 
 # Writes the tensors of a content into a directory; returns the entries of its files. Collective.
@@ -91,6 +93,7 @@ def save_checkpoint(
     async_: bool = False,
     overwrite: bool = False,
     keep: int | None = None,
+    trainable_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Save a model, and what its training goes on from, into the directory ``path``; whole, or not at all.
@@ -121,6 +124,9 @@ def save_checkpoint(
         overwrite: replace a checkpoint that is at ``path``.
         keep: delete all but the newest ``keep`` checkpoints beside this one that are named like it up to numbers, once
             it is complete; never one that is being loaded.
+        trainable_only: leave out frozen parameters, such as an adapter's base: save what has ``requires_grad``, the
+            buffers and extra state of the modules that hold it directly, and its optimizer state. Nothing else is
+            read or copied. :func:`load_checkpoint` knows, and leaves the rest of the model as it is.
         group: the ranks that hold the model; None: all. Ranks that hold different models, such as pipeline stages,
             pass one group for each, and each its own ``path``, such as ``runs/stage-0/step-100``.
 
@@ -139,8 +145,11 @@ def save_checkpoint(
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         check_destination(place, format, overwrite, keep)
-        state = model_state(model)
-        named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
+        state, named = model_state(model), None
+        if optimizer is not None:
+            named = sharded_optimizer_state_dict(model, optimizer)
+        if trainable_only:
+            state, named = trainable_state(state), _trainable(named, state)
         poll.own = has_subclass([*state.tensors.values(), *tensor_leaves(named).values()])
         content = None if poll.own else _content(state, named, scheduler, extra)
     if poll.any:
@@ -149,7 +158,9 @@ def save_checkpoint(
         with together(groups, CheckpointError):
             content = _content(state, named, scheduler, extra)
     assert content is not None, "made by one of the two"
+    content = replace(content, trainable_only=trainable_only)
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
+    options["trainable_only"] = trainable_only
     agree(options | _described(content), groups, "save_checkpoint", _SAME)
     content = with_random_states(content, groups)
     job = Job(place, _shared_token(groups), format, dist.get_world_size(group) if groups else 1, overwrite, keep)
@@ -194,6 +205,14 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     if not overwrite:
         rule = "A checkpoint is replaced only when that is asked for"
         raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
+
+
+def _trainable(named: Any, state: ModelState) -> Any:
+    """An optimizer's state without that of parameters that are frozen."""
+    if named is None:
+        return None
+    frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}
+    return {**named, "state": {name: entry for name, entry in named["state"].items() if name not in frozen}}
 
 
 def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Content:
@@ -319,7 +338,9 @@ def _finish(job: Job, content: Content, files: dict[str, FileEntry]) -> None:
         files = files | write_part(temporary, "state", content.rest, [])
     directory.write_file(temporary / STATE, dumps(content.plain))
     files = files | {STATE: manifest.entry_of(temporary / STATE)}
-    found = Manifest(job.format, job.world_size, content.meshes, content.layout, files)
+    found = Manifest(
+        job.format, job.world_size, content.meshes, content.layout, files, trainable_only=content.trainable_only
+    )
     directory.write_file(temporary / manifest.NAME, found.to_bytes())
     directory.commit(job.path, job.token, replace=job.overwrite)
 

@@ -37,6 +37,7 @@ class Contents:
         scheduler: its state dict, or None.
         extra: what the user gave.
         random: for each kind of generator the states of all ranks.
+        trainable_only: whether frozen parameters were left out.
     """
 
     model: dict[str, Any]
@@ -44,6 +45,7 @@ class Contents:
     scheduler: Any = None
     extra: Any = None
     random: dict[str, list[bytes]] = field(default_factory=dict)
+    trainable_only: bool = False
 
 
 class Source(Protocol):

@@ -85,6 +85,30 @@ def model_state(model: nn.Module) -> ModelState:
     return ModelState(tensors, others, tuple(names), metadata)
 
 
+def trainable_state(state: ModelState) -> ModelState:
+    """Of a model's state what trains: parameters, with the buffers and extra state of the modules that hold them. Pure.
+
+    Raises:
+        ShardkitError: nothing trains.
+    """
+    kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
+    if not kept:
+        rule = "What trains is what has requires_grad"
+        raise ShardkitError(message("model", "no parameter trains", rule, "Pass trainable_only=False"))
+    modules = {name.rpartition(".")[0] for name in kept}
+
+    def beside(name: str) -> bool:
+        return name.rpartition(".")[0] in modules
+
+    tensors = {
+        name: tensor
+        for name, tensor in state.tensors.items()
+        if name in kept or (not isinstance(tensor, nn.Parameter) and beside(name))
+    }
+    others = {name: value for name, value in state.others.items() if beside(name)}
+    return ModelState(tensors, others, tuple(n for n in state.order if n in tensors or n in others), state.metadata)
+
+
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The clean FQN of each parameter, the first one of a tied one, also where a stand-in is registered for it."""
     return {param: clean_name(name) for name, param in _torch.named_sharded_parameters(model)}

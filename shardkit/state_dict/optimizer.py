@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
+from shardkit.state_dict.fresh import initial_state
 from shardkit.state_dict.gather import Want, gathered
 from shardkit.state_dict.names import parameter_names, repeated
 from shardkit.state_dict.routes import find_lead
@@ -19,7 +20,9 @@ from shardkit.state_dict.routes import find_lead
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
 
-def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> OptimizerState:
+def sharded_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], *, initialize: bool = False
+) -> OptimizerState:
     """The optimizer's state as it lies on the ranks, by clean FQN of the parameters. Local.
 
     ``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}, ...]}``, the layout of
@@ -30,12 +33,19 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer | Iterab
     Args:
         model: the model whose parameters are optimized; a tied one goes by its first name.
         optimizer: one, or several of different parameters, whose groups follow one another.
+        initialize: give entries also to parameters that train and have no state yet, in new memory: what a step of
+            zero gradients would make. ``torch.distributed.checkpoint.load`` fills them in place, and
+            :func:`load_sharded_optimizer_state_dict` then gives them to the optimizer, which does not change before.
 
     Raises:
-        ShardkitError: an optimizer holds tensors that are not in the model, or two hold the same parameter.
+        ShardkitError: an optimizer holds tensors that are not in the model, or two hold the same parameter; for
+            ``initialize``, its step needs more than gradients, as LBFGS's.
     """
     names = parameter_names(model)
     found = [_by_name(each, names) for each in optimizers_of(optimizer)]
+    if initialize:
+        for each, state in zip(optimizers_of(optimizer), found, strict=True):
+            state["state"] |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
     groups = list(chain.from_iterable(each["param_groups"] for each in found))
     if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
         rule = "State is kept by parameter, so each may be in one group of one optimizer"

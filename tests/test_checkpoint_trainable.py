@@ -1,0 +1,196 @@
+"""Saving what trains, freezing that changes, ties that a file does not have, and state before the first step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_net import assert_same
+from meshes import mesh_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
+from shardkit.errors import CheckpointError, ShardkitError
+from shardkit.state_dict import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_sharded_optimizer_state_dict,
+    sharded_optimizer_state_dict,
+)
+from shardkit.testing import distributed
+
+WIDTH = 512
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter beside it, and statistics that train with the adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.base(x) + self.up(self.down(x)))
+
+
+def build(seed: int = 0, mesh: bool = True, layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(Adapted() for _ in range(layers)))
+    if mesh:
+        for layer in net:
+            fully_shard(layer, mesh=mesh_of((2,)))
+        fully_shard(net, mesh=mesh_of((2,)))
+    return net
+
+
+def adamw(net: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+
+
+def step(net: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    net(torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin()).square().mean().backward()
+    optimizer.step()
+
+
+def whole(net: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    state = {"model": dict(full_state_dict(net, rank0_only=False))}
+    if optimizer is not None:
+        state["optimizer"] = full_optimizer_state_dict(net, optimizer, rank0_only=False)
+    return state
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@distributed(world_size=2, backend="gloo")
+def test_what_trains_is_saved_and_the_rest_left_alone(format, tmp_path):
+    net = build()
+    optimizer = adamw(net)
+    step(net, optimizer)
+    save_checkpoint(tmp_path / "c", net, optimizer, format=format, trainable_only=True, extra=1)
+    size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+    base = sum(param.numel() * 4 for param in net.parameters() if not param.requires_grad)
+    assert base > 3_000_000 > 400_000 > size
+
+    other = build(seed=1)
+    untouched = {name: value for name, value in whole(other)["model"].items() if ".base." in name}
+    resumed = adamw(other)
+    assert load_checkpoint(tmp_path / "c", other, resumed) == 1
+    expected, got = whole(net, optimizer), whole(other, resumed)
+    assert len(untouched) == 6
+    assert_same(got["model"], expected["model"] | untouched)
+    assert_same(got["optimizer"], expected["optimizer"])
+
+
+def test_it_is_said_and_converted(tmp_path, caplog):
+    net = build(mesh=False)
+    save_checkpoint(tmp_path / "c", net, trainable_only=True)
+    for to in ("dcp", "safetensors"):
+        convert_checkpoint(tmp_path / "c", tmp_path / to, to=to)
+        with caplog.at_level(logging.WARNING, "shardkit"):
+            load_checkpoint(tmp_path / to, build(seed=1, mesh=False))
+        assert "saved with trainable_only=True: 6 frozen tensors are left as they are" in caplog.text
+        caplog.clear()
+    with pytest.raises(CheckpointError, match="6 missing"):
+        load_pretrained(build(mesh=False), tmp_path / "c")
+    with pytest.raises(ShardkitError, match="no parameter trains"):
+        save_checkpoint(tmp_path / "none", net.requires_grad_(False), trainable_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("trainable_only", [True, False])
+def test_freezing_that_changed_is_one_error_or_left_alone(trainable_only, tmp_path):
+    net = build(mesh=False)
+    optimizer = adamw(net)
+    step(net, optimizer)
+    save_checkpoint(tmp_path / "c", net, optimizer, trainable_only=trainable_only)
+
+    thawed = build(seed=1, mesh=False)
+    thawed[0].base.requires_grad_(True)
+    resumed, before = adamw(thawed), thawed[0].base.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"0\.base\.weight, 0\.base\.bias"):
+        load_checkpoint(tmp_path / "c", thawed, resumed)
+    assert torch.equal(thawed[0].base.weight, before)
+    assert not resumed.state
+    load_checkpoint(tmp_path / "c", thawed, resumed, strict=False)
+    assert torch.equal(thawed[0].base.weight, before if trainable_only else net[0].base.weight)
+    assert torch.equal(resumed.state[thawed[0].up.weight]["exp_avg"], optimizer.state[net[0].up.weight]["exp_avg"])
+    assert not resumed.state.get(thawed[0].base.weight)
+    step(thawed, resumed)
+
+    frozen = build(seed=1, mesh=False)
+    frozen[0].up.requires_grad_(False)
+    resumed = adamw(frozen)
+    with pytest.raises(CheckpointError, match=r"state of 0\.up\.weight, not in the optimizer"):
+        load_checkpoint(tmp_path / "c", frozen, resumed)
+    load_checkpoint(tmp_path / "c", frozen, resumed, strict=False)
+    assert torch.equal(frozen[0].up.weight, net[0].up.weight)
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@distributed(world_size=2, backend="gloo")
+def test_an_untied_file_in_a_tied_model_is_reported(tmp_path):
+    untied = Tied(False)
+    with torch.no_grad():
+        untied.head.weight.copy_(untied.embed.weight)
+        save_checkpoint(tmp_path / "same", untied)
+        untied.head.weight[4, 2] += 1  # the last rank's part alone
+        save_checkpoint(tmp_path / "differs", untied)
+    for load in (load_pretrained, load_checkpoint):
+        net = Tied(True)
+        fully_shard(net, mesh=mesh_of((2,)))
+        load(net, tmp_path / "same") if load is load_pretrained else load(tmp_path / "same", net)
+        before = whole(net)
+        with pytest.raises(CheckpointError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"):
+            load(net, tmp_path / "differs") if load is load_pretrained else load(tmp_path / "differs", net)
+        assert_same(whole(net), before)
+        arguments = (net, tmp_path / "differs") if load is load_pretrained else (tmp_path / "differs", net)
+        load(*arguments, strict=False)
+        assert torch.equal(whole(net)["model"]["embed.weight"], untied.embed.weight)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_dcp_restores_an_optimizer_that_has_not_stepped(tmp_path):
+    net = build()
+    optimizer = adamw(net)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    step(net, optimizer)
+    dcp.save({"optimizer": sharded_optimizer_state_dict(net, optimizer)}, checkpoint_id=str(tmp_path / "c"))
+
+    fresh = build()
+    resumed = adamw(fresh)
+    torch.optim.lr_scheduler.LambdaLR(resumed, lambda epoch: 1.0)  # which wraps its step
+    resumed.register_step_pre_hook(lambda *_: pytest.fail("it must not step"))
+    before, generator = whole(fresh), torch.get_rng_state()
+    assert sharded_optimizer_state_dict(fresh, resumed)["state"] == {}
+    state = {"optimizer": sharded_optimizer_state_dict(fresh, resumed, initialize=True)}
+    assert not resumed.state
+    assert_same(whole(fresh), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    dcp.load(state, checkpoint_id=str(tmp_path / "c"))
+    load_sharded_optimizer_state_dict(fresh, resumed, state["optimizer"])
+    names = sharded_optimizer_state_dict(net, optimizer)["state"].keys()
+    assert names == sharded_optimizer_state_dict(fresh, resumed)["state"].keys()
+    assert len(names) == 12
+    got, expected = whole(fresh, resumed)["optimizer"]["state"], whole(net, optimizer)["optimizer"]["state"]
+    assert_same(got, expected)
+
+
+def test_an_optimizer_that_cannot_step_so_is_named():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ShardkitError, match="LBFGS cannot take one"):
+        sharded_optimizer_state_dict(net, torch.optim.LBFGS(net.parameters()), initialize=True)
