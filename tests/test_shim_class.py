@@ -256,6 +256,45 @@ def test_methods_besides_forward():
     assert all(isinstance(param, DTensor) for param in whole.parameters())
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.head = 0, nn.Linear(2, 2)
+
+    def scored(self, x):
+        self.calls += 1
+        return self.head(x)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_method_runs_once_and_under_no_shard_trains():
+    torch.manual_seed(0)
+    plain, x = Counting(), torch.ones(2, 2)
+    whole = FSDP(copy.deepcopy(plain), sharding_strategy=ShardingStrategy.NO_SHARD)
+    sharded = FSDP(copy.deepcopy(plain))
+    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
+        sharded.scored(x)
+    (whole.scored(x * (1 + dist.get_rank())) * 2).sum().backward()
+    (plain.scored(x * 1.5) * 2).sum().backward()  # the mean of both ranks' batches
+    assert [sharded.calls, whole.calls, plain.calls] == [1, 1, 1]
+    for ours, expected in zip(whole.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@distributed(world_size=2, backend="gloo")
+def test_zero_grad_drops_what_no_sync_put_aside(to_none):
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(3, 2))
+    with model.no_sync():
+        model(torch.full((1, 3), 100.0)).sum().backward()
+        model.zero_grad(set_to_none=to_none)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 3))
+    model.zero_grad(set_to_none=to_none)
+    assert all((param.grad is None) == to_none for param in model.parameters())
+
+
 @distributed(world_size=2, backend="gloo")
 def test_parameters_are_the_sharded_ones_whenever_they_are_asked_for():
     _, model = trees()

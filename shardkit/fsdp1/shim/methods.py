@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, register_fsdp_forward_method
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from shardkit._torch import tree_leaves, tree_map, with_local
 from shardkit.errors import ShardkitError, TranslationError, message
-from shardkit.fsdp1.shim.record import record_of, sharded_of
-
-_MIXED = "got mixed torch.Tensor and DTensor"  # torch's error where a sharded parameter is used as it is
+from shardkit.fsdp1.shim.record import record_of
+from shardkit.fsdp1.shim.shard_grads import MIXED
 
 
 class NotGathered(TranslationError, RuntimeError):
@@ -23,33 +28,67 @@ class NotGathered(TranslationError, RuntimeError):
 def guarded(wrapper: nn.Module, name: str, found: Any) -> Any:
     """``found``, the attribute of that name; a method of the user's model answers for parameters that are sharded.
 
-    Under NO_SHARD FSDP1 kept parameters whole, so that methods ran: there it is called again as a forward method,
-    which needs no collective. Elsewhere what to do is said.
+    Under NO_SHARD FSDP1 kept parameters whole, so that methods ran: there this rank's part, which is the whole, takes
+    their places. Elsewhere what to do is said.
     """
     if not inspect.ismethod(found) or hasattr(nn.Module, name):
         return found
 
     @functools.wraps(found)
     def method(*args: Any, **kwargs: Any) -> Any:
+        whole = record_of(wrapper).strategy is ShardingStrategy.NO_SHARD
         try:
-            return found(*args, **kwargs)
+            with _Whole() if whole else nullcontext():
+                return found(*args, **kwargs)
         except RuntimeError as error:
-            if _MIXED not in str(error) or isinstance(error, ShardkitError):
+            if MIXED not in str(error) or isinstance(error, ShardkitError):
                 raise
-            return _gathered(wrapper, name, error)(*args, **kwargs)
+            raise _not_gathered(name) from error
 
     return method
 
 
-def _gathered(wrapper: nn.Module, name: str, error: RuntimeError) -> Callable[..., Any]:
-    sharded = sharded_of(wrapper)
-    if record_of(wrapper).strategy is not ShardingStrategy.NO_SHARD or not isinstance(sharded, nn.Module):
-        rule = "Parameters are gathered for forward, and a method besides it sees this rank's shards"
-        fix = (
-            f'Call register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks, or call it in '
-            "FSDP.summon_full_params(model)"
-        )
-        raise NotGathered(message(name, "uses parameters that are sharded", rule, fix)) from error
-    register_fsdp_forward_method(sharded, name)
-    registered: Callable[..., Any] = getattr(sharded, name)
-    return registered
+def _not_gathered(name: str) -> NotGathered:
+    rule = "Parameters are gathered for forward, and a method besides it sees this rank's shards"
+    fix = (
+        f'Call register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks, or call it in '
+        "FSDP.summon_full_params(model)"
+    )
+    return NotGathered(message(name, "uses parameters that are sharded", rule, fix))
+
+
+class _Whole(TorchFunctionMode):
+    """Parameters that every rank has whole are plain tensors where they are used beside such."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function on them as plain tensors."""
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if len({isinstance(each, DTensor) for each in tensors}) > 1:
+            args, kwargs = tree_map(_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    return _Plain.apply(value) if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]
+
+
+class _Plain(Function):
+    """A tensor that every rank has whole as a plain one; its gradient is averaged over the ranks. Collective there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        """A view of it."""
+        ctx.tensor = tensor
+        local: Tensor = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        """The mean, placed like the tensor."""
+        grad = grad.contiguous()
+        for group in ctx.tensor.device_mesh.get_all_groups():
+            dist.all_reduce(grad, group=group)
+        return with_local(ctx.tensor, grad / ctx.tensor.device_mesh.size())

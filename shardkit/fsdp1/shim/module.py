@@ -191,6 +191,16 @@ class FullyShardedDataParallel(nn.Module):
         with roots.accumulating(self), grads.no_sync(self):
             yield
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module``'s, also of gradients that ``no_sync`` has put aside. Local."""
+        if set_to_none:
+            grads.zero_grad(self)
+        else:
+            held = [(param, param.grad) for param in self.parameters() if param.grad is not None]
+            grads.zero_grad(self)
+            for param, grad in held:
+                param.grad = grad.zero_()
+
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
         """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
 
