@@ -105,6 +105,8 @@ class FullyShardedDataParallel(nn.Module):
         optimizers.remember(made.parameters, module)
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
+        if not made.again:
+            roots.attend_to(module)
         guards.install(FullyShardedDataParallel)
 
     @property

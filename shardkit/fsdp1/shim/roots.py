@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import initialize, not_compiled, own_parameters
 from shardkit._fsdp1 import accumulating_in_param_dtype, set_cast_forward_inputs
+from shardkit.entry import attend
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
@@ -34,6 +35,18 @@ def begin(wrapper: nn.Module) -> bool:
         optimizers.step_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
+
+
+def attend_to(module: nn.Module) -> None:
+    """The core's ``attend``: a child or inference_mode first, double backward. Local, in place.
+
+    But for ``forward`` called by name: torch.compile of the wrapper would meet the core's function in its place.
+    """
+    if isinstance(module, FSDPModule):
+        before = {name: value for name, value in vars(module).items() if name == "forward"}
+        attend(module)
+        vars(module).pop("forward", None)
+        vars(module).update(before)
 
 
 @contextmanager
