@@ -11,6 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 
+from shardkit._fsdp import states_of
+from shardkit._torch import units_of
+
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
     """The hooks of ``register_hook``, which torch only adds and removes in public. Local, pure."""
@@ -35,6 +38,24 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 def slot_of(fsdp_param: Any) -> tuple[int, str]:
     """Where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
     return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name
+
+
+def own_slots(root: nn.Module) -> dict[nn.Module, list[Any]]:
+    """The ``FSDPParam`` of each parameter of the unit of ``root``, by the module below it that registers it. Local."""
+    found: dict[nn.Module, list[Any]] = {}
+    for unit in (unit for state in states_of([root]) for unit in units_of(state)):
+        for fsdp_param in unit.fsdp_params:
+            info = fsdp_param._module_info
+            for module in (info.module, *info.shared_modules):
+                if isinstance(module, nn.Module) and module is not root:
+                    found.setdefault(module, []).append(fsdp_param)
+    return found
+
+
+def is_gathered(fsdp_param: Any) -> bool:
+    """Whether something else than its shard is registered in a parameter's place. Local, pure."""
+    info = fsdp_param._module_info
+    return getattr(info.module, info.param_name) is not fsdp_param.sharded_param
 
 
 def follow(fsdp_param: Any, registered: Callable[[Tensor], None]) -> None:

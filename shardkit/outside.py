@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from functools import partial
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._fsdp_params import is_gathered, own_slots
 from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
 
@@ -35,6 +38,24 @@ def raise_named(model: nn.Module, error: Exception) -> None:
         fix = f"Leave {listing(units)} out of units=, so that a module around this use gathers it, or call the module"
         problem = f"used while its unit, {listing(units)}, is not gathered"
         raise ShardkitError(message(listing(used), problem, rule, fix)) from error
+
+
+def refuse_calls_outside(root: nn.Module) -> None:
+    """Make modules whose parameters are the root's own name the fix when they are called while those are sharded.
+
+    Such a call gathers nothing, and torch's text names an operation only. Adds a forward pre-hook to each. Local.
+    """
+    names = {module: fqn for fqn, module in root.named_modules()}
+    for module, slots in own_slots(root).items():
+        module.register_forward_pre_hook(partial(_refuse_outside, names[module], slots))
+
+
+def _refuse_outside(fqn: str, slots: list[Any], *_: object) -> None:
+    if torch.compiler.is_compiling() or all(map(is_gathered, slots)):
+        return
+    rule = "FSDP2 gathers them while the forward of the whole model runs, and only then"
+    fix = f"Call the model, or the method that calls it with forward_methods=, or make it a unit: by_name({fqn!r})"
+    raise ShardkitError(message(fqn, "called on its own, and its parameters belong to the root's unit", rule, fix))
 
 
 def _memory(tensor: DTensor) -> int:

@@ -294,3 +294,16 @@ def test_units_of_several_blocks() -> None:
         with torch.no_grad():
             model.layers[0](torch.ones(2, 8))
             assert not gathered(model)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_child_of_the_roots_unit_called_on_its_own_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    shard_model(model, units=[])
+    text = r"^1: called on its own, and its parameters belong to the root's unit\. .* by_name\('1'\)\.$"
+    for _ in range(2):
+        with pytest.raises(ShardkitError, match=text):
+            model[1](torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+    with full_params(model):
+        model[1](torch.ones(2, 4))

@@ -16,7 +16,7 @@ from test_bad_input import refused
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from shardkit import PlanError, ShardUnit, apply, apply_plan, plan_model, shard_model
+from shardkit import PlanError, ShardUnit, apply, apply_plan, init_on_meta, plan_model, shard_model
 from shardkit.testing import distributed, fake_world
 
 
@@ -77,6 +77,10 @@ def test_lazy_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
     with fake_world(2), pytest.raises(PlanError, match=r"1, 2: a lazy module that is not initialized.* one forward"):
         shard_model(model)
+    with init_on_meta():
+        recorded = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with fake_world(2), pytest.raises(PlanError, match=r"1: a lazy module that is not initialized"):
+        shard_model(recorded)
     model(torch.ones(4, 2))
     with fake_world(2):
         shard_model(model)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
@@ -126,8 +127,10 @@ def remember(tape: Tape) -> None:
 
 
 def is_plain_meta(tensor: Any) -> bool:
-    """Whether this is a meta tensor with a storage of its own: no wrapper subclass such as DTensor."""
-    return isinstance(tensor, Tensor) and tensor.is_meta and not _torch.has_own_dispatch(type(tensor))
+    """Whether this is a meta tensor with a storage of its own: no wrapper subclass such as DTensor, and not lazy."""
+    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+        return False
+    return tensor.is_meta and not _torch.has_own_dispatch(type(tensor))
 
 
 def is_recorded(model: nn.Module) -> bool:
