@@ -254,7 +254,7 @@ def shard(model: nn.Module, case: Case) -> None:
         units=units[case.units],
         reshard_after_forward=case.reshard,
         offload_policy=CPUOffloadPolicy(pin_memory=False) if case.offload else OffloadPolicy(),
-        checkpoint_activations=case.recompute,
+        checkpoint_activations=case.recompute and "own_checkpoint" not in case.features,
     )
 
 
