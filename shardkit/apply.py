@@ -17,6 +17,7 @@ from shardkit.entry import attend
 from shardkit.errors import PlanError, message
 from shardkit.fit import check_fit, check_is_plan, check_unsharded
 from shardkit.mesh import build_mesh, check_mesh, ensure_process_group
+from shardkit.outside import refuse_calls_outside
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import Groups, device_type, raise_together
 from shardkit.recompute import recomputed
@@ -75,6 +76,7 @@ def apply_decided(
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     carry_out(model, plan, mesh)
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
+    refuse_calls_outside(model)
     return model
 
 

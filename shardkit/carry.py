@@ -157,7 +157,8 @@ def cannot_carry(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 def _shared_memory(tree: ModelTree, held: list[Held], params: dict[str, nn.Parameter]) -> Iterator[str]:
     """Views and detached parameters follow an optimizer's steps in a plain model, and would keep the old values."""
     plain = [each for each in held if type(each.tensor) in (Tensor, nn.Parameter) and not _made_by_hook(each)]
-    plain = [each for each in plain if id(each.tensor) not in tree.names]  # else ignored, and not sharded
+    # A parameter among them is ignored, and not sharded; what is sparse has no one storage.
+    plain = [each for each in plain if id(each.tensor) not in tree.names and each.tensor.layout is torch.strided]
     if not plain:
         return
     storages = {fqn: p.untyped_storage() for fqn, p in params.items() if type(p) is nn.Parameter}

@@ -22,7 +22,7 @@ from shardkit import _fsdp_events as events
 from shardkit._fsdp import FSDPUnit
 from shardkit._torch import tree_leaves
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.outside import raise_named, refuse_calls_outside
+from shardkit.outside import raise_named
 
 
 def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
@@ -39,7 +39,6 @@ def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
     events.listen(root, watch)
     events.initialize_at_first_forward(root, lambda: _check_materialized(root))  # type: ignore[arg-type]
     events.end_partial_forwards(root)
-    refuse_calls_outside(root)  # type: ignore[arg-type]
     register_fsdp_forward_method(root, "forward")  # type: ignore[arg-type]
     for name in ("forward", *methods):
         fqn, _, method = name.rpartition(".")

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "outside": {"errors", "_fsdp_params"},
     "entry": {"errors", "_fsdp", "_fsdp_events", "outside"},
     "statics": {"errors", "_fsdp"},
-    "apply": APPLYING | {"replicated", "entry", "statics"},
+    "apply": APPLYING | {"replicated", "entry", "statics", "outside"},
     "api": DECIDING | APPLYING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"_fsdp_params", "held"},
