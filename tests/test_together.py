@@ -377,7 +377,10 @@ def test_plain_misuse_is_one_clear_error(tmp_path):
         "full state": (lambda: full_state_dict(optimizer), "^model: is a AdamW"),
         "full params": (lambda: full_params({}).__enter__(), "^model: is a dict"),
         "scheduler": (lambda: save_checkpoint(tmp_path / "d", model, scheduler), "^optimizer: of type LambdaLR"),
-        "ranks": (lambda: save_checkpoint(tmp_path / str(dist.get_rank()), model), "differ between ranks"),
+        "ranks": (
+            lambda: save_checkpoint(tmp_path / str(dist.get_rank()), model),
+            "ranks 1, 2, 3 differ",
+        ),
     }
     for wrong, problem in cases.values():
         with pytest.raises(ShardkitError, match=problem):

@@ -37,6 +37,7 @@ from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
+from shardkit.state_dict.complete import check_complete
 from shardkit.state_dict.names import ModelState, model_state, trainable_state
 from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
@@ -150,6 +151,7 @@ def save_checkpoint(
             named = sharded_optimizer_state_dict(model, optimizer)
         if trainable_only:
             state, named = trainable_state(state), _trainable(named, state)
+        check_complete(model, state)
         poll.own = has_subclass([*state.tensors.values(), *tensor_leaves(named).values()])
         content = None if poll.own else _content(state, named, scheduler, extra)
     if poll.any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
+from shardkit.state_dict.complete import check_complete
 from shardkit.state_dict.gather import Want, gathered
 from shardkit.state_dict.names import ModelState, model_state
 from shardkit.state_dict.routes import find_lead
@@ -59,7 +60,8 @@ def full_state_dict(
             the message smaller.
 
     Raises:
-        ShardkitError: on every rank, if a tensor is on the meta device, or two names differ by wrappers only.
+        ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
+            has a quantised weight without its scales.
 
     Example:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
@@ -69,6 +71,7 @@ def full_state_dict(
     state = model_state(model)
     with together(groups_of(model), call="full_state_dict"):
         refuse_meta(state.tensors.items())
+        check_complete(model, state)
     lead = find_lead(state.tensors.values())
     want = Want(not rank0_only, torch.device(device), dtype)
     first = first_names(state.tensors)
