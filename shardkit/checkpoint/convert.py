@@ -71,6 +71,8 @@ def convert_checkpoint(
         source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
         if isinstance(source, OwnDirectory):
             source.verify([], 0, 1)
+        if source.contents.no_optimizer:
+            raise CheckpointError(source.contents.no_optimizer)
         if kind == "full":
             _refuse_quantised(source.contents)
         if kind == "safetensors":

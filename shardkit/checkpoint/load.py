@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from shardkit.checkpoint.locate import locate
 from shardkit.checkpoint.match import KeyMap, match, rename
 from shardkit.checkpoint.optimizer import Fit, OptimizerLoad, plan_optimizer
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
+from shardkit.checkpoint.rank_files import RankFiles, rank_files
 from shardkit.checkpoint.source import Contents, Source, Stored
 from shardkit.checkpoint.ties import check_ties
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import together
-from shardkit.state_dict.names import ModelState, model_state, trainable_state
+from shardkit.state_dict.names import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state_dict.place import check_memory
 
 logger = logging.getLogger("shardkit")
@@ -58,7 +60,8 @@ def load_checkpoint(
     nothing is sent between ranks but whether one of them failed. What is read is recognised by what is there: a
     checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``, such as FSDP1's
     SHARDED_STATE_DICT or any other; a file of ``torch.save``, such as FSDP1's FULL_STATE_DICT, with the optimizer's
-    state by FQN or by number; a safetensors file, its index, or a directory of either.
+    state by FQN or by number; a directory of such files from each rank (``*_rank_0.pt``), such as verl's, of DTensors,
+    FSDP1's ShardedTensors or its LOCAL_STATE_DICT; a safetensors file, its index, or a directory of either.
 
     With as many ranks as saved, each gets its own random generators back. With another number, the generators that
     were alike on all ranks go on, and others are seeded by rank: different from each other, and the same each time.
@@ -95,7 +98,7 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held, connected(groups, "load_checkpoint"):
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
-            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle)
+            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=_shapes(model))
             fit = Fit(key_map, strict, cast, str(path))
             state = _asked(source.contents, _writable(model), fit, rank)
             poll.own = has_subclass(state.tensors.values())
@@ -103,10 +106,13 @@ def load_checkpoint(
         agree(asked | {"what is at path": _described(source.contents)}, groups, "load_checkpoint")
         flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
-            targets, load = _decide(source, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit)
+            targets, load, check = _decide(
+                source, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit
+            )
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError):
+            check()
             _carry_out(source, model, targets, load, scheduler)
             flat.write_back()
             if random:
@@ -114,8 +120,17 @@ def load_checkpoint(
     return source.contents.extra
 
 
-def open_checkpoint(path: Path, held: ExitStack, *, allow_pickle: bool = False) -> Source:
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of the parameters, by the first name of each."""
+    return {name: param.shape for param, name in parameter_names(model).items()}
+
+
+def open_checkpoint(
+    path: Path, held: ExitStack, *, allow_pickle: bool = False, shapes: Mapping[str, torch.Size] | None = None
+) -> Source:
     """The source at a path. Local; of a checkpoint of shardkit it holds the lock that keeps rotation away.
+
+    ``shapes`` are those of the model's parameters, where it is known; FSDP1's flat ones do without their own.
 
     Raises:
         CheckpointError: it is of no known kind, or damaged.
@@ -126,11 +141,13 @@ def open_checkpoint(path: Path, held: ExitStack, *, allow_pickle: bool = False) 
         return OwnDirectory(path, allow_pickle=allow_pickle)
     if path.is_dir() and (path / dcp_metadata.NAME).exists():
         return DcpDirectory(path, allow_pickle=allow_pickle)
-    if path.suffix in fsdp1.SUFFIXES and path.is_file():
-        return TorchFile(path, allow_pickle=allow_pickle)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
+    if path.exists() and (sets := rank_files(path)):
+        return RankFiles(path, sets, shapes, allow_pickle=allow_pickle)
+    if path.suffix in fsdp1.SUFFIXES and path.is_file():
+        return TorchFile(path, allow_pickle=allow_pickle)
     raise CheckpointError(_unknown(path, names))
 
 
@@ -146,7 +163,7 @@ def _unknown(path: Path, names: list[str]) -> str:
     if inner:
         problem, fix = f"it holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
     elif files := [name for name in names if name.endswith(fsdp1.SUFFIXES)]:
-        problem, fix = f"it holds {listing(files)}", "Pass one of the files"
+        problem, fix = f"it holds {listing(files)}", "Pass one of the files, if it has the whole model"
     else:
         problem, fix = f"it holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
     torchs = f"{dcp_metadata.NAME} (torch.distributed.checkpoint)"
@@ -156,18 +173,19 @@ def _unknown(path: Path, names: list[str]) -> str:
 
 def _decide(
     source: Source, state: ModelState, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
-) -> tuple[list[tuple[str, Tensor]], OptimizerLoad | None]:
-    """Which tensors to fill from what; changes nothing. Local."""
+) -> tuple[list[tuple[str, Tensor]], OptimizerLoad | None, Callable[[], None]]:
+    """Which tensors to fill from what, and a check that reads values; changes nothing. Local."""
     contents = source.contents
     wanted = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
     absent = [name for name, (given, saved) in wanted.items() if given is not None and saved is None]
+    if optimizer is not None and contents.no_optimizer:
+        raise CheckpointError(contents.no_optimizer)
     if absent:
         problem = f"it has no {' and no '.join(absent)}"
         raise CheckpointError(message(fit.where, problem, "What is asked for must be there", "Leave the argument out"))
-    targets = _model_targets(source, state, fit) if contents.model else []
-    if optimizer is None:
-        return targets, None
-    return targets, plan_optimizer(model, optimizer, contents.optimizer or {}, fit)
+    targets, check = _model_targets(source, state, fit) if contents.model else ([], lambda: None)
+    load = None if optimizer is None else plan_optimizer(model, optimizer, contents.optimizer or {}, fit)
+    return targets, load, check
 
 
 def _writable(model: nn.Module) -> ModelState:
@@ -201,7 +219,7 @@ def _asked(contents: Contents, state: ModelState, fit: Fit, rank: int) -> ModelS
     return replace(state, tensors=asked, others=trains.others)
 
 
-def _model_targets(source: Source, state: ModelState, fit: Fit) -> list[tuple[str, Tensor]]:
+def _model_targets(source: Source, state: ModelState, fit: Fit) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
     contents = source.contents
     stored = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
     matched = match(stored, state.tensors, where=fit.where, key_map=fit.key_map, cast=fit.cast, strict=fit.strict)
@@ -209,14 +227,12 @@ def _model_targets(source: Source, state: ModelState, fit: Fit) -> list[tuple[st
     if fit.strict and lost:
         rule = "Every entry of the model's state_dict is there"
         raise CheckpointError(message(fit.where, f"it has no {listing(lost)}", rule, "Pass strict=False"))
-    check_ties(
-        matched,
-        state.tensors,
-        lambda targets: source.read((stored[name].key, tensor) for name, tensor in targets),
-        fit.where,
-        fit.strict,
-    )
-    return [(stored[name].key, state.tensors[own]) for own, name in matched.sources.items()]
+
+    def read(targets: Iterable[tuple[str, Tensor]]) -> None:
+        source.read((stored[name].key, tensor) for name, tensor in targets)
+
+    targets = [(stored[name].key, state.tensors[own]) for own, name in matched.sources.items()]
+    return targets, partial(check_ties, matched, state.tensors, read, fit.where, fit.strict)
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ class Contents:
         extra: what the user gave.
         random: for each kind of generator the states of all ranks.
         trainable_only: whether frozen parameters were left out.
+        no_optimizer: why an optimizer that is there cannot be read.
     """
 
     model: dict[str, Any]
@@ -46,6 +47,7 @@ class Contents:
     extra: Any = None
     random: dict[str, list[bytes]] = field(default_factory=dict)
     trainable_only: bool = False
+    no_optimizer: str = ""
 
 
 class Source(Protocol):

@@ -46,7 +46,8 @@ def check_complete(model: nn.Module, state: ModelState) -> None:
 def _beside(module: nn.Module, name: str, param: Tensor) -> Iterator[Tensor]:
     """The tensors that are kept beside a parameter's own data."""
     for tensor in (param, _torch.local_tensor(param) if isinstance(param, DTensor) else param):
-        is_own_class = type(tensor) not in _PLAIN and not _torch.is_wrapper(tensor)
+        # What has no memory, as a wrapper that torch cannot flatten, is refused where it would be read.
+        is_own_class = type(tensor) not in _PLAIN and not _torch.is_wrapper(tensor) and tensor.data_ptr() != 0
         for key, value in vars(tensor).items():
             if (is_own_class and key != "grad") or key in _SCALES:
                 yield from _tensors(value)

@@ -1,0 +1,143 @@
+"""What FSDP1 keeps flat: LOCAL_STATE_DICT, and ``optimizer.state_dict()`` of sharded parameters. Sizes are the model's.
+
+A flat parameter has what a unit holds beside the units inside of it, in the model's order, and zeros at the end; each
+rank has one run of it. With ``use_orig_params=True`` each rank has its run of each parameter by name, without zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardkit.checkpoint.fsdp1 import ShardedPieces
+from shardkit.errors import CheckpointError, message
+
+FLAT = "_flat_param"
+Shapes: TypeAlias = Mapping[str, torch.Size]  # of the model's parameters, in order
+Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # of each rank
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A tensor as runs of its elements, one after the other.
+
+    Attributes:
+        shape: of the tensor.
+        parts: the runs, mapped from files.
+    """
+
+    shape: torch.Size
+    parts: list[Tensor]
+
+    def full(self) -> Tensor:
+        """The tensor, in new memory."""
+        return torch.cat([part.flatten() for part in self.parts]).view(self.shape)
+
+
+def is_flat(trees: Trees) -> bool:
+    """Whether these are state dicts with flat parameters."""
+    return any(_is_flat(key) for key in trees[0])
+
+
+def parameters(trees: Trees, shapes: Shapes | None, where: str) -> list[dict[Any, Any]]:
+    """The state dicts with :class:`Runs` on each rank in the place of flat parameters. Local, pure.
+
+    Raises:
+        CheckpointError: sizes are not known, or do not fit.
+    """
+    if shapes is None:
+        raise _unknown(where, "it is FSDP1's LOCAL_STATE_DICT")
+    units: dict[str, list[str]] = {key.removesuffix(FLAT): [] for key in trees[0] if _is_flat(key)}
+    for name in shapes:
+        around = [unit for unit in units if name.startswith(unit)]
+        if around:
+            units[max(around, key=len)].append(name)
+    runs: dict[str, Runs] = {}
+    for unit, names in units.items():
+        by_name = any(name in tree for name in names for tree in trees)  # use_orig_params=True
+        found = _named(trees, names) if by_name else _cut(trees, unit, [(name, shapes[name]) for name in names])
+        for name in names:
+            runs[name] = _checked(found[name], shapes[name], f"{where}: {name}")
+    return [{key: value for key, value in tree.items() if not _is_flat(key)} | runs for tree in trees]
+
+
+def optimizer_states(trees: Trees, shapes: Shapes | None, where: str) -> list[dict[Any, Any]]:
+    """``optimizer.state_dict()`` of all ranks with names for numbers and :class:`Runs` for runs. Local, pure.
+
+    Raises:
+        CheckpointError: as :func:`parameters`; or the parameters were flat, so that numbers count units.
+    """
+    if shapes is None:
+        raise _unknown(where, "its optimizer is FSDP1's, by number and in runs")
+    names, groups = list(shapes), trees[0]["param_groups"]
+    if [number for group in groups for number in group["params"]] != list(range(len(names))):
+        problem = f"its optimizer does not number the model's {len(names)} parameters in order"
+        rule = "With use_orig_params=False FSDP1 numbers units, and a file of shards does not say what is in which"
+        raise CheckpointError(
+            message(where, problem, rule, "Save FSDP.optim_state_dict(model, optimizer), or load the model alone")
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(names):
+        entries = [tree["state"][number] for tree in trees if number in tree["state"]]
+        for key in dict.fromkeys(key for each in entries for key in each):
+            values = [each[key] for each in entries if key in each]
+            is_run = isinstance(values[0], Tensor) and values[0].ndim > 0
+            what = f"{where}: {key} of {name}"
+            state.setdefault(name, {})[key] = _checked(values, shapes[name], what) if is_run else values[0]
+    named = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+    return [{"state": state, "param_groups": named}]
+
+
+def _is_flat(key: object) -> bool:
+    return str(key).rpartition(".")[2] == FLAT
+
+
+def _named(trees: Trees, names: list[str]) -> dict[str, list[Tensor]]:
+    return {name: [tree[name].detach() for tree in trees if name in tree] for name in names}
+
+
+def _cut(trees: Trees, unit: str, sizes: list[tuple[str, torch.Size]]) -> dict[str, list[Tensor]]:
+    """The runs of each parameter in a unit's flat one. Views."""
+    found: dict[str, list[Tensor]] = {}
+    shards = [part.detach() for tree in trees for part in _shards(tree[unit + FLAT])]
+    padding = sum(shard.numel() for shard in shards) - sum(size.numel() for _, size in sizes)
+    start = 0
+    for name, size in sizes if 0 <= padding < max(len(trees), 2) else []:
+        found[name] = _between(shards, start, start + size.numel())
+        start += size.numel()
+    return {name: found.get(name, []) for name, _ in sizes}
+
+
+def _between(shards: list[Tensor], start: int, stop: int) -> list[Tensor]:
+    parts, first = [], 0
+    for shard in shards:
+        low, high = max(start - first, 0), min(stop - first, shard.numel())
+        if low < high:
+            parts.append(shard[low:high])
+        first += shard.numel()
+    return parts
+
+
+def _shards(value: Any) -> list[Tensor]:
+    return [part for part, _ in value.pieces] if isinstance(value, ShardedPieces) else [value]
+
+
+def _checked(parts: list[Tensor], shape: torch.Size, what: str) -> Runs:
+    count = sum(part.numel() for part in parts)
+    if count != shape.numel() or any(part.ndim != 1 for part in parts):
+        rule = "The runs of all ranks are the elements of the model's parameter, and a unit's are those of its own"
+        fix = "Load into the model that was saved, with its parameters in their order, or save FSDP1's FULL_STATE_DICT"
+        problem = f"{count} elements in the runs of the files, {shape.numel()} here"
+        raise CheckpointError(message(what, problem, rule, fix))
+    return Runs(shape, parts)
+
+
+def _unknown(where: str, problem: str) -> CheckpointError:
+    rule = "Flat parameters have no shapes; those are the model's"
+    fix = "Load it with load_checkpoint(path, model, ...), which knows them, and save that; of a model and its "
+    fix += "optimizer, one of the model's files stands for its set alone"
+    return CheckpointError(message(where, problem, rule, fix))
