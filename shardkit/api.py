@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.apply import apply_decided
 from shardkit.build import Settings, build_plan
+from shardkit.dry_run import plan_checked
 from shardkit.errors import PlanError, listing, message
 from shardkit.fit import check_unsharded
 from shardkit.memory import plan_for_budget
@@ -39,6 +40,7 @@ def plan_model(
     compile: bool = False,
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),
+    example_batch: Any = None,
 ) -> ShardingPlan:
     """The plan by which ``shard_model`` would shard ``model``: plain data that prints as a table.
 
@@ -68,9 +70,14 @@ def plan_model(
         prefetch: how many units ahead to all-gather explicitly; 0 leaves it to torch, one ahead.
         forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
             ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
+        example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a tuple of positional
+            ones, or the only one. One forward on fake tensors finds every parameter that is used while its unit is
+            not gathered. The default rule leaves such units out, with a note; for your own it is an error. Units that
+            are not called get a note. Only shapes and dtypes count.
 
     Raises:
-        PlanError: what cannot be sharded as asked; all offenders are listed.
+        PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter
+            used outside of its unit, or a model that does not run on fake tensors.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -80,9 +87,13 @@ def plan_model(
     tree = ModelTree(model)
     check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
     settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
-    return build_plan(
-        tree, spec_of(mesh), _rules(units), settings, _ignored(tree, ignored_params), prefetch, forward_methods
-    )
+    ignored = _ignored(tree, ignored_params)
+    methods = forward_methods if isinstance(forward_methods, str) else tuple(forward_methods)
+
+    def make() -> ShardingPlan:
+        return build_plan(tree, spec_of(mesh), _rules(units), settings, ignored, prefetch, methods)
+
+    return make() if example_batch is None else plan_checked(tree, make, example_batch, is_default=units is None)
 
 
 def shard_model(
@@ -117,7 +128,7 @@ def shard_model(
         memory_budget: bytes on each rank, or such as ``"70GiB"``: the plan is changed to the fastest one whose peak
             is within it, as :func:`shardkit.memory.plan_for_budget` says, which takes more arguments. The first rank
             logs the choice to the logger ``shardkit``, as INFO.
-        example_batch: one rank's micro-batch, which a budget needs; only shapes and dtypes count.
+        example_batch: as for ``plan_model``; a budget needs it.
         plan: a plan made before, instead of all of these except a DeviceMesh.
         sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all, but for ignored
             parameters, one tensor at a time and before sharding; the models' values may then differ.
@@ -141,7 +152,7 @@ def shard_model(
         if plan is not None:
             _check_plan_alone(plan, arguments | {"memory_budget": memory_budget, "example_batch": example_batch})
             return plan
-        decided = plan_model(model, mesh=mesh, **arguments)
+        decided = plan_model(model, mesh=mesh, **arguments, example_batch=example_batch)
         return decided if memory_budget is None else _within(memory_budget, model, decided, example_batch)
 
     return apply_decided(model, decide, mesh if isinstance(mesh, DeviceMesh) else None, sync_module_states)

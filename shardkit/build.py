@@ -13,7 +13,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.methods import forward_methods, method_problems
 from shardkit.ownership import assign, split_problem, unit_of_entries
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.repair import read_in_another_dtype
+from shardkit.repair import inseparable_dtypes
 from shardkit.tree import ModelTree
 from shardkit.units import Rule, Selection, check_settings, select
 
@@ -64,10 +64,10 @@ def build_plan(
         selections, notes = _with_root(select(tree, rules)), list[str]()
     else:
         selections, notes = default_units(tree, left_alone | whole)
-        read = read_in_another_dtype(tree, selections, left_alone | whole)
-        whole = whole.union(read)
-        reason = "train in another dtype than what is around them, and are read without calling their module"
-        notes += [f"{listing(read, 4)}: {reason}, so are replicated"] * bool(read)
+        others = inseparable_dtypes(tree, selections, left_alone | whole)
+        whole = whole.union(others)
+        reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
+        notes += [f"{listing(others, 4)}: {reason}, so are replicated"] * bool(others)
     return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, whole)
 
 

@@ -22,8 +22,11 @@ _LOCAL = "local "  # before the name of a variable, to tell it from an attribute
 
 
 def is_called(tree: ModelTree, entry: int) -> bool:
-    """False for a module without forward, or whose parameters or ``forward`` a module around takes by name."""
-    if not has_forward(tree.modules[entry]):
+    """False for a module without forward, or whose parameters or ``forward`` a module around takes by name.
+
+    And for what a dry run saw used without being called.
+    """
+    if entry in tree.uncalled or not has_forward(tree.modules[entry]):
         return False
     name = tree.fqns[entry].rpartition(".")[2]
     looked_for = {(name, attribute) for attribute in (*tree.modules[entry]._parameters, "forward")}

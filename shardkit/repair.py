@@ -44,7 +44,7 @@ def split_dtypes(
     """Units whose parameters that train have one dtype: modules of another dtype become units of their own.
 
     A module that itself registers parameters of two dtypes cannot be split, nor one whose weights are read without
-    calling it, as a router's: see :func:`read_in_another_dtype`.
+    calling it, as a router's: see :func:`inseparable_dtypes`.
     """
     taken_out: list[int] = []
     if len({param.dtype for param in tree.params.values()}) < 2:
@@ -66,15 +66,22 @@ def split_dtypes(
     )
 
 
-def read_in_another_dtype(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
-    """FQNs of what trains in another dtype than most of its unit and is read, not called, so no unit can gather it."""
+def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
+    """FQNs of what trains in another dtype than most of its unit and cannot be a unit of its own.
+
+    Its module is not called, as a router's, or registers parameters of the other dtype too, as Mamba's ``A_log``.
+    """
     found: list[str] = []
     for owned in assign(tree, [selection.entries for selection in selections], ignored).params:
         elements = _elements([tree.params[fqn] for fqn in owned])
         kept = max(elements, key=lambda dtype: elements[dtype], default=None)
         others = [fqn for fqn in owned if tree.params[fqn].requires_grad and tree.params[fqn].dtype != kept]
-        found += [fqn for fqn in others if not is_called(tree, tree.places[fqn.rpartition(".")[0]])]
+        found += [fqn for fqn in others if not _is_separable(tree, tree.places[fqn.rpartition(".")[0]])]
     return found
+
+
+def _is_separable(tree: ModelTree, entry: int) -> bool:
+    return is_called(tree, entry) and len({param.dtype for param in tree.owned[entry] if param.requires_grad}) == 1
 
 
 def _elements(params: Iterable[torch.Tensor]) -> Counter[torch.dtype]:
@@ -92,7 +99,7 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict
         return {}
     elements = _elements([tree.params[fqn] for fqn in trained])
     own = {param.dtype for entry in selection.entries for param in tree.owned[entry] if param.requires_grad}
-    kept = own.pop() if own else max(elements, key=lambda dtype: elements[dtype])
+    kept = own.pop() if len(own) == 1 else max(elements, key=lambda dtype: elements[dtype])
     wanted = {id(tree.params[fqn]) for fqn in trained}
     first = set(first_entries(tree))
     found: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -116,7 +123,7 @@ def _components(groups: Iterable[list[int]]) -> list[set[int]]:
 
 def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tuple[list[Selection], list[str]]:
     """The selections with one that holds all of the ``sharing`` entries, and a note where a unit is given up."""
-    sharing = {path for entry in sharing for path in _paths(tree, entry)}
+    sharing = {path for entry in sharing for path in tree.paths(entry)}
     modules = _outermost(tree, set().union(*(_called_around(tree, entry) for entry in sharing)))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
@@ -151,12 +158,7 @@ def _outermost(tree: ModelTree, entries: Iterable[int]) -> list[int]:
 
 def _called_around(tree: ModelTree, entry: int) -> set[int]:
     """The module at ``entry``, by its first path, if it is called on all of them; else what is called around each."""
-    paths = _paths(tree, entry)
+    paths = tree.paths(entry)
     if not entry or all(is_called(tree, path) for path in paths):
         return {paths[0]}
     return {outer for path in paths for outer in _called_around(tree, tree.parents[path])}
-
-
-def _paths(tree: ModelTree, entry: int) -> list[int]:
-    """All entries of the module at ``entry``."""
-    return [path for path, module in enumerate(tree.modules) if module is tree.modules[entry]]

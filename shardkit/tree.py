@@ -29,6 +29,7 @@ class ModelTree:
         params: each parameter once, by its first FQN, in pre-order.
         names: the first FQN of each parameter, by its ``id``.
         ties: the further FQNs of each parameter that has several, by its first.
+        uncalled: the entries that a dry run saw used without being called; empty without one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,6 +51,7 @@ class ModelTree:
         self.params: dict[str, nn.Parameter] = {}
         self.names: dict[int, str] = {}
         self.ties: dict[str, list[str]] = {}
+        self.uncalled: set[int] = set()
         self._walk("", model, -1, set())
 
     @cached_property
@@ -101,6 +103,10 @@ class ModelTree:
         while child < self.ends[entry]:
             yield child
             child = self.ends[child]
+
+    def paths(self, entry: int) -> list[int]:
+        """All entries of the module at ``entry``."""
+        return [path for path, module in enumerate(self.modules) if module is self.modules[entry]]
 
     def subtree(self, entry: int) -> range:
         """The entry itself and all below it."""

@@ -98,6 +98,33 @@ class Routers(nn.Module):
         return x
 
 
+class Scan(nn.Module):
+    """A mixer of bfloat16 with a bias of its own and a float32 ``A_log``, as Mamba's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.A_log = nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x + self.bias) * self.A_log.exp().sum(-1).to(x.dtype)
+
+
+class Scans(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Scan()) for _ in range(2)).to(torch.bfloat16)
+        for layer in self.layers:
+            layer[1].A_log.data = layer[1].A_log.data.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
+        for layer in self.layers:
+            x = layer(x)
+        return x.clone()
+
+
 class Twice(nn.Module):
     """One module, of two dtypes, twice in a list."""
 
@@ -112,7 +139,7 @@ class Twice(nn.Module):
         return x
 
 
-MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Twice)}
+MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Scans, Twice)}
 
 
 def units(model: nn.Module) -> list[str]:
@@ -126,7 +153,10 @@ def test_units_are_called() -> None:
     assert units(Attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
     plan = plan_model(Routers(), mesh=TWO)
     assert plan.replicated == ("layers.0.router.weight", "layers.1.router.weight")
-    assert "router.weight: train in another dtype than what is around them, and are read" in str(plan)
+    assert "router.weight: train in another dtype than the rest of their unit and cannot be a unit" in str(plan)
+    scans = plan_model(Scans(), mesh=TWO)
+    assert scans.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
+    assert [unit.name for unit in scans.units] == ["layers.0", "layers.1", "(root)"]
 
 
 def test_is_called_can_say_yes() -> None:

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "default": PLAN_SIDE | {"called", "repair"},
     "build": PLAN_SIDE | {"default", "repair", "methods"},
     "memory": PLAN_SIDE | {"build", "named", "_fsdp"},
+    "dry_run": PLAN_SIDE | {"memory"},
     "named": {"errors"},
     "ranks": {"errors"},
     "shards": set(),
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "entry": {"errors", "_fsdp", "_fsdp_events", "outside"},
     "statics": {"errors", "_fsdp"},
     "apply": APPLYING | {"replicated", "entry", "statics", "outside"},
-    "api": DECIDING | APPLYING | {"apply"},
+    "api": DECIDING | APPLYING | {"apply", "dry_run"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"_fsdp_params", "held"},
     "grads": STATE | {"_fsdp"},

@@ -285,7 +285,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     ("page", "outputs"),
     [
         ("README.md", 1),
-        ("docs/the-plan.md", 4),
+        ("docs/the-plan.md", 5),
         pytest.param(
             "docs/migrating-from-fsdp1.md",
             5,

@@ -86,7 +86,7 @@ class Watched:
         if enters:
             self._in_forward = True
             self._recorder.moment(FORWARD, self.unit.name)
-        args, kwargs = _cast(self.unit, args), _cast(self.unit, kwargs)
+        args, kwargs = cast_inputs(self.unit, args), cast_inputs(self.unit, kwargs)
         tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not enters or not tensors or not torch.is_grad_enabled():
             return args, kwargs  # torch 2.13 watches the inputs of a unit's first module only
@@ -96,9 +96,7 @@ class Watched:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._in_backward:
             return output
-        dtype = self.unit.mp_policy.output_dtype
-        if dtype is not None:
-            output = tree_map(lambda leaf: _to(leaf, dtype), output)
+        output = cast_output(self.unit, output)
         self._modules_done += 1
         if self._modules_done == len(self.unit.modules):
             self._modules_done, self._in_forward = 0, False
@@ -142,11 +140,18 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-def _cast(unit: ShardUnit, tree: Any) -> Any:
+def cast_inputs(unit: ShardUnit, tree: Any) -> Any:
+    """The arguments of a unit's forward, in the dtype that FSDP2 would cast them to."""
     policy = unit.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return tree
     return tree_map(lambda leaf: _to(leaf, policy.param_dtype), tree)
+
+
+def cast_output(unit: ShardUnit, output: Any) -> Any:
+    """What a unit's forward returned, in the dtype that FSDP2 would cast it to."""
+    dtype = unit.mp_policy.output_dtype
+    return output if dtype is None else tree_map(lambda leaf: _to(leaf, dtype), output)
 
 
 def _to(leaf: Any, dtype: torch.dtype | None) -> Any:
