@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardkit import init_on_meta, materialize
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state_dict import sharded_optimizer_state_dict
-from shardkit.testing import distributed
+from shardkit.testing import distributed, fake_world
 
 pytest.importorskip("torchao", reason="tensor subclasses as people have them")
 
@@ -239,3 +240,32 @@ def test_a_class_that_cannot_be_taken_apart_is_refused_before_anything_is_writte
     with pytest.raises(CheckpointError, match=r"weight \(Opaque\)"):
         save_checkpoint(tmp_path / "c", net, format=format)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:The argument .device. of Tensor.is_pinned:DeprecationWarning")  # of torchao
+@pytest.mark.parametrize("way", ["recorded", "init", "load_pretrained"])
+def test_float8_weights_from_meta_stay_what_they_are(way, tmp_path):
+    expected = build("float8", mesh=False)
+    save_checkpoint(tmp_path / "c", expected)
+    torch.manual_seed(0)
+    with fake_world(2):
+        with init_on_meta() if way == "recorded" else torch.device("meta"):
+            net = nn.Sequential(nn.Linear(192, 129), nn.ReLU(), nn.Linear(129, 512))
+            to_float8(net)
+        for module in (net[0], net[2], net):
+            fully_shard(module)
+        if way == "load_pretrained":
+            load_pretrained(net, tmp_path / "c")
+        else:
+            materialize(net, init=None if way == "recorded" else reset)
+        for name, weight in weights(net).items():
+            whole = parts(expected.state_dict()[name])
+            assert weight.keys() == whole.keys()
+            assert weight.get("class") == whole.get("class")
+            for key in weight.keys() - {"class"}:
+                assert way == "init" or torch.equal(weight[key], whole[key][: len(weight[key])])
+
+
+def reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()

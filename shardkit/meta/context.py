@@ -22,6 +22,7 @@ from shardkit.errors import ShardkitError, message
 from shardkit.meta.disguise import Disguise
 from shardkit.meta.record import Recorder
 from shardkit.meta.tape import Tape, View, view_of
+from shardkit.shards import local_value
 
 _current: Recorder | None = None
 _thread = 0  # that records
@@ -121,6 +122,7 @@ def remember(tape: Tape) -> None:
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                tensor = local_value(tensor) if isinstance(tensor, Tensor) and _torch.is_wrapper(tensor) else tensor
                 number = tape.find(tensor.untyped_storage()) if is_plain_meta(tensor) else None
                 if number is not None:
                     records.setdefault(module, {})[name] = (tape, view_of(tensor, number))

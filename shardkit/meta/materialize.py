@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit import _torch
 from shardkit._fsdp_params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.held import held_tensors
@@ -23,6 +24,7 @@ from shardkit.meta.schedule import Final
 from shardkit.meta.shards import Cutter, Target, install
 from shardkit.meta.tape import Tape, closure, find_storage, view_of
 from shardkit.meta.undefined import Definedness
+from shardkit.shards import local_value
 
 
 def materialize(
@@ -195,6 +197,9 @@ def _recorded(target: Target) -> Recorded | None:
 
 
 def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
+    if quantised := [fqn for t in targets if _torch.is_wrapper(local_value(t.tensor)) for fqn in t.fqns]:
+        rule = "Initial values are plain, and what is inside of this class is not"
+        raise ShardkitError(message(listing(quantised), "quantised on meta", rule, "Quantise after materialize"))
     is_defined = Definedness(tapes)
     undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
     if undefined:

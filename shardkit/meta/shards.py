@@ -16,7 +16,7 @@ from shardkit import _torch
 from shardkit._fsdp_params import post_accumulate_hooks, set_post_accumulate_hooks
 from shardkit.held import Put
 from shardkit.meta.tape import Tape, View
-from shardkit.shards import device_of, local_part
+from shardkit.shards import device_of, local_part, local_value, wrapped_as
 
 
 @dataclass(eq=False)
@@ -69,15 +69,14 @@ class Cutter:
             target.value = full.to(device=self._homes.of(tensor), dtype=tensor.dtype, copy=True)
         else:
             target.value = self._whole(full, target.view, self._homes.of(tensor))
-        local = target.value.to_local() if isinstance(target.value, DTensor) else target.value
-        return local.untyped_storage() is full.untyped_storage()
+        return local_value(target.value).untyped_storage() is full.untyped_storage()
 
     def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
         part = local_part(full, like)
         part = part.resolve_conj().resolve_neg()  # a collective sends the memory as it is
         alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
         local = part.to(self._homes.of(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
-        return as_sharded(local, like)
+        return as_sharded(wrapped_as(local, _torch.local_tensor(like)), like)
 
     def _whole(self, full: Tensor, view: View, home: torch.device) -> Tensor:
         if view.storage not in self._storages:
