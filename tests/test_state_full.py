@@ -17,8 +17,8 @@ from zoo_plain import PLAIN
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state_dict import full_state_dict, gather, routes, sharded_state_dict, wire
-from shardkit.testing import comm_counts, distributed
+from shardkit.state_dict import full_params, full_state_dict, gather, routes, sharded_state_dict, wire
+from shardkit.testing import comm_counts, distributed, fake_world
 
 # Equal to the plain model's state.
 
@@ -111,6 +111,30 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone():
     with comm_counts() as counts:
         full_state_dict(big)
     assert counts.other == ({"recv_": 12} if root else {"send": 4})
+
+
+def test_all_ranks_share_one_all_gather():
+    with fake_world(64):
+        model = shard_model(seeded(Net))
+        with comm_counts() as counts:
+            full_state_dict(model, rank0_only=False)
+        assert (counts.all_gathers, counts.other) == (1, {})
+        with comm_counts() as counts, full_params(model):
+            pass
+        assert (counts.all_gathers, counts.other) == (3, {})  # two compare who has gradients
+
+
+@distributed(world_size=4, backend="gloo")
+def test_large_tensors_are_gathered_straight_into_place():
+    """And so to the bit beside small, uneven and converted ones."""
+    model = fsdp(nn.Sequential(large(), nn.Linear(1001, 1050)))
+    assert model[0][0].weight.to_local().nbytes >= wire.ALONE < model[1].weight.to_local().nbytes
+    for dtype, straight in ((None, 3), (torch.float64, 0)):
+        with comm_counts() as counts:
+            found = full_state_dict(model, rank0_only=False, dtype=dtype)
+        assert (counts.all_gathers, counts.other) == (straight + 1, {})
+        for name, param in model.named_parameters():
+            assert torch.equal(found[name], param.full_tensor().to(dtype)), name
 
 
 @distributed(world_size=4, backend="gloo")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit.state_dict.routes import Axis, Lead, Route, box_along, local_of, part_of, wire_device
-from shardkit.state_dict.wire import exchange, narrower
+from shardkit.state_dict.wire import all_gather, exchange, narrower
 
 BUCKET_BYTES = 1 << 26  # of full tensors that travel together
 
@@ -109,10 +109,9 @@ def _undo_last(cuts: tuple[Axis, ...], likes: list[Tensor], values: list[Tensor]
     axis, device = cuts[-1], values[0].device
     dtypes = [want.dtype_of(value) for value in values]
     wire = [narrower(value.dtype, dtype) for value, dtype in zip(values, dtypes, strict=True)]
-    others = [peer for peer in range(axis.group.size()) if peer != axis.here]
-    out = {peer: list(zip(values, wire, strict=True)) for peer in others if want.everywhere or peer == axis.root}
+    own = list(zip(values, wire, strict=True))
     if not (want.everywhere or axis.at_root):
-        exchange(out, {}, axis.group, device)
+        exchange({axis.root: own}, {}, axis.group, device)
         return values
     boxes = [box_along(like, cuts[:-1]) for like in likes]
     wholes = [
@@ -120,12 +119,16 @@ def _undo_last(cuts: tuple[Axis, ...], likes: list[Tensor], values: list[Tensor]
         for box, dtype in zip(boxes, dtypes, strict=True)
     ]
 
-    def parts(peer: int) -> list[Tensor]:
-        found = zip(wholes, boxes, likes, strict=True)
-        return [part_of(whole, box, box_along(like, cuts, peer)) for whole, box, like in found]
+    def parcel(peer: int) -> list[tuple[Tensor, torch.dtype]]:
+        found = zip(wholes, boxes, likes, wire, strict=True)
+        return [(part_of(whole, box, box_along(like, cuts, peer)), dtype) for whole, box, like, dtype in found]
 
-    exchange(out, {peer: list(zip(parts(peer), wire, strict=True)) for peer in others}, axis.group, device)
-    for part, value in zip(parts(axis.here), values, strict=True):
+    if want.everywhere:
+        all_gather(own, [parcel(peer) for peer in range(axis.group.size())], axis.group, device)
+        return wholes
+    others = [peer for peer in range(axis.group.size()) if peer != axis.here]
+    exchange({}, {peer: parcel(peer) for peer in others}, axis.group, device)
+    for (part, _), value in zip(parcel(axis.here), values, strict=True):
         if value.numel():  # FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim
             part.copy_(value)
     return wholes

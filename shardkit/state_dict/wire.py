@@ -13,6 +13,9 @@ from torch import Tensor
 ALONE = 1 << 18  # bytes from which a tensor is a message of its own: packing costs a copy on both ends
 ALIGNMENT = 16  # bytes, the widest element there is
 
+# The same by its older name before torch 2.13, where that warns that it is deprecated.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Views to read from or write to, each with the dtype that it has on the wire. Both ends of a message list the same
 # shapes and wire dtypes in the same order; the dtypes and strides of the views are each end's own affair.
 Parcel: TypeAlias = "Sequence[tuple[Tensor, torch.dtype]]"
@@ -61,6 +64,45 @@ def exchange(
         each.unpack()
 
 
+def all_gather(own: Parcel, into: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Put what each rank of the group has into its parcel of ``into``, by rank. Collective over the group.
+
+    Tensors that are large and of one size on all ranks are a collective each, straight into place; all others share
+    one, whose rows are as long as the longest. Every rank decides by ``into`` alone, whose views must be laid out alike
+    on all of them: a collective is of one shape.
+    """
+    packed = []
+    for index, (value, wire) in enumerate(own):
+        parts = [parcel[index][0] for parcel in into]
+        if parts[0].numel() * wire.itemsize >= ALONE and wire == parts[0].dtype and _are_rows(parts):
+            whole = parts[0].as_strided((parts[0].numel() * len(parts),), (1,))
+            all_gather_single(memory(whole), memory(value.to(wire).contiguous()), group=group)
+        else:
+            packed.append(index)
+    _all_gather_packed([own[i] for i in packed], [[parcel[i] for i in packed] for parcel in into], group, device)
+
+
+def _are_rows(parts: Sequence[Tensor]) -> bool:
+    """Whether parts of one size lie one after the other in memory."""
+    size, start = parts[0].numel(), parts[0].storage_offset()
+    return all(
+        part.numel() == size and part.is_contiguous() and part.storage_offset() == start + rank * size
+        for rank, part in enumerate(parts)
+    )
+
+
+def _all_gather_packed(own: Parcel, into: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device) -> None:
+    length = max(sum(_spans(parcel)) for parcel in into)
+    if not length:
+        return
+    rows = torch.empty(len(into) * length, dtype=torch.uint8, device=device)
+    row = torch.empty(length, dtype=torch.uint8, device=device)
+    _together(own, row).pack()
+    all_gather_single(rows, row, group=group)
+    for parcel, received in zip(into, rows.chunk(len(into)), strict=True):
+        _together(parcel, received).unpack()
+
+
 def broadcast(parcel: Parcel, group: dist.ProcessGroup, root: int, device: torch.device) -> None:
     """Send what the rank ``root`` of the group has to all others. Collective over the group."""
     is_root = dist.get_rank(group) == root
@@ -80,22 +122,31 @@ def messages(parcel: Parcel, device: torch.device) -> Iterator[Message]:
         elif size:
             small.append((view, dtype))
     if small:
-        yield _together(small, device)
+        yield _packed(small, device)
 
 
 def _alone(view: Tensor, dtype: torch.dtype, device: torch.device) -> Message:
     if view.dtype == dtype and view.device == device and view.is_contiguous():
         return Message(memory(view), [])
-    return _together([(view, dtype)], device)
+    return _packed([(view, dtype)], device)
 
 
-def _together(parcel: Parcel, device: torch.device) -> Message:
-    sizes = [view.numel() * dtype.itemsize for view, dtype in parcel]
-    spans = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    data = torch.empty(sum(spans), dtype=torch.uint8, device=device)
+def _packed(parcel: Parcel, device: torch.device) -> Message:
+    return _together(parcel, torch.empty(sum(_spans(parcel)), dtype=torch.uint8, device=device))
+
+
+def _spans(parcel: Parcel) -> list[int]:
+    """Bytes of each view in a message that holds them all."""
+    return [-(-view.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for view, dtype in parcel]
+
+
+def _together(parcel: Parcel, data: Tensor) -> Message:
+    """A message in these bytes; views without elements have no part of it, whatever their shape."""
     parts, start = [], 0
-    for (view, dtype), size, span in zip(parcel, sizes, spans, strict=True):
-        parts.append((view, data[start : start + size].view(dtype).view(view.shape)))
+    for (view, dtype), span in zip(parcel, _spans(parcel), strict=True):
+        if span:
+            size = view.numel() * dtype.itemsize
+            parts.append((view, data[start : start + size].view(dtype).view(view.shape)))
         start += span
     return Message(data, parts)
 
