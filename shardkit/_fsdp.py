@@ -125,21 +125,6 @@ def gathered_until_backward(model: nn.Module) -> Iterator[None]:
             unit.post_forward_mesh_info = None if decided else mesh_info
 
 
-def drop_unreduced_gradients(unit: FSDPUnit) -> None:
-    """Forget gradients that backward left aside to be reduced later, which ``zero_grad`` does not see.
-
-    They are the unsharded parameter's, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh what was
-    reduce-scattered and waits for the all-reduce, with its layout (since 2.15).
-    """
-    unit._partial_reduce_output = None  # type: ignore[attr-defined]
-    getattr(unit, "_partial_reduce_output_layout", {}).clear()
-    for param in unit.fsdp_params:
-        if "unsharded_accumulated_grad" in vars(param):
-            param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
-
-
 def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
     """What a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]

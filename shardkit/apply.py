@@ -24,6 +24,7 @@ from shardkit.recompute import recomputed
 from shardkit.replicated import replicate
 from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.statics import refuse_fsdp1_statics
+from shardkit.stepping import replacing
 from shardkit.tree import ModelTree
 from shardkit.undo import Undo
 
@@ -74,7 +75,8 @@ def apply_decided(
         if sync_module_states:
             states = states_of(model, plan.ignored).values()
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
-    carry_out(model, plan, mesh)
+    with replacing(model):
+        carry_out(model, plan, mesh)
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
     return model

@@ -119,3 +119,9 @@ def test_updates_that_are_lost_without_masters(dtype, lost):
         weight.grad = torch.full_like(weight, -lost)
         torch.optim.SGD([weight], lr=1.0).step()
         assert (weight.item() != 1.0) is moves
+
+
+def test_the_wrong_order_is_named():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ShardkitError, match=r"called with \(Linear, SGD\).*the two are swapped"):
+        check_optimizer(model, torch.optim.SGD(model.parameters()))

@@ -10,14 +10,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import (
     FSDPUnit,
-    drop_unreduced_gradients,
     fsdp_units,
     gathered_until_backward,
     units_gathered_until_backward,
 )
+from shardkit._fsdp_gradients import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module
+from shardkit.stepping import watch_gradients
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def accumulate(
 
     When the body raises, the step is lost: all gradients of the model are dropped, reduced or not. If forward or
     backward raised, call :func:`reset_after_error` before the next one. To abandon a step between two micro-batches
-    use :func:`zero_grad`, as gradients that are not reduced yet are out of reach of the model's and the optimizer's.
+    call ``zero_grad()`` of the model or the optimizer; any other use of a gradient that waits raises, a step too.
     Between them no parameter may change, and ``model.parameters()`` shows stand-ins for what is kept unsharded.
 
     Args:
@@ -74,6 +75,7 @@ def accumulate(
     check_module(model)
     units = fsdp_units(model)
     _check_keeps_gradients(model, units)
+    watch_gradients(model)
     with ExitStack() as stack:
         stack.enter_context(_restored(units))
         if keep_unsharded:
@@ -108,9 +110,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def zero_grad(model: nn.Module) -> None:
     """``model.zero_grad()``, also of gradients that wait to be reduced after backwards without sync. Local.
 
-    torch keeps those aside, not in the ``.grad`` of sharded parameters: ``optimizer.zero_grad()`` leaves them all
-    and ``model.zero_grad()`` most, and the next reduction includes them (torch 2.11 to 2.13). Needed only when a
-    step is abandoned between its first and its last micro-batch.
+    torch keeps those aside, not in the ``.grad`` of sharded parameters, and frees them here at once. The model's own
+    ``zero_grad()`` and the optimizer's drop them too, when the next backward begins, in models that ``shard_model``
+    or :func:`accumulate` has seen.
     """
     check_module(model)
     for unit in fsdp_units(model):

@@ -6,7 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,8 +13,7 @@ from shardkit._fsdp_events import gathered_parameters
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.replicated import unreduced_parameters
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from shardkit.stepping import LOW_PRECISION, allow_low_precision
 
 
 def check_optimizer(
@@ -47,7 +45,9 @@ def check_optimizer(
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> check_optimizer(optimizer, model)
     """
-    held = _held(optimizer)
+    _check_order(optimizer, model)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    held = _held(optimizers)
     params = dict(named_sharded_parameters(model))
     ours, in_optimizer = set(params.values()), set(held.values())
     strangers = {name: tensor for name, tensor in held.items() if tensor not in ours}
@@ -66,6 +66,8 @@ def check_optimizer(
     ]
     if problems:
         raise ShardkitError("\n".join(problems))
+    if low_precision:
+        allow_low_precision(optimizers)
     _warn_of_unreduced(unreduced_parameters(model))
 
 
@@ -77,9 +79,16 @@ def _warn_of_unreduced(fqns: list[str]) -> None:
         warnings.warn(message(listing(fqns), problem, rule, fix), stacklevel=3)
 
 
-def _held(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Tensor]:
+def _check_order(optimizer: object, model: object) -> None:
+    if isinstance(optimizer, nn.Module) or not isinstance(model, nn.Module):
+        swapped = isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module)
+        given = f"called with ({type(optimizer).__name__}, {type(model).__name__})"
+        rule = "The optimizer comes first, then the model" + (": the two are swapped" if swapped else "")
+        raise ShardkitError(message("check_optimizer", given, rule, "Call check_optimizer(optimizer, model)"))
+
+
+def _held(optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """Every tensor of the optimizers under a name that says where it is and what it looks like."""
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
     held = {}
     for number, each in enumerate(optimizers):
         where = f"optimizer {number} " if len(optimizers) > 1 else ""
