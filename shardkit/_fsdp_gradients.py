@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_states
 from shardkit._torch import units_of
@@ -39,7 +38,7 @@ def drop_unreduced_gradient(unit: FSDPUnit, param: Any) -> None:
 
 def unreduced(unit: FSDPUnit) -> list[Any]:
     """Those of a unit's ``fsdp_params`` whose gradient waits: to be reduced, or to be seen again. Local, pure."""
-    if unit._partial_reduce_output is not None:  # type: ignore[attr-defined]
+    if is_reduce_scattered(unit):
         return [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     if not unit.is_sharded and unit.reduce_grads:  # gradients are sharded, while modules show whole parameters
         return [param for param in unit.fsdp_params if param.sharded_param.grad is not None]
@@ -51,12 +50,21 @@ def stand_in(param: Any) -> nn.Parameter | None:
     return getattr(param, "_unsharded_param", None)
 
 
-def set_local(gradient: DTensor, local: Tensor) -> None:
-    """Give a gradient another local tensor, in place."""
-    gradient._local_tensor = local
+def is_reduce_scattered(unit: FSDPUnit) -> bool:
+    """Whether the gradients of a unit on an HSDP mesh wait for the all-reduce, as one tensor. Local, pure."""
+    return unit._partial_reduce_output is not None  # type: ignore[attr-defined]
 
 
+def without_memory(cls: type[T], like: Tensor, layout: torch.layout) -> T:
+    """A tensor subclass of the shape and device of a parameter, and the dtype of its gradient. Local, pure."""
+    dtype = getattr(like, "grad_dtype", None) or like.dtype  # FSDP2 sets it on what it gathers into (torch 2.15)
+    options: Any = {"dtype": dtype, "device": like.device, "layout": layout, "storage_size": 0}
+    return Tensor._make_wrapper_subclass(cls, like.shape, **options)
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # as torch's documentation of tensor subclasses has it
 Told = Callable[[list[FSDPUnit]], None]
+T = TypeVar("T", bound=Tensor)
 
 
 def around_backward(model: nn.Module, begin: Told, end: Told) -> None:
@@ -66,6 +74,21 @@ def around_backward(model: nn.Module, begin: Told, end: Told) -> None:
     """
     for state in fsdp_states(model):
         state._register_root_post_backward_final_callback = partial(_queue, state, begin, end)
+
+
+def before_reductions(units: list[FSDPUnit], tell: Told) -> None:
+    """Call ``tell`` before each reduction of these units, also outside of any backward. Local.
+
+    torch's pipeline stages reduce after the last micro-batch (``perform_reduce_grad``, torch 2.13).
+    """
+    for unit in units:
+        unit.post_backward = partial(_reduce, unit, tell, unit.post_backward)
+
+
+def _reduce(unit: FSDPUnit, tell: Told, original: Callable[[], None], *_: object) -> None:
+    if unit.reduce_grads:
+        tell([unit])
+    original()
 
 
 def _queue(state: Any, begin: Told, end: Told) -> None:

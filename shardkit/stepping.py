@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import FSDPUnit, fsdp_units
-from shardkit._fsdp_gradients import around_backward, drop_unreduced_gradient, set_local, stand_in, unreduced
-from shardkit._torch import local_tensor, version, with_local
+from shardkit._fsdp_gradients import (
+    NO_TORCH_FUNCTION,
+    around_backward,
+    before_reductions,
+    drop_unreduced_gradient,
+    is_reduce_scattered,
+    stand_in,
+    unreduced,
+    without_memory,
+)
+from shardkit._torch import local_tensor, tree_leaves, with_local
 from shardkit.errors import ShardkitError, listing, message
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -58,11 +67,12 @@ def watch_gradients(model: nn.Module) -> None:
     memory, until the next backward begins. If it was cleared by then, the gradient that waits is dropped. A step of
     an optimizer that holds such a parameter raises.
     """
-    units = fsdp_units(model)
-    if all(unit in _units for unit in units):
+    new = [unit for unit in fsdp_units(model) if unit not in _units]
+    if not new:
         return
-    _units.update(units)
+    _units.update(new)
     around_backward(model, _unmark, _mark)
+    before_reductions(new, _unmark)
     _hook()
 
 
@@ -80,36 +90,48 @@ def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
 # Gradients that wait.
 
 
-class WaitingGradient(DTensor):
-    """Stands in ``.grad`` for a gradient that is not reduced yet. It can be cleared; any other use raises."""
+class WaitingGradient(Tensor):
+    """Stands in for a gradient that is not reduced yet. It has no memory and can be zeroed; any other use raises.
 
-    __slots__ = ()
+    Of a sharded parameter it is the local tensor of the DTensor in ``.grad``.
+    """
+
+    __torch_function__ = NO_TORCH_FUNCTION
+    param: ref[Tensor]  # which holds this one
+    is_zeroed: bool
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> WaitingGradient:
+        """Make one; a sparse one for a plain parameter, since autograd replaces those if it adds to them."""
+        sharded = isinstance(param, DTensor)
+        like = local_tensor(param) if isinstance(param, DTensor) else param
+        self = without_memory(cls, like, torch.strided if sharded else torch.sparse_coo)
+        self.param, self.is_zeroed = ref(param), False
+        return self
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function where it clears, or asks for what is no value; else an error."""
-        name = getattr(func, "__name__", "")
+        """Zero it, or add to it; anything else raises."""
+        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
         if name in ("zero_", "_foreach_zero_"):
-            for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-                if isinstance(each, WaitingGradient):
-                    each.become_zeros()
-        elif name not in _VALUELESS:
-            shapes = [tuple(each.shape) for each in args if isinstance(each, WaitingGradient)]
-            raise _waiting_error(f"a gradient of shape {shapes[0]}" if shapes else "gradients", name)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            for each in given:
+                each.become_zeros() if isinstance(each, WaitingGradient) else each.zero_()
+            return args[0] if name == "zero_" else None
+        if name == "add" and not isinstance(args[0], WaitingGradient):
+            return args[0].clone()  # autograd, outside of what FSDP2 knows of
+        shape = next(tuple(each.shape) for each in given if isinstance(each, WaitingGradient))
+        raise _waiting_error(f"a gradient, of which this rank has {shape}", name)
 
     def become_zeros(self) -> None:
-        """What ``zero_grad(set_to_none=False)`` asks for: an ordinary gradient of zeros."""
-        set_local(self, torch.zeros_like(local_tensor(self), memory_format=torch.contiguous_format))
-        self.__class__ = DTensor  # type: ignore[assignment]
+        """Give the parameter an ordinary gradient of zeros."""
+        self.is_zeroed, param = True, self.param()
+        if param is not None:
+            param.grad = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
 
-
-_VALUELESS = {
-    "__get__", "__set__", "__hash__", "__repr__", "detach_", "requires_grad_", "dim", "size",
-    "numel", "element_size", "stride", "is_floating_point", "is_complex", "__len__", "data_ptr", "__reduce_ex__",
-}  # fmt: skip
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"WaitingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _waiting_error(what: str, use: str) -> ShardkitError:
@@ -130,51 +152,64 @@ def _mark(units: list[FSDPUnit]) -> None:
         for param in [] if unit.reduce_grads and unit.all_reduce_grads else unreduced(unit):
             whole = stand_in(param)
             shown = [param.sharded_param] if whole is None or unit.is_sharded else [param.sharded_param, whole]
-            _waiting[param] = [_Shown(each, _put_mark(each) if each.grad is None else None) for each in shown]
+            _waiting[param] = [_Shown(each) for each in shown]
 
 
 class _Shown:
     """A parameter that the user sees while its gradient waits: sharded or, where it is kept, whole."""
 
-    def __init__(self, param: Tensor, mark: Tensor | None) -> None:
-        self.param = param
-        self.mark = mark  # None: it had a gradient already
-        self.version = None if mark is None else version(mark)
+    def __init__(self, param: Tensor) -> None:
+        self._param = ref(param)
+        self.mark = WaitingGradient(param) if param.grad is None else None
+        self.grad: Tensor | None = self.mark
+        if self.mark is not None:
+            self.grad = with_local(param, self.mark) if isinstance(param, DTensor) else self.mark
+            param.grad = self.grad
 
+    @property
+    def param(self) -> Tensor:
+        param = self._param()
+        assert param is not None  # FSDP2 has it
+        return param
+
+    @property
+    def is_zeroed(self) -> bool:
+        return self.mark is not None and self.mark.is_zeroed
+
+    @property
     def is_cleared(self) -> bool:
         """Whether somebody took the gradient away, or zeroed it."""
-        return self.param.grad is None or (self.mark is not None and version(self.mark) != self.version)
+        return self.param.grad is None or self.is_zeroed
 
     def unmark(self, cleared: bool) -> None:
         """Take the mark away, if it is there; a gradient too if it was cleared elsewhere. Zeros stay."""
-        zeros = self.mark is not None and self.param.grad is self.mark and type(self.mark) is DTensor
-        if not zeros and (cleared or self.param.grad is self.mark):
+        if self.param.grad is self.grad or (cleared and not self.is_zeroed):
             self.param.grad = None
 
 
-def _put_mark(param: Tensor) -> Tensor:
-    if isinstance(param, DTensor):
-        local = local_tensor(param)
-        mark: Tensor = with_local(param, torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape))
-        mark.__class__ = WaitingGradient
-    else:  # adding to a sparse one makes a new one, should autograd get here before FSDP2 does
-        empty: dict[str, Any] = {"size": param.shape, "dtype": param.dtype, "device": param.device}
-        mark = torch.sparse_coo_tensor(**empty, check_invariants=False)
-    param.grad = mark
-    return mark
-
-
 def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:
-    """Before a backward: take the marks away, and drop what waits where somebody cleared them."""
-    for unit, param in [(each, param) for each in units for param in each.fsdp_params] if _waiting else ():
-        shown = _waiting.get(param, [])
-        cleared = any(each.is_cleared() for each in shown)
-        if cleared or not cleared_alone:
-            _waiting.pop(param, None)
-            for each in shown:
-                each.unmark(cleared)
-        if cleared:
-            drop_unreduced_gradient(unit, param)
+    """Before a backward or a reduction: take the marks away, and drop what waits where somebody cleared them."""
+    for unit in units if _waiting else ():
+        waiting = {param: _waiting[param] for param in unit.fsdp_params if param in _waiting}
+        cleared = {param for param, shown in waiting.items() if any(each.is_cleared for each in shown)}
+        if cleared and len(cleared) < len(waiting) and is_reduce_scattered(unit):
+            raise _partly_cleared_error(len(cleared), len(waiting))
+        for param in cleared if cleared_alone else waiting:
+            for each in _waiting.pop(param):
+                each.unmark(param in cleared)
+            if param in cleared:
+                drop_unreduced_gradient(unit, param)
+
+
+def _partly_cleared_error(cleared: int, waiting: int) -> ShardkitError:
+    return ShardkitError(
+        message(
+            "zero_grad()",
+            f"cleared the gradients of {cleared} of the {waiting} parameters of one unit",
+            "What a unit has reduce-scattered on an HSDP mesh waits for its all-reduce as one tensor",
+            "Clear the gradients of all parameters, as model.zero_grad() does, or accumulate without shard_gradients",
+        )
+    )
 
 
 # Before an optimizer's step.
@@ -182,6 +217,8 @@ def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Look at an optimizer before its first step, and whenever a gradient waits."""
+    if torch.compiler.is_compiling():
+        return
     groups = optimizer.param_groups
     if _known.get(optimizer) != len(groups):
         _check_held([param for group in groups for param in group["params"]], optimizer)

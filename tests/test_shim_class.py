@@ -286,13 +286,14 @@ def test_a_method_runs_once_and_under_no_shard_trains():
 def test_zero_grad_drops_what_no_sync_put_aside(to_none):
     torch.manual_seed(0)
     model = FSDP(nn.Linear(3, 2))
-    with model.no_sync():
-        model(torch.full((1, 3), 100.0)).sum().backward()
-        model.zero_grad(set_to_none=to_none)
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 3))
-    model.zero_grad(set_to_none=to_none)
-    assert all((param.grad is None) == to_none for param in model.parameters())
+    for owner in (model, torch.optim.SGD(model.parameters())):
+        with model.no_sync():
+            model(torch.full((1, 3), 100.0)).sum().backward()
+            owner.zero_grad(set_to_none=to_none)
+        model(torch.ones(1, 3)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 3))
+        owner.zero_grad(set_to_none=to_none)
+        assert all((param.grad is None) == to_none for param in model.parameters())
 
 
 @distributed(world_size=2, backend="gloo")

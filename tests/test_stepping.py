@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -11,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from shardkit import ShardkitError, check_optimizer, shard_model, stepping
+from shardkit import GradScaler, ShardkitError, check_optimizer, clip_grad_norm_, shard_model
+from shardkit._fsdp import fsdp_units
+from shardkit._torch import local_tensor
 from shardkit.grads import accumulate, no_sync
 from shardkit.plan import MeshSpec
+from shardkit.state_dict import full_params
+from shardkit.stepping import WaitingGradient
 from shardkit.testing import distributed, fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,6 +49,10 @@ def grads(model):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def waits(param):
+    return isinstance(param, DTensor) and isinstance(local_tensor(param.grad), WaitingGradient)
 
 
 # An optimizer built before sharding.
@@ -170,7 +180,7 @@ def test_what_waits_is_added_up_without_zero_grad(world):
     model.zero_grad()
     with no_sync(model):
         backward(model, seed=1)
-    assert all(type(p.grad) is stepping.WaitingGradient for p in model.parameters() if hasattr(p, "placements"))
+    assert any(waits(param) for param in model.parameters())
     backward(model, seed=2)
     assert same(grads(model), expected)
 
@@ -191,9 +201,96 @@ def test_only_the_cleared_ones_are_dropped(world):
     assert len(first) == len(second) == 2
 
 
+USES = {
+    "to_local": lambda model, grad: grad.to_local(),
+    "full_tensor": lambda model, grad: grad.full_tensor(),
+    "data": lambda model, grad: grad.data,
+    "product": lambda model, grad: 2 * grad,
+    "item": lambda model, grad: grad.sum().item(),
+    "sum": lambda model, grad: grad.add_(torch.ones_like(grad)),
+    "clip_grad_norm_": lambda model, grad: clip_grad_norm_(model, 1.0),
+    "clip_grad_value_": lambda model, grad: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "scaler": lambda model, grad: scaled(torch.amp.GradScaler, model),
+    "our scaler": lambda model, grad: scaled(GradScaler, model),
+    "full_params": lambda model, grad: full_params(model, with_grads=True).__enter__(),
+}
+
+
+def scaled(scaler, model):
+    scaler = scaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_gradient_that_waits_has_no_value(world, use):
+    model = shard_model(net(), units=[], reshard_after_forward=True)
+    with accumulate(model, last=False, keep_unsharded=False):
+        backward(model, seed=1)
+    assert all(map(waits, model.parameters()))
+    with pytest.raises(ShardkitError, match=r"no rank has reduced yet\. Only a backward with gradient sync"):
+        USES[use](model, model[0].weight.grad)
+    backward(model, seed=2)
+    expected = shard_model(net())
+    for seed in (1, 2):
+        backward(expected, seed)
+    assert same(grads(model), grads(expected))
+
+
+def test_a_reduction_outside_of_any_backward(world):
+    """As in torch.distributed.pipelining's ``perform_reduce_grad``."""
+    model, expected = shard_model(net()), shard_model(net())
+    model.set_requires_gradient_sync(False)
+    for seed in (1, 2):
+        backward(model, seed)
+        backward(expected, seed)
+    model.set_requires_gradient_sync(True)
+    state = model._get_fsdp_state()
+    for unit in fsdp_units(model):
+        unit.post_backward()
+    state._root_post_backward_final_callback()
+    assert same(grads(model), grads(expected))
+    SGD(model.parameters()).step()
+
+
+def test_a_penalty_on_what_is_kept_gathered(world):
+    """Autograd adds it to the gradient before FSDP2 knows of the backward."""
+
+    def step(model, context):
+        with context:
+            loss = model(torch.ones(2, 4)).float().square().sum()
+            (loss + model[2].weight.float().square().sum()).backward()
+
+    options = {"mp_policy": BF16, "reshard_after_forward": False}
+    model, expected = shard_model(net(), **options), shard_model(net(), **options)
+    for last in (False, True):
+        step(model, accumulate(model, last=last, keep_unsharded=True))
+        step(expected, contextlib.nullcontext())
+    assert same(grads(model), grads(expected))
+
+
+def test_a_model_is_freed_while_gradients_wait(world):
+    model = shard_model(net())
+    with no_sync(model):
+        backward(model)
+    kept = [weakref.ref(param) for param in model.parameters()]
+    del model
+    gc.collect()
+    assert [each() for each in kept] == [None] * 4
+
+
+def test_a_compiled_step(world):
+    model = shard_model(net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model)
+    before = model[0].weight.full_tensor().clone()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not torch.equal(model[0].weight.full_tensor(), before)
+
+
 @distributed(world_size=4, backend="gloo")
 def test_what_hsdp_reduce_scattered_is_dropped_too():
-    model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2))
+    model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2), units=[])
     backward(model, seed=2)
     expected = grads(model)
     model.zero_grad()
@@ -206,6 +303,14 @@ def test_what_hsdp_reduce_scattered_is_dropped_too():
     optimizer.step()
     backward(model, seed=2)
     assert same(grads(model), expected)
+    with accumulate(model, last=False, shard_gradients=True):
+        backward(model, seed=1)
+    model.zero_grad()
+    with accumulate(model, last=False, shard_gradients=True):
+        backward(model, seed=1)
+    model[0].weight.grad = None
+    with pytest.raises(ShardkitError, match="cleared the gradients of 1 of the 4 parameters of one unit"):
+        optimizer.step()
 
 
 # Low precision.

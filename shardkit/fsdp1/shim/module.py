@@ -183,8 +183,8 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward without reducing gradients, which the first backward outside does for all of them. Local.
 
-        The gradients are added up in ``param_dtype``, as FSDP1 did. Inside ``p.grad`` is None, where FSDP1 showed
-        full-size gradients.
+        The gradients are added up in ``param_dtype``, as FSDP1 did. Inside ``p.grad`` can be cleared and raises
+        on any other use, where FSDP1 showed full-size gradients.
 
         Raises:
             RuntimeError: it is no root.
@@ -198,10 +198,7 @@ class FullyShardedDataParallel(nn.Module):
         if set_to_none:
             grads.zero_grad(self)
         else:
-            held = [(param, param.grad) for param in self.parameters() if param.grad is not None]
-            grads.zero_grad(self)
-            for param, grad in held:
-                param.grad = grad.zero_()
+            super().zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
         """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
