@@ -245,10 +245,9 @@ def test_a_reduction_outside_of_any_backward(world):
         backward(model, seed)
         backward(expected, seed)
     model.set_requires_gradient_sync(True)
-    state = model._get_fsdp_state()
     for unit in fsdp_units(model):
         unit.post_backward()
-    state._root_post_backward_final_callback()
+        unit.finalize_backward()
     assert same(grads(model), grads(expected))
     SGD(model.parameters()).step()
 
