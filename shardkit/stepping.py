@@ -98,6 +98,7 @@ class WaitingGradient(Tensor):
 
     __torch_function__ = NO_TORCH_FUNCTION
     param: ref[Tensor]  # which holds this one
+    reduced: Tensor | None  # what it had before, and has again when this one is taken away
     is_zeroed: bool
 
     @staticmethod
@@ -106,7 +107,7 @@ class WaitingGradient(Tensor):
         sharded = isinstance(param, DTensor)
         like = local_tensor(param) if isinstance(param, DTensor) else param
         self = without_memory(cls, like, torch.strided if sharded else torch.sparse_coo)
-        self.param, self.is_zeroed = ref(param), False
+        self.param, self.reduced, self.is_zeroed = ref(param), param.grad, False
         return self
 
     @classmethod
@@ -128,7 +129,8 @@ class WaitingGradient(Tensor):
         """Give the parameter an ordinary gradient of zeros."""
         self.is_zeroed, param = True, self.param()
         if param is not None:
-            param.grad = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            zeros = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            param.grad = zeros if self.reduced is None else self.reduced.zero_()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WaitingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -160,11 +162,13 @@ class _Shown:
 
     def __init__(self, param: Tensor) -> None:
         self._param = ref(param)
-        self.mark = WaitingGradient(param) if param.grad is None else None
-        self.grad: Tensor | None = self.mark
-        if self.mark is not None:
-            self.grad = with_local(param, self.mark) if isinstance(param, DTensor) else self.mark
-            param.grad = self.grad
+        self.mark: WaitingGradient | None = None
+        self.grad: Tensor | None = None
+        if isinstance(param, DTensor):
+            self.mark = WaitingGradient(param)
+            self.grad = param.grad = with_local(param, self.mark)
+        elif param.grad is None:
+            self.mark = self.grad = param.grad = WaitingGradient(param)
 
     @property
     def param(self) -> Tensor:
@@ -183,8 +187,10 @@ class _Shown:
 
     def unmark(self, cleared: bool) -> None:
         """Take the mark away, if it is there; a gradient too if it was cleared elsewhere. Zeros stay."""
-        if self.param.grad is self.grad or (cleared and not self.is_zeroed):
+        if cleared and not self.is_zeroed:
             self.param.grad = None
+        elif self.mark is not None and self.param.grad is self.grad:
+            self.param.grad = self.mark.reduced
 
 
 def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:

@@ -44,7 +44,7 @@ def backward(model, seed=1):
 
 
 def grads(model):
-    return {fqn: None if p.grad is None else p.grad.full_tensor() for fqn, p in model.named_parameters()}
+    return {fqn: None if p.grad is None else p.grad.full_tensor().clone() for fqn, p in model.named_parameters()}
 
 
 def same(a, b):
@@ -156,7 +156,7 @@ def test_zero_grad_drops_gradients_that_wait(world, clear, to_none, precision, k
     model = shard_model(net(), mp_policy=precision)
     backward(model, seed=2)
     expected = grads(model)
-    model.zero_grad()
+    model.zero_grad(set_to_none=to_none)
     optimizer = SGD(model.parameters(), lr=0.1)
     if keep == "torch":
         model.set_requires_gradient_sync(False)
@@ -220,6 +220,22 @@ def scaled(scaler, model):
     scaler = scaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(SGD(model.parameters()))
+
+
+def test_gradients_that_are_reduced_already_come_back(world):
+    model, other = shard_model(net()), shard_model(net())
+    backward(model, seed=1)
+    first = grads(model)
+    before = [param.grad for param in model.parameters()]
+    for each in (model, other):
+        with no_sync(each):
+            backward(each, seed=2)
+    with pytest.raises(ShardkitError, match="no rank has reduced"):
+        clip_grad_norm_(model, 1.0)
+    for each in (model, other):
+        backward(each, seed=3)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
+    assert same(grads(model), {fqn: first[fqn] + grad for fqn, grad in grads(other).items()})
 
 
 @pytest.mark.parametrize("use", USES)
