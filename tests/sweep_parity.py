@@ -137,7 +137,7 @@ def outcome(name: str) -> float | str | None:
 def main(names: list[str]) -> None:
     """Print one line for each model that is not equal to the bit, and the counts."""
     counts, begin = Counter[str](), time.perf_counter()
-    with RankPool(2, timeout=120) as pool:  # a failure ends the ranks, and the next model gets new ones
+    with RankPool(2, timeout=300) as pool:  # a failure ends the ranks, and the next model gets new ones
         for name in names or base_models():
             try:
                 found = pool.run(outcome, name)[0]
