@@ -18,6 +18,7 @@ from shardkit.checkpoint import latest_checkpoint as latest_checkpoint
 from shardkit.checkpoint import load_checkpoint as load_checkpoint
 from shardkit.checkpoint import load_pretrained as load_pretrained
 from shardkit.checkpoint import save_checkpoint as save_checkpoint
+from shardkit.checkpoint import save_pretrained as save_pretrained
 from shardkit.errors import CheckpointError as CheckpointError
 from shardkit.errors import PlanError as PlanError
 from shardkit.errors import ShardkitError as ShardkitError
@@ -102,6 +103,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "reset_after_error",
     "save_checkpoint",
+    "save_pretrained",
     "scale_grads_",
     "scale_loss",
     "set_gradient_reduction",

@@ -172,6 +172,10 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+# What Tensor.to() of another dtype or device is to a __torch_dispatch__; it has no public name (torch 2.11 to 2.15).
+TO_COPY = torch.ops.aten._to_copy.default
+
+
 def has_own_dispatch(cls: type) -> bool:
     """Whether a tensor class wraps other tensors (DTensor, quantized weights) instead of a storage of its own."""
     own = getattr(cls, "__torch_dispatch__", None)

@@ -72,6 +72,7 @@ NAMES = OF_TORCH | {
     "plan_model",
     "reset_after_error",
     "save_checkpoint",
+    "save_pretrained",
     "scale_grads_",
     "scale_loss",
     "set_gradient_reduction",

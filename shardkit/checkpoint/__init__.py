@@ -2,6 +2,7 @@
 
 from shardkit.checkpoint.asynchronous import SaveHandle as SaveHandle
 from shardkit.checkpoint.convert import convert_checkpoint as convert_checkpoint
+from shardkit.checkpoint.export import save_pretrained as save_pretrained
 from shardkit.checkpoint.load import load_checkpoint as load_checkpoint
 from shardkit.checkpoint.pretrained import load_pretrained as load_pretrained
 from shardkit.checkpoint.read import read_tensors as read_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -122,9 +123,10 @@ def _plan(contents: Contents) -> tuple[Content, Names]:
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
     random = {kind: [_bytes_tensor(each) for each in of_ranks] for kind, of_ranks in contents.random.items()}
     states, state_tensors = encode(random, "random")
-    plain = {"model": others, "optimizer": encoded, **rest, "random": states}
+    plain = {"model": others, "optimizer": encoded, **rest, "random": states, "ties": contents.ties}
     names = {"model": model, "optimizer": {name: stand_ins[id(tensor)] for name, tensor in tensors.items()}}
-    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, "", [], contents.trainable_only)
+    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, "", [])
+    content = replace(content, trainable_only=contents.trainable_only, config=contents.config)
     return content, {section: found for section, found in names.items() if found or section == "model"}
 
 
@@ -171,7 +173,7 @@ def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Stor
     for name, stored in tensors.items():
         full = room[: stored.bytes].view(stored.dtype).view(stored.shape)
         source.read([(stored.key, full)])
-        write_parts(temporary, layout, {name: (full, whole(stored.shape))})
+        write_parts(temporary, layout, [(name, (full, whole(stored.shape)))])
         sums[name] = part_sum(full, whole(stored.shape), stored.shape)
         meter.add(stored.bytes)
     progress.close()
@@ -217,6 +219,8 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
         return mapped(source.located[each.key], maps) if isinstance(each, Stored) else each
 
     tree: dict[str, Any] = {"model": {name: value(each) for name, each in contents.model.items()}}
+    for name, first in contents.ties.items():  # the same object, so that a file has it once
+        tree["model"].setdefault(name, tree["model"][first])
     if contents.optimizer is not None:
         tree["optimizer"] = value({key: contents.optimizer[key] for key in ("state", "param_groups")})
     if kind == "dcp":

@@ -17,11 +17,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardkit.errors import CheckpointError, message
+from shardkit.errors import CheckpointError, listing, message
 
 _SERVANT = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-(?P<token>[0-9a-f]{16})(?P<lock>\.lock)?$")
 
@@ -114,6 +114,34 @@ def commit(path: Path, token: str, *, replace: bool = False) -> None:
     flush_directory(path.parent)
     shutil.rmtree(old, ignore_errors=True)
     _unlink(lock_of(path, token))
+
+
+def carry_over(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
+    """Link into ``new`` what is in ``old`` under names that are not ours, directories too. Local.
+
+    Raises:
+        CheckpointError: such a name is in ``new`` already.
+    """
+    theirs = [each for each in sorted(old.iterdir()) if not ours(each.name)] if old.is_dir() else []
+    if taken := [each.name for each in theirs if os.path.lexists(new / each.name)]:
+        rule = "What shardkit did not write is never replaced, and this save writes files of the same names"
+        raise CheckpointError(message(str(old), f"has {listing(taken)}", rule, "Move them, or use another path"))
+    for each in theirs:
+        if each.is_dir() and not each.is_symlink():
+            shutil.copytree(each, new / each.name, symlinks=True, copy_function=_link)
+            for parent, _, _ in os.walk(new / each.name):
+                flush_directory(Path(parent))
+        else:
+            _link(each, new / each.name)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+        if not os.path.islink(target):
+            flush_file(Path(target))
 
 
 def discard(path: Path, token: str) -> None:

@@ -19,6 +19,7 @@ from shardkit.errors import CheckpointError, listing, message
 
 NAME = "manifest.json"
 VERSION = 1
+CONFIG = "config.json"  # of the model, for others; whoever edits it damages nothing
 _BLOCK = 1 << 24  # bytes read at a time
 FORMATS = ("safetensors", "dcp")
 _MOST = 1 << 30  # bytes of a manifest; a larger one is no manifest
@@ -139,6 +140,8 @@ def size_problems(directory: Path, manifest: Manifest) -> list[str]:
     """Files that are missing or have another size than when they were written. Local; reads no contents."""
     problems = []
     for name, entry in manifest.files.items():
+        if name == CONFIG:
+            continue
         file = directory / name
         size = _size_of(file)
         if size != entry.bytes:

@@ -15,7 +15,7 @@ from shardkit.checkpoint.checksums import added, run_sum
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.layout import INDEX, SUFFIX
 from shardkit.checkpoint.locate import Located, locate
-from shardkit.checkpoint.manifest import FileEntry, Manifest, check_sizes, crc32_of, read_manifest
+from shardkit.checkpoint.manifest import CONFIG, FileEntry, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.pieces import part_of
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import read_parts
@@ -66,7 +66,8 @@ class OwnDirectory:
 
     def _check_heads(self) -> None:
         """Headers, indexes and the state, which are small; the tensors are :func:`verify`'s affair."""
-        small = {name: entry for name, entry in self.manifest.files.items() if not name.endswith(".distcp")}
+        kept = {name: entry for name, entry in self.manifest.files.items() if name != CONFIG}
+        small = {name: entry for name, entry in kept.items() if not name.endswith(".distcp")}
         damaged = [name for name, entry in small.items() if crc32_of(self._directory / name, entry.head) != entry.crc32]
         _raise_damaged(self._directory, damaged)
 
@@ -94,9 +95,17 @@ class OwnDirectory:
             contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
             random = decode(state["random"], tensors)
             contents.random = {kind: [bytes(each.tolist()) for each in of_ranks] for kind, of_ranks in random.items()}
+            contents.ties = {
+                n: f for n, f in state.get("ties", {}).items() if f in contents.model
+            }  # of older ones none
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._refused(f"{STATE} is not what a save writes ({type(error).__name__}: {error})") from None
+        contents.config = self._config()
         return contents
+
+    def _config(self) -> str:
+        file = self._directory / CONFIG
+        return file.read_text() if CONFIG in self.manifest.files and file.is_file() else ""
 
     def _state(self) -> dict[str, Any]:
         if STATE not in self.manifest.files:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardkit.checkpoint.agreement import agree
+from shardkit.checkpoint.format import Spec
+from shardkit.checkpoint.hub import USED, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.locate import Located, locate
 from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
-from shardkit.checkpoint.pieces import Part, part_of
+from shardkit.checkpoint.moved import Computed, Moved
+from shardkit.checkpoint.pieces import Part, inside, part_of, whole
 from shardkit.checkpoint.read import read_parts
 from shardkit.checkpoint.ties import check_ties
 from shardkit.checkpoint.transfer import Progress
@@ -37,7 +41,11 @@ def load_pretrained(
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
     Each rank reads the byte ranges of its own shards, straight into them, so no rank ever holds the model, nor a whole
-    tensor of it. Parameters stay the same objects. In place; **collective** over the ranks of the model's meshes, which
+    tensor of it. For a model of transformers 5, the conversions of its ``from_pretrained`` apply, such as experts that
+    are one by one in the files and fused in the model; what they permute beyond stacking, splitting and transposing
+    passes through memory tensor by tensor. They are left out with ``key_map``, and for what ``save_checkpoint`` wrote.
+
+    Parameters stay the same objects. In place; **collective** over the ranks of the model's meshes, which
     exchange one digest; local for a plain model.
 
     A model on meta, sharded or not, is materialised: parameters and persistent buffers get what the files have, where
@@ -83,13 +91,15 @@ def load_pretrained(
     assert load is not None, "made by one of the two"
     agree(load.described(), groups, "load_pretrained")
     with together(groups, CheckpointError):
-        read_parts(load.jobs(), progress)
+        _read(load.jobs(), progress)
         load.rest.compute()
         flat.write_back()
     torch.autograd.graph.increment_version(load.in_place)
     install(model, [*load.targets, *load.rest.targets])
     if load.targets or load.rest.targets:
         load.rest.forget()
+    if load.used is not None:
+        setattr(unwrapped(model), USED, load.used)
     return load.matched.loaded
 
 
@@ -103,13 +113,15 @@ class _Load:
         tensors: the model's, by name.
         targets: those that get new memory, with it.
         rest: the meta tensors that the files do not give.
+        used: transformers' note of what it converted.
     """
 
-    found: Mapping[str, Located]
+    found: Mapping[str, Located | Moved]
     matched: Match
     tensors: Mapping[str, Tensor]
     targets: list[Target]
     rest: Rest
+    used: Any = None
 
     @property
     def in_place(self) -> list[Tensor]:
@@ -117,7 +129,7 @@ class _Load:
         new = {id(target.tensor) for target in self.targets}
         return [self.tensors[name] for name in self.matched.sources if id(self.tensors[name]) not in new]
 
-    def jobs(self) -> Iterable[tuple[Located, Part]]:
+    def jobs(self) -> Iterable[tuple[Located | Moved, Part]]:
         """What to read into what."""
         new = {id(target.tensor): target.value for target in self.targets}
         for name, source in self.matched.sources.items():
@@ -126,7 +138,7 @@ class _Load:
 
     def described(self) -> dict[str, object]:
         """What must be equal on all ranks."""
-        entries = {name: repr(self.found[source].entry) for name, source in self.matched.sources.items()}
+        entries = {name: _said(self.found[source]) for name, source in self.matched.sources.items()}
         return {"what is read": entries, "missing and unexpected": self.matched.loaded, "the rest": self.rest.digest}
 
 
@@ -155,17 +167,52 @@ def _plan(
     dtypes = {
         name: dtype for name in own if name in tensors and dtype is not None and tensors[name].is_floating_point()
     }
-    found = locate(path)
-    specs = {name: located.entry for name, located in found.items()}
+    files = locate(path)
+    hub = converted(model, tensors, files) if key_map is None and own == tensors.keys() else None
+    found: Mapping[str, Located | Moved] = files if hub is None else hub.tensors
+    specs = {name: _spec(each) for name, each in found.items()} | ({} if hub is None else hub.others)
     where = os.fspath(path)
     matched = match(specs, tensors, where=where, key_map=key_map, dtypes=dtypes, cast=True, strict=strict)
     check_ties(
         matched,
         tensors,
-        lambda targets: read_parts([(found[source], part_of(tensor)) for source, tensor in targets]),
+        lambda targets: _read((found[source], part_of(tensor)) for source, tensor in targets),
         where,
         strict,
     )
     given = {id(tensors[name]): dtypes.get(name, tensors[name].dtype) for name in matched.sources if name in own}
     rest = Rest(model, given.keys())
-    return _Load(found, matched, tensors, new_memory(model, given), rest)
+    return _Load(found, matched, tensors, new_memory(model, given), rest, None if hub is None else hub.used)
+
+
+# ---- what the files have, and what transformers makes of it ----------------------------------------------------
+
+
+def _spec(source: Located | Moved) -> Spec:
+    return Spec(source.dtype, source.shape) if isinstance(source, Moved) else source.entry
+
+
+def _said(source: Located | Moved) -> str:
+    if isinstance(source, Located):
+        return repr(source.entry)
+    return repr([(piece.where, piece.box, piece.dims, getattr(piece.source, "entry", None)) for piece in source.pieces])
+
+
+def _read(jobs: Iterable[tuple[Located | Moved, Part]], progress: Progress | None = None) -> None:
+    """Read parts of what the files have, and of what comes of it; of the latter only what they come from. Local."""
+    parts = [
+        each
+        for source, part in jobs
+        for each in (source.sources_of(part) if isinstance(source, Moved) else [(source, part)])
+    ]
+    read_parts([(source, part) for source, part in parts if isinstance(source, Located)], progress)
+    for source, (values, box) in parts:
+        if isinstance(source, Computed):
+            full = source.value(_whole)
+            values.copy_(inside(full, whole(full.shape), box))
+
+
+def _whole(source: Located) -> Tensor:
+    full = torch.empty(source.entry.shape, dtype=source.entry.dtype)
+    read_parts([(source, (full, whole(full.shape)))])
+    return full

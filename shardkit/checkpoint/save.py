@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,17 +26,20 @@ from shardkit.checkpoint.asynchronous import (
     staging_of,
     start_pending,
 )
+from shardkit.checkpoint.atomic import shared_token, write_whole
+from shardkit.checkpoint.hub import config_text
 from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
 from shardkit.checkpoint.owners import owned, sums_of
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.random_state import states
 from shardkit.checkpoint.write import WrittenFile, described, write_pieces
-from shardkit.errors import CheckpointError, ShardkitError, listing, message
+from shardkit.errors import CheckpointError, listing, message
 from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
 from shardkit.state_dict.complete import check_complete
+from shardkit.state_dict.model import first_names
 from shardkit.state_dict.names import ModelState, model_state, trainable_state
 from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
@@ -56,6 +58,8 @@ class Content:
         layout: digest of how the model's tensors lie on the ranks.
         meshes: shapes and names of the meshes that they are on.
         trainable_only: whether frozen parameters are left out.
+        config: the text of the model's ``config.json``, or nothing.
+        trainable_only: whether frozen parameters are left out.
     """
 
     model: dict[str, Tensor]
@@ -65,6 +69,7 @@ class Content:
     layout: str
     meshes: list[dict[str, Any]]
     trainable_only: bool = False
+    config: str = ""
 
 
 # Writes the tensors of a content into a directory; returns the entries of its files. Collective.
@@ -107,7 +112,8 @@ def save_checkpoint(
 
     In the directory: ``model.safetensors`` (above 5 GB several, with an index, as Hugging Face has them), which
     ``safetensors.torch.load_file`` and ``from_pretrained`` read, ``optimizer.safetensors``, ``state.safetensors`` and
-    ``state.json`` with the rest, and ``manifest.json`` with sizes and checksums. None of them is a pickle. For
+    ``state.json`` with the rest, ``config.json`` where the model has a ``config`` as those of transformers, and
+    ``manifest.json`` with sizes and checksums. None of them is a pickle. For
     ``format="dcp"`` model and optimizer are in DCP's files, for ``torch.distributed.checkpoint.load``.
 
     The random generators of Python and torch are saved with it, those of every rank.
@@ -122,7 +128,8 @@ def save_checkpoint(
         format: ``"safetensors"`` or ``"dcp"``.
         async_: return as soon as the state is copied to CPU memory (as much as this rank's shards, kept for the next
             save), and write it in a thread.
-        overwrite: replace a checkpoint that is at ``path``.
+        overwrite: replace a checkpoint that is at ``path``: the files that shardkit wrote. What else is in the
+            directory is carried over; a name that the save itself needs is refused.
         keep: delete all but the newest ``keep`` checkpoints beside this one that are named like it up to numbers, once
             it is complete; never one that is being loaded.
         trainable_only: leave out frozen parameters, such as an adapter's base: save what has ``requires_grad``, the
@@ -160,12 +167,12 @@ def save_checkpoint(
         with together(groups, CheckpointError):
             content = _content(state, named, scheduler, extra)
     assert content is not None, "made by one of the two"
-    content = replace(content, trainable_only=trainable_only)
+    content = replace(content, trainable_only=trainable_only, config="" if trainable_only else config_text(model))
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
     options["trainable_only"] = trainable_only
     agree(options | _described(content), groups, "save_checkpoint", _SAME)
     content = with_random_states(content, groups)
-    job = Job(place, _shared_token(groups), format, dist.get_world_size(group) if groups else 1, overwrite, keep)
+    job = Job(place, shared_token(groups), format, dist.get_world_size(group) if groups else 1, overwrite, keep)
     if not async_:
         write_checkpoint(job, content, groups)
         return SaveHandle()
@@ -207,6 +214,19 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     if not overwrite:
         rule = "A checkpoint is replaced only when that is asked for"
         raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
+    _files_of(path)
+
+
+def _files_of(path: Path) -> set[str]:
+    """The names in a checkpoint that shardkit wrote; none where there is no checkpoint."""
+    if not (path / manifest.NAME).is_file():
+        return set()
+    try:
+        return {manifest.NAME, *manifest.read_manifest(path).files}
+    except CheckpointError as error:
+        rule = "Only what shardkit wrote is ever replaced, which the manifest lists"
+        fix = "Delete it, or use another path"
+        raise CheckpointError(message("path", f"its manifest cannot be read ({error})", rule, fix)) from None
 
 
 def _trainable(named: Any, state: ModelState) -> Any:
@@ -231,10 +251,15 @@ def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Conte
         model=dict(state.tensors),
         optimizer={name: tensor.detach() for name, tensor in optimizer_tensors.items()},
         rest={name: tensor.detach() for name, tensor in (other_tensors | rest_tensors).items()},
-        plain={"model": others, "optimizer": encoded, **rest},
+        plain={"model": others, "optimizer": encoded, **rest, "ties": _ties(state.tensors)},
         layout=layout,
         meshes=meshes,
     )
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tied tensors beside their first, with that one."""
+    return {name: first for name, first in first_names(tensors).items() if name != first}
 
 
 def _refuse_opaque(tensors: Mapping[str, Tensor]) -> None:
@@ -284,62 +309,34 @@ def _staged(content: Content, model: nn.Module) -> Content:
     return replace(content, model=copied("model"), optimizer=copied("optimizer"), rest=copied("rest"))
 
 
-def _shared_token(groups: Groups) -> str:
-    token = directory.new_token()
-    return all_gather_bytes(token.encode(), groups[0])[0].decode() if groups else token
-
-
 # How it is written.
 
 
 def write_checkpoint(job: Job, content: Content, groups: Groups, writer: Writer | None = None) -> None:
     """Write everything into the temporary directory, and rename it. Collective over ``groups``."""
     writer = writer or _WRITERS[job.format]
-    is_first = not groups or dist.get_rank(groups[0]) == 0
-    try:
-        _write_and_rename(job, content, groups, writer, is_first)
-    except BaseException as error:
-        if is_first:
-            directory.discard(job.path, job.token)
-        if isinstance(error, Exception) and not isinstance(error, ShardkitError):
-            raise CheckpointError(_failure(error)) from error
-        raise
-    if is_first and job.keep is not None:
+    write_whole(
+        job.path,
+        job.token,
+        groups,
+        lambda temporary: writer(temporary, content, groups),
+        lambda temporary, files: _finish(job, content, temporary, files),
+    )
+    if job.keep is not None and (not groups or dist.get_rank(groups[0]) == 0):
         rotation.rotate(job.path, job.keep)
 
 
-def _failure(error: Exception) -> str:
-    """Of the disk, where this process is alone; of the connection to a rank that died, or whose group was destroyed."""
-    rule = "A checkpoint is complete on all ranks or not there; what was there before is untouched"
-    fix = "See why; wait() for a save in the background before destroy_process_group()"
-    return message("save_checkpoint", f"{type(error).__name__}: {error}", rule, fix)
-
-
-def _write_and_rename(job: Job, content: Content, groups: Groups, writer: Writer, is_first: bool) -> None:
-    temporary, lock = directory.servant(job.path, "tmp", job.token), directory.lock_of(job.path, job.token)
-    with ExitStack() as held:
-        with together(groups, CheckpointError):
-            if is_first:
-                job.path.parent.mkdir(parents=True, exist_ok=True)
-                directory.clear_stale(job.path.parent)
-                held.enter_context(directory.locked(lock, create=True))
-                directory.make_temporary(job.path, job.token)
-        with together(groups, CheckpointError):
-            if not is_first:
-                held.enter_context(directory.locked(lock))
-        files = writer(temporary, content, groups)
-        with together(groups, CheckpointError):
-            if is_first:
-                _finish(job, content, files)
-
-
-def _finish(job: Job, content: Content, files: dict[str, FileEntry]) -> None:
+def _finish(job: Job, content: Content, temporary: Path, files: dict[str, FileEntry]) -> None:
     """State, manifest, rename. Local: the first rank, when all have written."""
-    temporary = directory.servant(job.path, "tmp", job.token)
     if content.rest:
         files = files | write_part(temporary, "state", content.rest, [])
     directory.write_file(temporary / STATE, dumps(content.plain))
     files = files | {STATE: manifest.entry_of(temporary / STATE)}
+    old = _files_of(job.path)
+    directory.carry_over(job.path, temporary, lambda name: name in old)
+    if content.config and not (temporary / manifest.CONFIG).exists():
+        directory.write_file(temporary / manifest.CONFIG, content.config.encode())
+        files |= {manifest.CONFIG: manifest.entry_of(temporary / manifest.CONFIG)}
     found = Manifest(
         job.format, job.world_size, content.meshes, content.layout, files, trainable_only=content.trainable_only
     )

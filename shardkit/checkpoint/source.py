@@ -39,6 +39,8 @@ class Contents:
         random: for each kind of generator the states of all ranks.
         trainable_only: whether frozen parameters were left out.
         no_optimizer: why an optimizer that is there cannot be read.
+        ties: other names of tensors of the model, each with the one that it is stored under.
+        config: the text of the model's ``config.json``; empty where there is none.
     """
 
     model: dict[str, Any]
@@ -48,6 +50,8 @@ class Contents:
     random: dict[str, list[bytes]] = field(default_factory=dict)
     trainable_only: bool = False
     no_optimizer: str = ""
+    ties: dict[str, str] = field(default_factory=dict)
+    config: str = ""
 
 
 class Source(Protocol):

@@ -106,7 +106,7 @@ def write_pieces(
 ) -> tuple[list[WrittenFile], dict[str, Part]]:
     """As :func:`write_tensors`; also what this rank wrote of which tensor."""
     with together(groups, CheckpointError):
-        layout = _checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
+        layout = checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
     once = _once(tensors)
     is_first = agree({"tensors": _described(once, layout)}, groups, "write_tensors")
     mine = owned(once, groups)
@@ -114,7 +114,7 @@ def write_pieces(
         if is_first:
             make_files(target, layout)
     with together(groups, CheckpointError):
-        written = write_parts(target, layout, mine, progress)
+        written = write_parts(target, layout, mine.items(), progress)
         if flush:
             flush_files(target, layout.names if is_first else written)
     check_written(once, mine, groups)
@@ -142,9 +142,10 @@ def _once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ---- what is written ------------------------------------------------------------------------------------------
 
 
-def _checked_layout(
+def checked_layout(
     tensors: Mapping[str, Tensor], name: str, most: int, metadata: Mapping[str, str], dtype: torch.dtype | None
 ) -> Layout:
+    """Where tensors go in which file, after checking the arguments and that safetensors can hold them. Local."""
     if os.path.basename(name) != name or not name:
         raise CheckpointError(message("name", f"is {name!r}", "It is the beginning of file names", "Use 'model'"))
     if not isinstance(most, int) or most <= 0:
@@ -153,7 +154,7 @@ def _checked_layout(
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
         raise CheckpointError(message("dtype", f"is {dtype}", f"It is one of {floats}", "Leave it out"))
     once = _once(tensors)
-    specs = {name: Spec(_written_dtype(tensor, dtype), tensor.shape) for name, tensor in once.items()}
+    specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in once.items()}
     if unfit := [f"{name} ({reason})" for name in once for reason in _unfit(name, once[name], specs[name])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
         raise CheckpointError(message("tensors", listing(unfit), rule, "Leave them out, or convert them"))
@@ -162,7 +163,8 @@ def _checked_layout(
     return lay_out(specs, name, most, {"format": "pt", **metadata})
 
 
-def _written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor is in the file."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
@@ -232,14 +234,14 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def write_parts(
-    directory: Path, layout: Layout, parts: Mapping[str, Part], progress: Progress | None = None
+    directory: Path, layout: Layout, parts: Iterable[tuple[str, Part]], progress: Progress | None = None
 ) -> list[str]:
     """Write parts of tensors to their places in files that :func:`make_files` made. Local.
 
     Args:
         directory: where the files are.
         layout: as it was for ``make_files``.
-        parts: by name; see :func:`shardkit.checkpoint.pieces.part_of`.
+        parts: with their tensors' names; see :func:`shardkit.checkpoint.pieces.part_of`.
         progress: see :func:`write_tensors`.
 
     Returns:
@@ -248,20 +250,21 @@ def write_parts(
     Raises:
         OSError: the system refused.
     """
-    jobs = {
-        file.name: [(parts[name], entry) for name, entry in file.header.tensors.items() if name in parts]
-        for file in layout.files
-    }
+    places = {name: (file.name, entry) for file in layout.files for name, entry in file.header.tensors.items()}
+    jobs: dict[str, list[tuple[Part, Entry]]] = {file.name: [] for file in layout.files}
+    for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):
+        file, entry = places[name]
+        jobs[file].append((part, entry))
     meter = Meter(
         progress, sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for (part, _), entry in job)
     )
     staging = Staging()
-    for file in _turned(list(jobs)):
-        if jobs[file]:
-            with opened(directory / file, os.O_WRONLY) as descriptor:
-                for part, entry in jobs[file]:
+    for target in _turned(list(jobs)):
+        if jobs[target]:
+            with opened(directory / target, os.O_WRONLY) as descriptor:
+                for part, entry in jobs[target]:
                     _write_part(descriptor, part, entry, staging, meter)
-    return [file for file, job in jobs.items() if job]
+    return [target for target, job in jobs.items() if job]
 
 
 def _turned(files: list[str]) -> list[str]:

@@ -1,0 +1,252 @@
+"""The hub's own layout, read and written by ranks: what transformers fuses, splits, renames and permutes."""
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hub_nets import MODELS, TEXT, made
+from meshes import mesh_of
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.save_and_load import load_peft_weights
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.core_model_loading import PermuteForRope, WeightConverter
+
+from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint
+from shardkit.checkpoint.moved import Computed, Moved
+from shardkit.checkpoint.pieces import part_of
+from shardkit.errors import CheckpointError
+from shardkit.testing import distributed
+
+
+def files_of(directory) -> dict[str, torch.Tensor]:
+    names = [name for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
+    return {name: tensor for file in names for name, tensor in load_file(os.path.join(directory, file)).items()}
+
+
+def assert_equal(got, wanted) -> None:
+    assert got.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not different, different
+    assert wanted
+
+
+def is_fused(parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 3 and parameter.shape[1] > 1
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=True))
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "is_computed"),
+    [
+        (lambda a, b: torch.stack([a, b]).transpose(1, 2).chunk(2, dim=1)[1], False),
+        (lambda a, b: torch.cat([torch.stack([a, b]), torch.stack([b, a])], dim=1).unbind(0)[1], False),
+        (
+            lambda a, b: (
+                torch.cat([a.transpose(0, 1), b.transpose(0, -1)], dim=1).split([3, 5], dim=1)[1].contiguous().clone()
+            ),
+            False,
+        ),
+        (lambda a, b: torch.cat([a.unsqueeze(0), b.reshape(1, 4, 6)]).squeeze(0).to(torch.float64), True),
+        (lambda a, b: torch.cat([a.reshape(2, 2, 6).transpose(0, 1).reshape(4, 6), b + 1])[1:7], True),
+    ],
+)
+def test_what_is_moved_is_what_is_computed(change, is_computed):
+    """Whole, and for every box of the result: the values that reading into it alone gives."""
+    real = {"a": torch.arange(24.0).view(4, 6), "b": torch.randn(4, 6)}
+    moved = change(*(Moved.of(name, tensor.dtype, tensor.shape) for name, tensor in real.items()))
+    wanted = change(*real.values()).float()
+    assert type(moved) is Moved
+    assert moved.is_computed == is_computed
+    assert torch.equal(moved.value(real.get), wanted)
+    for box in ([(0, 1), (1, 2)], [(1, 1), (0, 2)]):
+        box = (*box, (0, wanted.shape[2])) if wanted.ndim == 3 else tuple(box)
+        values = torch.zeros([length for _, length in box])
+        for source, (view, (*at,)) in moved.sources_of((values, box)):
+            full = source.value(real.get) if isinstance(source, Computed) else real[source]
+            view.copy_(full[tuple(slice(start, start + length) for start, length in at)])
+        assert torch.equal(values, wanted[tuple(slice(start, start + length) for start, length in box)])
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(world_size=2, backend="gloo")
+def test_reads_and_writes_what_save_pretrained_writes(name, tmp_path):
+    """Into a model with values, one on meta, and one whose experts are sharded on their second dim."""
+    mesh, plain = mesh_of((2,)), made(name, 1)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    plain.save_pretrained(theirs)  # of ranks the first alone writes
+    dist.barrier()
+    wanted = type(plain).from_pretrained(theirs).state_dict()
+    assert files_of(theirs).keys() != wanted.keys()  # or this would show nothing
+
+    model = shard_model(made(name, 2), mesh=mesh)
+    with init_on_meta():
+        empty = made(name, 2)
+    shard_model(empty, mesh=mesh)
+    across = fully_shard(made(name, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if is_fused(p) else None)
+    for each in (model, empty, across):
+        load_pretrained(each, theirs)
+        assert_equal(full_state_dict(each, rank0_only=False), wanted)
+
+    save_pretrained(across, tmp_path / "across")
+    assert_equal(files_of(tmp_path / "across"), files_of(theirs))
+    before = copy.deepcopy(model.config.to_dict())
+    save_pretrained(model, ours, max_shard_size=40_000)
+    assert model.config.to_dict() == before
+    assert_equal(files_of(ours), files_of(theirs))
+    index = json.loads((ours / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == files_of(theirs).keys()
+    again, info = type(plain).from_pretrained(ours, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_equal(again.state_dict(), wanted)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_permuted_weights_pass_through_memory_whole(tmp_path):
+    """A conversion that is more than moving boxes: exact both ways; reads of the others stay partial."""
+    plain = made("mixtral", 1)
+    permute = WeightConverter(["self_attn.q_proj.weight"], ["self_attn.q_proj.weight"], [PermuteForRope()])
+    plain._weight_conversions = [permute]
+    model = shard_model(made("mixtral", 1), mesh=mesh_of((2,)))
+    model._weight_conversions = [permute]
+    theirs = tmp_path / "theirs"
+    plain.save_pretrained(theirs)
+    save_pretrained(model, tmp_path / "ours")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(files_of(theirs)[q], plain.state_dict()[q])
+    assert_equal(files_of(tmp_path / "ours"), files_of(theirs))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_adapters_are_saved_as_peft_saves_them(tmp_path):
+    mesh = mesh_of((2,))
+    model = get_peft_model(llama(), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM"))
+    theirs = tmp_path / "theirs"
+    model.save_pretrained(theirs, is_main_process=mesh.get_rank() == 0)
+    shard_model(model, mesh=mesh)
+    save_pretrained(model, tmp_path / "ours")
+    assert_equal(files_of(tmp_path / "ours"), files_of(theirs))
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in (theirs, tmp_path / "ours")]
+    for config in configs:
+        config["target_modules"].sort()  # a set in peft
+    assert configs[0] == configs[1]
+    loaded = PeftModel.from_pretrained(llama(), tmp_path / "ours")
+    assert_equal(load_peft_weights(tmp_path / "ours"), load_peft_weights(theirs))
+    assert any("lora_" in name for name, _ in loaded.named_parameters())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_each_rank_reads_its_own_experts_alone(tmp_path):
+    """Of a fused tensor no more bytes than the shard has."""
+    mesh = mesh_of((2,))
+    theirs = tmp_path / "theirs"
+    made("mixtral", 1).save_pretrained(theirs)
+    dist.barrier()
+    model, seen = shard_model(made("mixtral", 2), mesh=mesh), []
+    load_pretrained(model, theirs, progress=lambda done, total: seen.append((done, total)))
+    own = sum(part_of(parameter)[0].nbytes for parameter in model.parameters())
+    assert seen[-1] == (own, own)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
+    model = shard_model(llama(), mesh=mesh_of((2,)))
+    save_checkpoint(tmp_path / "checkpoint", model)
+    save_pretrained(model, tmp_path / "hub")
+    before = sorted(os.listdir(tmp_path / "hub"))
+    plain = shard_model(nn.Sequential(nn.Linear(4, 4)), mesh=mesh_of((2,)))
+    cases = {
+        "a Sequential": lambda: save_pretrained(plain, tmp_path / "new"),
+        "pass overwrite=True": lambda: save_pretrained(model, tmp_path / "hub"),
+        "is a checkpoint": lambda: save_pretrained(model, tmp_path / "checkpoint", overwrite=True),
+        "max_shard_size: is 0": lambda: save_pretrained(model, tmp_path / "new", max_shard_size=0),
+        "differs from rank 0 in path": lambda: save_pretrained(model, tmp_path / f"new{mesh_of((2,)).get_rank()}"),
+    }
+    for said, call in cases.items():
+        with pytest.raises(CheckpointError, match=said):
+            call()
+    assert sorted(os.listdir(tmp_path / "hub")) == before
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "hub"]
+
+
+# ---- one process: what is beside the weights -------------------------------------------------------------------
+
+
+def test_a_plain_model_and_what_is_beside_it(tmp_path):
+    model = llama()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
+    save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16, overwrite=True)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert "lm_head.weight" not in files_of(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert_equal(again.state_dict(), model.bfloat16().state_dict())
+
+
+def test_a_checkpoint_is_loaded_by_from_pretrained_and_never_converted(tmp_path):
+    """Its names are the model's own, and config.json says which model it is."""
+    model = made("mixtral", 1)
+    save_checkpoint(tmp_path / "c", model)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "c").state_dict(), model.state_dict())
+    other = made("mixtral", 2)
+    load_pretrained(other, tmp_path / "c")
+    assert_equal(other.state_dict(), model.state_dict())
+    convert_checkpoint(tmp_path / "c", tmp_path / "dcp", to="dcp")
+    assert (tmp_path / "dcp" / "config.json").read_text() == (tmp_path / "c" / "config.json").read_text()
+    (tmp_path / "c" / "config.json").write_text("edited")
+    load_checkpoint(tmp_path / "c", other)
+
+
+def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
+    path = tmp_path / "last"
+    save_checkpoint(path, nn.Linear(2, 2))
+    (path / "config.json").write_text("mine")
+    (path / "notes").mkdir()
+    (path / "notes" / "a.txt").write_text("note")
+    os.symlink("notes/a.txt", path / "link")
+    model = llama()
+    save_checkpoint(path, model, format="dcp", overwrite=True)
+    assert (path / "config.json").read_text() == "mine"
+    assert (path / "link").read_text() == "note"
+    load_checkpoint(path, model)
+    (path / "model.safetensors").write_text("also mine")
+    before = sorted(os.listdir(path))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*did not write"):
+        save_checkpoint(path, model, overwrite=True)
+    (path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="manifest cannot be read"):
+        save_checkpoint(path, model, overwrite=True)
+    assert sorted(os.listdir(path)) == before
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_a_converted_file_has_every_name_of_a_tied_tensor_on_one_storage(tmp_path):
+    model = llama()
+    save_checkpoint(tmp_path / "c", model)
+    convert_checkpoint(tmp_path / "c", tmp_path / "again")
+    for source in ("c", "again"):
+        convert_checkpoint(tmp_path / source, tmp_path / f"{source}.pt")
+        full = torch.load(tmp_path / f"{source}.pt", weights_only=True)["model"]
+        tied = [full["lm_head.weight"], full["model.embed_tokens.weight"]]
+        assert tied[0].untyped_storage().data_ptr() == tied[1].untyped_storage().data_ptr()
+        model.load_state_dict(full)
