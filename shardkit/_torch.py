@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NoReturn, cast
 
 with warnings.catch_warnings():
@@ -82,6 +83,18 @@ SHARDS_INTEGERS = torch_version() >= (2, 13)
 foreach_norm = _private("torch._foreach_norm")
 foreach_mul_ = _private("torch._foreach_mul_")
 group_tensors = _private("torch._C._group_tensors_by_device_and_dtype")
+
+
+_compiler = torch._C._dynamo.eval_frame  # exists without the import of torch._dynamo, which takes seconds
+
+
+def apart_when_compiled(function: FunctionType) -> None:
+    """Let torch.compile run a function as it is, and compile what it calls by itself. Local; in place.
+
+    As ``torch._dynamo.skip``. Else what it calls would be inlined into it, which asks for its module in ``sys.modules``.
+    """
+    skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
+    _compiler.set_code_exec_strategy(function.__code__, skip)
 
 
 def by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -128,6 +128,7 @@ NAMES = (
     Name("torch._subclasses.fake_tensor.FakeTensorMode", "shapes without memory", _MEMORY),
     Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "leave that mode for a moment", "shard_model"),
     Name("torch._compile._disable_dynamo", "hooks that are not compiled", "shard_model, the drop-in"),
+    Name("torch._C._dynamo.eval_frame.set_code_exec_strategy", "forward called by name, compiled", "shard_model"),
     Name("torch._C._autograd._get_current_graph_task_keep_graph", "whether another backward follows", "shard_model"),
     Name("torch.nn.utils.clip_grad._get_total_norm", "torch's clipping under the drop-in", _DROP_IN),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "see every aten call", f"{_META}, shardkit.testing"),

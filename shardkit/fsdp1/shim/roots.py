@@ -43,10 +43,7 @@ def attend_to(module: nn.Module) -> None:
     But for ``forward`` called by name: torch.compile of the wrapper would meet the core's function in its place.
     """
     if isinstance(module, FSDPModule):
-        before = {name: value for name, value in vars(module).items() if name == "forward"}
         attend(module)
-        vars(module).pop("forward", None)
-        vars(module).update(before)
 
 
 @contextmanager
