@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -263,23 +264,42 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     """The class and the attributes that an FSDP module would have had without ``fully_shard``. Local, pure.
 
-    fsdp1: to copy a model, which FSDP2 refuses. Its class is made of ``FSDPModule`` and the module's own; its hooks
-    and two keys of ``torch.distributed._composable`` are what it adds to the attributes (torch 2.11 to 2.13).
+    fsdp1: to copy a model, which FSDP2 refuses. Its class is made of ``FSDPModule`` and the module's own; its hooks,
+    methods that gather, and two keys of ``torch.distributed._composable`` are what it adds to the attributes (torch
+    2.11 to 2.13), and shardkit its own hooks.
     """
     attributes = dict(vars(module))
-    if not isinstance(module, FSDPModule):
-        return type(module), attributes
-    state: Any = module._get_fsdp_state()
-    for key in (STATE_KEY, REGISTRY_KEY):
+    is_sharded = isinstance(module, FSDPModule)
+    kind = type(module).__bases__[1] if is_sharded else type(module)
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    for key in (STATE_KEY, REGISTRY_KEY) if is_sharded else ():
         attributes.pop(key, None)
+    for name, value in vars(module).items() if is_sharded else ():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            attributes[name] = original = _without_gathering(value)
+            if getattr(original, "__func__", None) is getattr(kind, name, None):
+                del attributes[name]
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         attributes[name] = OrderedDict(
-            (k, hook) for k, hook in attributes[name].items() if not _is_bound_to(hook, state)
+            (k, hook)
+            for k, hook in attributes[name].items()
+            if not _is_bound_to(hook, state) and not _defined_in(getattr(hook, "func", None), "shardkit.")
         )
     kept = attributes["_forward_pre_hooks"].keys() | attributes["_forward_hooks"].keys()
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         attributes[name] = OrderedDict((k, flag) for k, flag in attributes[name].items() if k in kept)
-    return type(module).__bases__[1], attributes
+    return kind, attributes
+
+
+def _without_gathering(method: Any) -> Any:
+    """The method below those that FSDP2 and shardkit put in its place to gather."""
+    while _defined_in(getattr(method, "__func__", None), "shardkit.", "torch.distributed.fsdp."):
+        method = method.__wrapped__
+    return method
+
+
+def _defined_in(function: Any, *packages: str) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith(packages)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

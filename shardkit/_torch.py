@@ -89,9 +89,9 @@ _compiler = torch._C._dynamo.eval_frame  # exists without the import of torch._d
 
 
 def apart_when_compiled(function: FunctionType) -> None:
-    """Let torch.compile run a function as it is, and compile what it calls by itself. Local; in place.
+    """Let torch.compile run a function as it is, as ``torch._dynamo.skip``, and compile what it calls. Local; in place.
 
-    As ``torch._dynamo.skip``. Else what it calls would be inlined into it, which asks for its module in ``sys.modules``.
+    Else what it calls is inlined into it, which takes a module in ``sys.modules``, and gathers nothing.
     """
     skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
     _compiler.set_code_exec_strategy(function.__code__, skip)

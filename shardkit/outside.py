@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -40,22 +40,26 @@ def raise_named(model: nn.Module, error: Exception) -> None:
         raise ShardkitError(message(listing(used), problem, rule, fix)) from error
 
 
-def refuse_calls_outside(root: nn.Module) -> None:
-    """Make modules whose parameters are the root's own name the fix when they are called while those are sharded.
+def called_outside(fqn: str) -> Exception:
+    """The error for a module whose parameters are the root's own, and that is called while those are sharded."""
+    rule = "FSDP2 gathers them while the forward of the whole model runs, and only then"
+    fix = f"Call the model, or the method that calls it with forward_methods=, or make it a unit: by_name({fqn!r})"
+    return ShardkitError(message(fqn, "called on its own, and its parameters belong to the root's unit", rule, fix))
+
+
+def refuse_calls_outside(root: nn.Module, error: Callable[[str], Exception] = called_outside) -> None:
+    """Make modules whose parameters are the root's own raise ``error`` of their FQN when those are sharded at a call.
 
     Such a call gathers nothing, and torch's text names an operation only. Adds a forward pre-hook to each. Local.
     """
     names = {module: fqn for fqn, module in root.named_modules()}
     for module, slots in own_slots(root).items():
-        module.register_forward_pre_hook(partial(_refuse_outside, names[module], slots))
+        module.register_forward_pre_hook(partial(_refuse_outside, partial(error, names[module]), slots))
 
 
-def _refuse_outside(fqn: str, slots: list[Any], *_: object) -> None:
-    if torch.compiler.is_compiling() or all(map(is_gathered, slots)):
-        return
-    rule = "FSDP2 gathers them while the forward of the whole model runs, and only then"
-    fix = f"Call the model, or the method that calls it with forward_methods=, or make it a unit: by_name({fqn!r})"
-    raise ShardkitError(message(fqn, "called on its own, and its parameters belong to the root's unit", rule, fix))
+def _refuse_outside(error: Callable[[], Exception], slots: list[Any], *_: object) -> None:
+    if not (torch.compiler.is_compiling() or all(map(is_gathered, slots))):
+        raise error()
 
 
 def _memory(tensor: DTensor) -> int:

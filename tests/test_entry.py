@@ -188,6 +188,14 @@ def test_forward_by_name_and_methods():
             assert_trains_alike(plain, model, usual_loss)
 
 
+@distributed(world_size=2)
+def test_a_compiled_method_gathers():
+    def call(model, seed):
+        return torch.compile(model.encode, backend="eager")(tokens(seed)).square().mean()
+
+    assert_trains_alike(*pair(Coder, forward_methods=["encode"]), call)
+
+
 class Pair(nn.Module):
     """A model with a part that is called by a method of its own."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.wrap import ModuleWrapPolicy
 from shardkit.testing import distributed
@@ -55,3 +56,31 @@ def test_entries_besides_the_wrappers_forward(entry):
         for param in model.parameters():
             param.mul_(0)
         assert torch.equal(twin(x), plain(x))
+
+
+class Judge(Penalised):
+    def generate(self, x):
+        return self(x)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_forward_by_name_is_right_and_a_part_of_the_roots_unit_is_named():
+    torch.manual_seed(0)
+    plain, x = Judge(), torch.randn(2, 3)
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=True)
+    assert torch.equal(model.module.forward(x), plain(x))
+    with torch.no_grad():
+        assert torch.equal(model.module.forward(x), plain(x))
+    twin = copy.deepcopy(model)
+    for wrapper in (model, twin):
+        for head in (wrapper.head, wrapper.module.head):
+            with pytest.raises(TranslationError, match=r"^head: .* FSDP.summon_full_params\(model\)"):
+                head(torch.randn(2, 4))
+        with FSDP.summon_full_params(wrapper):
+            wrapper.head(torch.randn(2, 4))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+        for entry in (twin, twin.module.forward, twin.generate):
+            assert torch.equal(entry(x), plain(x)), "a copy's entries are its own"
+    assert torch.equal(model.generate(x), torch.zeros(2, 1))

@@ -43,7 +43,7 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     if REDUCES_UNUSED:
         _fsdp1.reduce_unused_beside_used(inner)
     _fill(inner, inner_of(wrapper))
-    roots.attend_to(inner)
+    roots.attend_to(inner, record.strategy)
     put_in_place(inner, _records_below(wrapper, memo), wrap)
     new = memo[id(wrapper)] = wrap(inner, _fresh(record, memo))
     return new

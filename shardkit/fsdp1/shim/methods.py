@@ -41,19 +41,18 @@ def guarded(wrapper: nn.Module, name: str, found: Any) -> Any:
             with _Whole() if whole else nullcontext():
                 return found(*args, **kwargs)
         except RuntimeError as error:
-            if MIXED not in str(error) or isinstance(error, ShardkitError):
-                raise
-            raise _not_gathered(name) from error
+            if isinstance(error, NotGathered) or (MIXED in str(error) and not isinstance(error, ShardkitError)):
+                raise not_gathered(name, is_method=True) from error
+            raise
 
     return method
 
 
-def _not_gathered(name: str) -> NotGathered:
-    rule = "Parameters are gathered for forward, and a method besides it sees this rank's shards"
-    fix = (
-        f'Call register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks, or call it in '
-        "FSDP.summon_full_params(model)"
-    )
+def not_gathered(name: str, is_method: bool = False) -> NotGathered:
+    """The error for a module, by FQN, or a method that is called on its own and meets this rank's shards."""
+    rule = "Parameters are gathered for the wrapped module's forward, and anything besides it sees this rank's shards"
+    before = f'call register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks'
+    fix = f"Call it in FSDP.summon_full_params(model), or {before if is_method else 'wrap it by FSDP(...) too'}"
     return NotGathered(message(name, "uses parameters that are sharded", rule, fix))
 
 

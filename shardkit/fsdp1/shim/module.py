@@ -106,7 +106,7 @@ class FullyShardedDataParallel(nn.Module):
         put_in_place(module, made.below, _around)
         _adopt(self, module, made.record)
         if not made.again:
-            roots.attend_to(module)
+            roots.attend_to(module, made.record.strategy)
         guards.install(FullyShardedDataParallel)
 
     @property

@@ -8,15 +8,17 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit._fsdp import initialize, not_compiled, own_parameters
 from shardkit._fsdp1 import accumulating_in_param_dtype, set_cast_forward_inputs
 from shardkit.entry import attend
 from shardkit.fsdp1.shim import optimizers
 from shardkit.fsdp1.shim.announce import announce
+from shardkit.fsdp1.shim.methods import not_gathered
 from shardkit.fsdp1.shim.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
 from shardkit.fsdp1.shim.shard_grads import show_shard
+from shardkit.outside import refuse_calls_outside
 
 
 @not_compiled
@@ -37,13 +39,15 @@ def begin(wrapper: nn.Module) -> bool:
     return record.root is True
 
 
-def attend_to(module: nn.Module) -> None:
-    """The core's ``attend``: a child or inference_mode first, double backward. Local, in place.
+def attend_to(module: nn.Module, strategy: ShardingStrategy) -> None:
+    """The core's ``attend``: a child, ``module.forward`` or inference_mode first, double backward. Local, in place.
 
-    But for ``forward`` called by name: torch.compile of the wrapper would meet the core's function in its place.
+    Under NO_SHARD methods besides forward run on whole parameters (``methods``), and so do the modules they call.
     """
     if isinstance(module, FSDPModule):
         attend(module)
+        if strategy is not ShardingStrategy.NO_SHARD:
+            refuse_calls_outside(module, not_gathered)
 
 
 @contextmanager
