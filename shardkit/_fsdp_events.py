@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._fsdp import fsdp_states as fsdp_states
 from shardkit._torch import tree_leaves, units_of
+
+_compiler = torch._C._dynamo.eval_frame  # exists without the import of torch._dynamo, which takes seconds
 
 
 class Listener(Protocol):
@@ -185,6 +188,15 @@ def gathered_parameters(model: nn.Module) -> dict[Tensor, nn.Parameter]:
     """The sharded parameter of each one that FSDP2 gathers into, whether that is registered now or not. Local, pure."""
     params = (param for unit in fsdp_units(model) for param in unit.fsdp_params)
     return {param._unsharded_param: param.sharded_param for param in params if hasattr(param, "_unsharded_param")}
+
+
+def apart_when_compiled(function: FunctionType) -> None:
+    """Let torch.compile run a function as it is, as ``torch._dynamo.skip``, and compile what it calls. Local; in place.
+
+    Else what it calls is inlined into it, which takes a module in ``sys.modules``, and gathers nothing.
+    """
+    skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
+    _compiler.set_code_exec_strategy(function.__code__, skip)
 
 
 def backward_keeps_graph() -> bool:

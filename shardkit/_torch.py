@@ -12,7 +12,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any, NoReturn, cast
 
 with warnings.catch_warnings():
@@ -83,18 +82,6 @@ SHARDS_INTEGERS = torch_version() >= (2, 13)
 foreach_norm = _private("torch._foreach_norm")
 foreach_mul_ = _private("torch._foreach_mul_")
 group_tensors = _private("torch._C._group_tensors_by_device_and_dtype")
-
-
-_compiler = torch._C._dynamo.eval_frame  # exists without the import of torch._dynamo, which takes seconds
-
-
-def apart_when_compiled(function: FunctionType) -> None:
-    """Let torch.compile run a function as it is, as ``torch._dynamo.skip``, and compile what it calls. Local; in place.
-
-    Else what it calls is inlined into it, which takes a module in ``sys.modules``, and gathers nothing.
-    """
-    skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
-    _compiler.set_code_exec_strategy(function.__code__, skip)
 
 
 def by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

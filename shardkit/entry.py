@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp_events as events
 from shardkit._fsdp import FSDPUnit
-from shardkit._torch import apart_when_compiled, tree_leaves
+from shardkit._torch import tree_leaves
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.outside import raise_named
 
@@ -133,7 +133,7 @@ def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
             raise_named(watch.root, error)  # type: ignore[arg-type]
             raise
 
-    apart_when_compiled(method)  # type: ignore[arg-type]
+    events.apart_when_compiled(method)  # type: ignore[arg-type]
     setattr(module, name, MethodType(method, module))
 
 

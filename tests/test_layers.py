@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"replicated", "_fsdp", "_fsdp_events", "stepping"},
     "state_dict": STATE | {"meta", "_fsdp"},
     "checkpoint": STATE | {"state_dict", "meta", "progress"},
-    "fsdp1": {"named", "_fsdp", "_fsdp1", "entry", "outside"} | DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api"},
+    "fsdp1": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"named", "_fsdp", "_fsdp1", "entry", "outside", "apply", "api"},
     "__init__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1"},
     "demo": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__"},
     "__main__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__", "demo"},
