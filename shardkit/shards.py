@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardkit import _torch
 
@@ -85,6 +85,28 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
     inner = {name: wrapped_as(memory, getattr(like, name))}
     made: Tensor = type(like).__tensor_unflatten__(inner, context, memory.shape, memory.stride())  # type: ignore[attr-defined]
     return made
+
+
+def around(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of a local tensor that stays where it is, such as offloaded on the CPU. Local.
+
+    ``DTensor.from_local`` moves what is not on meta to the mesh's device.
+    """
+    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    like = DTensor.from_local(alike, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return _torch.with_local(like, local)
+
+
+def as_sharded(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor placed as ``like``, with this local part, of any dtype and on any device. Local."""
+    return around(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor that every rank has all of, where it is. Local."""
+    return around(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
 
 
 def is_first_replica(like: DTensor) -> bool:

@@ -27,6 +27,8 @@ ANY_FSDP2_MODEL = STATE | {"meta", "grads", "optim", "state_dict", "checkpoint"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "_torch": {"errors"},
+    "_torch_pretend_ops": set(),
+    "_torch_pretend": {"_torch_pretend_ops"},
     "_fsdp": set(),
     "_fsdp1": {"_fsdp"},
     "_fsdp_events": {"_fsdp"},
@@ -72,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1"},
     "demo": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__"},
     "__main__": DECIDING | APPLYING | ANY_FSDP2_MODEL | {"apply", "api", "fsdp1", "__init__", "demo"},
-    "testing": {"errors", "plan", "_fsdp", "api"},  # and nothing imports it
+    "testing": {"errors", "plan", "_fsdp", "api", "_torch_pretend"},  # and nothing imports it
 }
 
 PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so

@@ -8,21 +8,19 @@ tensor that has one row for each shard, with the dims of the mesh axes that cut 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardkit import _torch
 from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, all_gather_bytes, together
-from shardkit.shards import local_value
+from shardkit.shards import around, as_sharded, local_value
 from shardkit.state_dict.optimizer import tensor_leaves, with_leaves
 
 MARK = "__tensor_flatten__"  # the key of a subclass's description, beside its inner tensors
@@ -131,15 +129,8 @@ def _stacked(row: Tensor, like: Tensor, grid: _Grid) -> Tensor:
         Shard(grid.axes.index(axis)) if axis in grid.axes else Replicate() for axis in range(like.device_mesh.ndim)
     ]
     local = row[(None,) * len(grid.axes)]
-    return _around(local, like.device_mesh, places, torch.Size([*grid.sizes, *row.shape]))
-
-
-def _around(local: Tensor, mesh: DeviceMesh, places: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """A DTensor of any local tensor on any device. ``from_local`` moves what is not on meta to the mesh's device."""
-    alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    stride = torch.empty(shape, device="meta").stride()
-    like = DTensor.from_local(alike, mesh, places, run_check=False, shape=shape, stride=stride)
-    return _torch.with_local(like, local)
+    shape = torch.Size([*grid.sizes, *row.shape])
+    return around(local, like.device_mesh, places, shape, torch.empty(shape, device="meta").stride())
 
 
 def _all_records(
@@ -322,7 +313,7 @@ class Pending:
         local = _rebuilt(self.context, parts)
         if not isinstance(self.like, DTensor):
             return local
-        return _around(local, self.like.device_mesh, self.like.placements, self.like.shape)
+        return as_sharded(local, self.like)
 
 
 def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending, list[tuple[str, Tensor]]]:

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import with_local
 from shardkit.checkpoint.inner import MARK, Pending, pending
 from shardkit.checkpoint.match import KeyMap, rename
 from shardkit.checkpoint.source import Stored, by_name
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.shards import local_value
+from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state_dict.names import parameter_names
 from shardkit.state_dict.optimizer import group_names, optimizers_of, sharded_optimizer_state_dict
 
@@ -192,7 +191,6 @@ def _target(stored: Stored, param: nn.Parameter | None, old: object, on_device: 
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype, device=param.device)
     if stored.shape == param.shape:
-        return with_local(param, torch.empty_like(local_value(param), dtype=stored.dtype, requires_grad=False))
+        return as_sharded(torch.empty_like(local_value(param), dtype=stored.dtype, requires_grad=False), param)
     full = torch.empty(stored.shape, dtype=stored.dtype, device=param.to_local().device)
-    mesh = param.device_mesh
-    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False) if stored.shape else full
+    return replicated(full, param.device_mesh) if stored.shape else full

@@ -16,7 +16,7 @@ from shardkit import _torch
 from shardkit._fsdp_params import post_accumulate_hooks, set_post_accumulate_hooks
 from shardkit.held import Put
 from shardkit.meta.tape import Tape, View
-from shardkit.shards import device_of, local_part, local_value, wrapped_as
+from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
 
 
 @dataclass(eq=False)
@@ -83,12 +83,6 @@ class Cutter:
             storage = full.untyped_storage()
             self._storages[view.storage] = storage if storage.device == home else _moved(storage, home)
         return view.of(self._storages[view.storage])
-
-
-def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor placed as ``like``, with this local part."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

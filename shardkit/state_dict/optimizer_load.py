@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import groups_of, together
+from shardkit.shards import replicated
 from shardkit.state_dict.load import Source, check_src, raise_listed, transfer, world_groups
 from shardkit.state_dict.names import clean_name, parameter_names
 from shardkit.state_dict.optimizer import OptimizerState, group_names, optimizers_of, tensor_leaves, with_leaves
@@ -139,8 +140,7 @@ def room_for(param: nn.Parameter, path: str, spec: Tensor, present: Tensor | Non
         return unwritten(param, spec.dtype, home)
     # Computed from a DTensor, and so one too, such as the row and column means of Adafactor.
     whole = torch.empty(spec.shape, dtype=spec.dtype, device=home)
-    mesh = param.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated(whole, param.device_mesh)
 
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import check_unbound, find_targets, is_on_meta
-from shardkit.meta.shards import Homes, Target, as_sharded
-from shardkit.shards import local_value, wrapped_as
+from shardkit.meta.shards import Homes, Target
+from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state_dict.names import ModelState, is_extra, model_state
 from shardkit.state_dict.routes import local_of
 

@@ -48,6 +48,7 @@ _LOCAL = "step_on_local_shards, clip_grad_norm_, full_state_dict, save_checkpoin
 _META = "init_on_meta, materialize"
 _DROP_IN = "shardkit.fsdp1.FullyShardedDataParallel"
 _MEMORY = "shardkit.memory"
+_PRETEND = "shardkit.testing.pretend_accelerator"
 
 NAMES = (
     Name("FSDPModule._get_fsdp_state", "the way from a module to its units", _ENGINE),
@@ -135,6 +136,18 @@ NAMES = (
     Name("torch.utils._python_dispatch._disable_current_modes", "leave modes for a moment", _META),
     Name("torch.utils._pytree.tree_map", "map as FSDP2 does", _MEMORY),
     Name("torch.utils._pytree.tree_leaves", "map as FSDP2 does", _MEMORY),
+    Name("torch.utils.backend_registration._setup_privateuseone_for_python_backend", "a device in Python", _PRETEND),
+    Name("torch.utils.backend_registration._DummyPrivateUse1Hook", "a device in Python", _PRETEND),
+    Name("torch._C._acc.create_empty_tensor", "tensors of that device", _PRETEND),
+    Name("torch._C._construct_storage_from_data_pointer", "its memory", _PRETEND),
+    Name("torch._C._swap_tensor_impl", "tensor.data across devices", _PRETEND),
+    Name("torch._has_compatible_shallow_copy_type", "module.to() in place", _PRETEND),
+    Name("torch._C._dispatch_get_registrations_for_dispatch_key", "the collectives that there are", _PRETEND),
+    Name("torch._C.DispatchKeySet", "the kernel that sets a storage", _PRETEND),
+    Name("torch.ops.aten._copy_from", "copies to and from that device", _PRETEND),
+    Name("torch.ops.aten._to_copy", "copies to and from that device", _PRETEND),
+    Name("torch.ops.aten._foreach_copy_", "copies to and from that device", _PRETEND),
+    Name("torch.ops.aten._local_scalar_dense", "count what waits for that device", _PRETEND),
     Name("torch.nn.init._no_grad_trunc_normal_", "draw again until in range", f"speed of {_META}"),
     Name("torch.distributed.distributed_c10d._world", "the groups that there are", "save_checkpoint(async_=True)"),
     Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),

@@ -1,0 +1,270 @@
+"""A pretended accelerator: torch's PrivateUse1 device in Python, with memory of the host below and real values.
+
+A tensor on it is a plain ``torch.Tensor`` whose storage says that device; each operator runs on CPU tensors over the
+same memory. What a GPU would refuse (operators on tensors of two devices) is refused, what would stop the host is
+counted. torch documents the Python backend only in its tests (``_setup_privateuseone_for_python_backend``, torch 2.13).
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardkit._torch import has_tag, no_torch_function
+
+NAME = "pretend"
+
+# CUDA takes indices that lie on the CPU; copies are what crosses.
+_CROSSES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+# The host waits for these, since a shape or a Python value depends on what the device computed.
+_WAITS = {"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
+POISON = 0xFF  # every byte of memory that nobody wrote: NaN in floating point, so that its use shows
+
+_set = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+class _Memory:
+    """The host memory below each of the device's storages, kept while the storage lives."""
+
+    def __init__(self) -> None:
+        self.host: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+        self.freed: set[int] = set()  # addresses whose storage was resized to 0
+        self.pinned: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        self._at_most = 0  # bytes, without what was freed since they were last counted
+
+    def allocated(self) -> int:
+        """Bytes of the device's storages that are alive and not freed."""
+        gone = [at for at, (storage, _) in self.host.items() if storage.expired()]
+        for at in gone:
+            self.freed.discard(at)
+            del self.host[at]
+        self._at_most = sum(host.nbytes() for at, (_, host) in self.host.items() if at not in self.freed)
+        return self._at_most
+
+    def on_device(self, host: torch.UntypedStorage) -> Any:
+        """A storage of the device over host memory."""
+        at, size = host.data_ptr(), host.nbytes()
+        storage: Any = torch._C._construct_storage_from_data_pointer(at, device(), size)
+        if size:
+            self.host[at] = StorageWeakRef(storage), host
+            self._at_most += size
+            if self._at_most > self.peak:
+                self.peak = max(self.peak, self.allocated())
+        return storage
+
+    def below(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor over the same memory."""
+        at = tensor.untyped_storage().data_ptr()
+        if at not in self.host:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return plain.set_(self.host[at][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether CPU memory was pinned."""
+        known = self.pinned.get(tensor.untyped_storage().data_ptr())
+        return known is not None and not known.expired()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Take a CPU tensor's memory for pinned."""
+        self.pinned = {at: storage for at, storage in self.pinned.items() if not storage.expired()}
+        if tensor.untyped_storage().nbytes():
+            self.pinned[tensor.untyped_storage().data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+
+memory = _Memory()
+syncs: list[str] = []  # what stopped the host, in order
+
+
+def device() -> torch.device:
+    """The one device there is."""
+    return torch.device(NAME, 0)
+
+
+def is_here(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+# ---- operators -------------------------------------------------------------------------------------------------
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on the memory below, and give back tensors of the device."""
+    with no_torch_function():
+        _check_devices(op, args, kwargs)
+        below: dict[int, Tensor] = {}
+        above: dict[int, Tensor] = {}
+
+        def go_below(tensor: Tensor) -> Tensor:
+            if tensor.device.type != NAME:
+                return tensor
+            if id(tensor) not in below:
+                below[id(tensor)] = memory.below(tensor)
+                above[id(below[id(tensor)])] = tensor
+            return below[id(tensor)]
+
+        args, kwargs = tree_map_only(Tensor, go_below, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu", "pin_memory": False}
+        if op.name().partition(".")[0] in _WAITS:
+            syncs.append(op.name())
+        before = {at: (plain.untyped_storage().data_ptr(), plain.shape) for at, plain in below.items()}
+        with _own_random_numbers(op):
+            result = op(*args, **kwargs)
+        for at, plain in below.items():
+            if before[at] != (plain.untyped_storage().data_ptr(), plain.shape):  # resize_, set_, out= of another size
+                _become(above[id(plain)], plain, above.values())
+        return tree_map_only(Tensor, lambda plain: _go_above(plain, above), result)
+
+
+def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
+    """Raise as CUDA does: a CPU tensor joins only as a scalar, and not in a list."""
+    if op.name() in _CROSSES or op.name().startswith("c10d::"):
+        return
+    direct = [*args, *kwargs.values()]
+    flat = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    scalars = {id(each) for each in direct if isinstance(each, Tensor) and each.dim() == 0}
+    odd = [each for each in flat if each.device.type != NAME and id(each) not in scalars]
+    if odd and any(map(is_here, flat)):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{device()} and {odd[0].device}! (when running {op.name()})"
+        )
+
+
+def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
+    if id(plain) in above:
+        return above[id(plain)]
+    base = _sharing(plain, above.values())
+    # A view under inference_mode is an inference tensor only where its base is one; autograd marks the others.
+    with contextlib.nullcontext() if base is None else torch.inference_mode(base.is_inference()):
+        fresh: Tensor = torch._C._acc.create_empty_tensor((0,), plain.dtype)
+        return _become(fresh, plain, above.values())
+
+
+def _sharing(plain: Tensor, known: Iterable[Tensor]) -> Tensor | None:
+    """The one of the known tensors of the device that is in the same memory."""
+    at = plain.untyped_storage().data_ptr()
+    return next((each for each in known if at and each.untyped_storage().data_ptr() == at), None)
+
+
+def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
+    """Put a tensor of the device over the memory of ``plain``, in the storage of a known one that is there too."""
+    base = _sharing(plain, known)
+    storage = memory.on_device(plain.untyped_storage()) if base is None else base.untyped_storage()
+    return _set_storage(tensor, storage, plain.storage_offset(), plain.shape, plain.stride())
+
+
+def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: Any = ()) -> Tensor:
+    # The CPU's kernel sets what any dense tensor has; the meta one refuses a storage that cannot grow.
+    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    found: Tensor = _set.redispatch(cpu, tensor, storage, offset, size, stride)
+    return found
+
+
+@contextlib.contextmanager
+def _own_random_numbers(op: Any) -> Iterator[None]:
+    """The device's generator in place of the CPU's while an operator draws."""
+    if not has_tag(op, "nondeterministic_seeded"):
+        yield
+        return
+    outside = torch.get_rng_state()
+    own = torch.get_device_module(NAME).default_generators[0]
+    torch.set_rng_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(torch.get_rng_state())
+        torch.set_rng_state(outside)
+
+
+def _empty(op: Any, *args: Any, **kwargs: Any) -> Any:
+    made = _run(op, *args, **kwargs)
+    with no_torch_function():
+        plain = memory.below(made)
+        if plain.untyped_storage().nbytes():
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(plain.untyped_storage()).fill_(POISON)
+    return made
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """A copy to, from or on the device. The host waits where it blocks, or where its memory is pageable."""
+    with no_torch_function():
+        crossing = [each for each in (source, target) if not is_here(each)]
+        if crossing and not (non_blocking and memory.is_pinned(crossing[0])):
+            syncs.append("copy to the device" if is_here(target) else "copy to the host")
+        plain = [memory.below(each) if is_here(each) else each for each in (source, target)]
+        plain[1].copy_(plain[0])
+    return target
+
+
+def _to_copy(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """``tensor.to(...)``: as torch's, a copy to the host that does not block goes to pinned memory."""
+    with no_torch_function():
+        kind, where = dtype or tensor.dtype, device or tensor.device
+        made = torch.empty_like(tensor, dtype=kind, device=where, memory_format=memory_format or torch.preserve_format)
+        if non_blocking and where.type == "cpu":
+            memory.pin(made)
+    return made.copy_(tensor, non_blocking)
+
+
+def _item(tensor: Tensor) -> Any:
+    syncs.append("item")
+    with no_torch_function():
+        return memory.below(tensor).item()
+
+
+def _foreach_copy(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking)
+
+
+def _set_source_storage(tensor: Tensor, storage: Any) -> Tensor:
+    return _set_storage(tensor, storage, 0, [storage.nbytes() // tensor.element_size()], [1])
+
+
+def register_operators() -> list[torch.library.Library]:
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL", "PrivateUse1")
+    everything.fallback(_run, "PrivateUse1")
+    for name in ("empty.memory_format", "empty_strided"):
+        aten.impl(name, partial(_empty, _overload("aten", name)))
+    aten.impl("_copy_from", _copy_from)
+    aten.impl("_to_copy", _to_copy)
+    aten.impl("_local_scalar_dense", _item)
+    aten.impl("_foreach_copy_", _foreach_copy)
+    aten.impl("set_.source_Storage_storage_offset", _set_storage)
+    aten.impl("set_.source_Storage", _set_source_storage)
+    c10d = torch.library.Library("c10d", "IMPL", "PrivateUse1")
+    for name in _collectives():
+        c10d.impl(name, partial(_run, _overload("c10d", name)), allow_override=True)
+    return [everything, aten, c10d]
+
+
+def _overload(namespace: str, name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
+def _collectives() -> list[str]:
+    """The collectives that take tensors, as torch registers them for every device."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    return [name.removeprefix("c10d::") for name in names if name.startswith("c10d::")]

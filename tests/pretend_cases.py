@@ -1,0 +1,112 @@
+"""Training on a pretended accelerator and on the CPU, by the same settings: what the accelerator's tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit.testing import PretendedAccelerator, pretend_accelerator
+
+STARTS = ("cpu", "meta", "device")
+
+
+class Block(nn.Module):
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 16), nn.LayerNorm(8)
+        self.down = nn.Linear(16, 8)
+        self.gain = nn.Parameter(torch.tensor(0.5)) if scalar else 1.0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x + self.gain * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(Block(scalar) for _ in range(3))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@contextmanager
+def machine() -> Iterator[PretendedAccelerator]:
+    """The accelerator, with a process group of the pool's ranks that serves it and the CPU."""
+    with pretend_accelerator() as accelerator:
+        if dist.get_backend() == "gloo" and "pretend" not in str(dist.get_backend_config()):
+            store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            dist.destroy_process_group()
+            store = dist.PrefixStore("pretend", store)
+            dist.init_process_group("cpu:gloo,pretend:gloo", store=store, rank=rank, world_size=size)
+        yield accelerator
+
+
+def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Module:
+    """The model, of the same values however it starts, before it is sharded."""
+    torch.manual_seed(0)
+    if start == "meta":
+        with shardkit.init_on_meta():
+            return build()
+    return build().to(device) if start == "device" else build()
+
+
+def sharded(start: str, device: str, build: Callable[[], nn.Module] = Net, shape: Any = (2,), **settings: Any) -> Any:
+    model = made(start, device, build)
+    shardkit.shard_model(model, mesh=mesh_on(device, shape), **settings)
+    return shardkit.materialize(model) if start == "meta" else model
+
+
+def mesh_on(device: str, shape: tuple[int, ...] = (2,)) -> DeviceMesh:
+    return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+
+
+def loss_of(model: nn.Module, device: str, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    tokens = torch.randint(10, (4, 5), generator=generator).to(device)
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def plain(value: Any) -> Any:
+    """The CPU's copy of what this rank has."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().cpu()
+
+
+def devices(tensors: Any) -> set[str]:
+    """The types of the devices where these lie; DTensors by what this rank has."""
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return {each.device.type for each in local}
+
+
+def check_same(one: Any, other: Any, case: object, exactly: bool = True) -> None:
+    """Exact between runs on the accelerator. It takes operators apart that the CPU fuses (``linear``, ``gelu``), so
+    against the CPU values differ by float32's rounding, for which torch's own bound stands.
+    """
+    bounds = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-5, "atol": 2e-6}
+    torch.testing.assert_close(plain(one), plain(other), msg=lambda text: f"{case}: {text}", **bounds)
+
+
+adamw = partial(torch.optim.AdamW, lr=0.1)

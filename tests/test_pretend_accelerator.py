@@ -1,0 +1,302 @@
+"""Every public function on a pretended accelerator: values as on the CPU, everything where it belongs, no host sync.
+
+Two ranks of their own, for torch gives a process the device for good.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, machine, made, mesh_on, plain, sharded
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit.fsdp1 import FullStateDictConfig, StateDictType
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.memory import memory_report
+from shardkit.testing import RankPool
+
+OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "replicas": {"shape": (2, 1)},
+    "hybrid of one": {"shape": (1, 2)},
+    "pinned": {"offload_policy": OFFLOADED["pinned"]},
+    "pageable": {"offload_policy": OFFLOADED["pageable"]},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "recompute": {"checkpoint_activations": True},
+    "prefetch": {"prefetch": 1},
+    "kept": {"reshard_after_forward": False},
+    "scalars": {"build": partial(Net, scalar=True)},
+    "scalars and offload": {"build": partial(Net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
+    "synced": {"sync_module_states": True},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings where there is no accelerator to pin memory for."""
+    pinned = settings.get("offload_policy") is not None
+    return {**settings, "offload_policy": OFFLOADED["pageable"]} if pinned else settings
+
+
+def steps(model: nn.Module, device: str, optimizer: Any, count: int = 2) -> list[Any]:
+    results = []
+    for step in range(count):
+        loss = loss_of(model, device, step)
+        loss.backward()
+        norm = shardkit.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss, norm))
+    return results
+
+
+# ---- shard_model ------------------------------------------------------------------------------------------------
+
+
+def check_settings(name: str) -> None:
+    settings = SETTINGS[name]
+    home = "cpu" if "offload_policy" in settings else "pretend"
+    with machine():
+        first = None
+        for start in STARTS if name in ("plain", "pinned") else ("device",):
+            model = sharded(start, "pretend", **settings)
+            case = f"{name} from {start}"
+            check_places(model, home, case)
+            optimizer = adamw(model.parameters())
+            results = steps(model, "pretend", optimizer)
+            assert devices(each for pair in results for each in pair) == {"pretend"}, case
+            check_places(model, home, case)
+            end = [results, *(dict(named) for named in (model.named_parameters(), model.named_buffers()))]
+            first = first or plain(end)
+            check_same(end, first, case)
+        reference = sharded("cpu", "cpu", **on_cpu(settings))
+        results = steps(reference, "cpu", adamw(reference.parameters()))
+        if "mp_policy" not in settings:  # bfloat16 rounds more than one bound for float32 can say
+            end = [results, *(dict(named) for named in (reference.named_parameters(), reference.named_buffers()))]
+            check_same(first, end, name, exactly=False)
+
+
+def check_places(model: nn.Module, home: str, case: str, pinned: bool = True) -> None:
+    """Shards at home, what is whole and the buffers on the device."""
+    shards = [param for param in model.parameters() if isinstance(param, DTensor)]
+    assert devices(shards) == {home}, case
+    if home == "cpu" and pinned:
+        found = {shard.to_local().is_pinned() for shard in shards}
+        assert found == {not case.startswith("pageable")}, case
+    assert devices(param for param in model.parameters() if not isinstance(param, DTensor)) <= {"pretend"}, case
+    assert devices(model.buffers()) == {"pretend"}, case
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(ranks: RankPool, name: str) -> None:
+    ranks.run(check_settings, name)
+
+
+# ---- what works on a sharded model -------------------------------------------------------------------------------
+
+ADAMW: dict[str, dict[str, Any]] = {"default": {}, "fused": {"fused": True}, "capturable": {"capturable": True}}
+
+
+def trained(options: dict[str, Any], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded("cpu", "pretend", **settings)
+    optimizer = adamw(model.parameters(), **options)
+    steps(model, "pretend", optimizer, 1)
+    return model, optimizer
+
+
+def check_optimizers(name: str, folder: str) -> None:
+    """Where state lies after a step, and after each way to load it; and that training goes on as it would have."""
+    options = ADAMW[name]
+    for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
+        if name == "capturable" and settings:
+            continue  # torch: "capturable=True" needs parameters on the accelerator
+        home = "cpu" if settings else "pretend"
+        counts = "cpu" if name == "default" else home
+        with machine():
+            model, optimizer = trained(options, **settings)
+            full = shardkit.full_optimizer_state_dict(model, optimizer)
+            assert devices(each for state in full.get("state", {}).values() for each in state.values()) <= {"cpu"}
+            pieces = copy.deepcopy(shardkit.sharded_optimizer_state_dict(model, optimizer))
+            path = f"{folder}/{home}"
+            shardkit.save_checkpoint(path, model=model, optimizer=optimizer)
+            weights = copy.deepcopy(dict(model.named_parameters()))
+            expected = steps(model, "pretend", optimizer, 1)
+            for way in ("full", "sharded", "checkpoint"):
+                other = sharded("cpu", "pretend", **settings)
+                fresh = adamw(other.parameters(), **options)
+                if way == "checkpoint":
+                    shardkit.load_checkpoint(path, model=other, optimizer=fresh)
+                else:
+                    with torch.no_grad():
+                        for fqn, param in other.named_parameters():
+                            param.copy_(weights[fqn])
+                    load = getattr(shardkit, f"load_{way}_optimizer_state_dict")
+                    load(other, fresh, {"full": full, "sharded": pieces}[way])
+                case = f"{name}, {home}, {way}"
+                assert devices(state["step"] for state in fresh.state.values()) == {counts}, case
+                assert devices(state["exp_avg"] for state in fresh.state.values()) == {home}, case
+                check_same(steps(other, "pretend", fresh, 1), expected, case)
+
+
+@pytest.mark.parametrize("name", ADAMW)
+def test_optimizer_state_lies_where_a_step_needs_it(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    ranks.run(check_optimizers, name, str(tmp_path))
+
+
+def check_steps() -> None:
+    for name, options in ADAMW.items():
+        with machine():
+            model, optimizer = trained(options)
+            expected = steps(model, "pretend", optimizer, 2)
+            other, local = trained(options)
+            shardkit.step_on_local_shards(local)
+            check_same(steps(other, "pretend", local, 2), expected, name)
+            last = sharded("cpu", "pretend")
+            stepper = shardkit.optimizer_in_backward(last, partial(adamw, **options))
+            loss_of(last, "pretend").backward()
+            stepper.step()
+            kept = devices(each for state in stepper.state.values() for each in state.values())
+            assert kept == ({"pretend"} if options else {"cpu", "pretend"}), name
+
+
+def test_local_steps_and_steps_in_backward(ranks: RankPool) -> None:
+    ranks.run(check_steps)
+
+
+def check_host_syncs() -> None:
+    with machine() as accelerator:
+        model, optimizer = trained({}, build=partial(Net, scalar=True))
+        shardkit.step_on_local_shards(optimizer)
+        tokens = torch.zeros(4, 5, dtype=torch.long).to("pretend")
+        counted = torch.ones((), device="pretend") * 20
+        for _ in range(3):
+            accelerator.syncs.clear()
+            shardkit.scale_loss(model(tokens).sum(), counted, model).backward()
+            shardkit.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.syncs == []
+        loss_of(model, "pretend").item()
+        assert accelerator.syncs[-1] == "item"  # that they are counted
+        offloaded, _ = trained({}, offload_policy=OFFLOADED["pinned"])
+        accelerator.syncs.clear()
+        offloaded(tokens).sum().backward()
+        assert set(accelerator.syncs) == {"event"}  # FSDP2 waits for gradients on their way to the CPU
+        accelerator.syncs.clear()
+        shardkit.clip_grad_norm_(offloaded, 0.5)
+        assert sorted(accelerator.syncs) == ["copy to the device", "copy to the host"]  # one norm, one factor
+
+
+def test_a_steady_step_does_not_wait_for_the_device(ranks: RankPool) -> None:
+    ranks.run(check_host_syncs)
+
+
+def check_states(folder: str) -> None:
+    for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
+        home = "cpu" if settings else "pretend"
+        with machine():
+            model, optimizer = trained({}, **settings)
+            buffers = {name for name, _ in model.named_buffers()}
+            full = shardkit.full_state_dict(model)
+            assert devices(full.values()) <= {"cpu"}
+            pieces = shardkit.sharded_state_dict(model)
+            assert devices(each for name, each in pieces.items() if name not in buffers) == {home}
+            saved = shardkit.save_checkpoint(f"{folder}/{home}", model=model, async_=True)
+            saved.result()
+            for start, way in itertools.product(("cpu", "meta"), ("full", "file")):
+                other = made(start, "pretend")
+                shardkit.shard_model(other, mesh=mesh_on("pretend"), **settings)
+                if way == "full":
+                    shardkit.load_full_state_dict(other, full, src="rank0")
+                else:
+                    shardkit.load_pretrained(other, f"{folder}/{home}")
+                check_places(other, home, "loaded", pinned=False)
+                check_same(dict(other.named_parameters()), dict(model.named_parameters()), (home, start, way))
+                loss_of(other, "pretend").backward()
+            with shardkit.full_params(model):
+                assert devices(model.parameters()) == {home}
+            assert memory_report(model, optimizer).bytes["parameters"] > 0
+
+
+def test_state_in_memory_and_on_disk(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_states, str(tmp_path))
+
+
+def check_gradients() -> None:
+    with machine():
+        model, optimizer = trained({})
+        scaler = shardkit.GradScaler()
+        scaler.scale(loss_of(model, "pretend")).backward()
+        scaler.unscale_(optimizer)
+        assert devices([shardkit.clip_grad_norm_(model, 1.0)]) == {"pretend"}
+        scaler.step(optimizer)
+        scaler.update()
+        shardkit.zero_grad(model)
+        for last in (False, True):
+            with shardkit.accumulate(model, last=last):
+                loss_of(model, "pretend").backward()
+        assert devices(param.grad for param in model.parameters()) == {"pretend"}
+        shardkit.zero_grad(model)
+        with torch.inference_mode():
+            loss_of(model, "pretend")
+        loss_of(model, "pretend").backward()
+        assert devices(param.grad for param in model.parameters()) == {"pretend"}
+
+
+def test_scaler_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
+    ranks.run(check_gradients)
+
+
+def check_materialize() -> None:
+    with machine():
+        for device in (None, "cpu", "pretend"):
+            for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
+                model = made("meta", "pretend")
+                shardkit.shard_model(model, mesh=mesh_on("pretend"), **settings)
+                shardkit.materialize(model, device=device, seed=3)
+                assert devices(model.parameters()) == {"cpu" if settings else "pretend"}, device
+                loss_of(model, "pretend").backward()
+
+
+def test_materialize_on_either_device(ranks: RankPool) -> None:
+    ranks.run(check_materialize)
+
+
+def check_drop_in(given: int | str | None) -> None:
+    with machine(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device_id = torch.device(given) if isinstance(given, str) else given
+        model = FSDP(made("cpu", "pretend"), device_id=device_id, sync_module_states=True)
+        home = "cpu" if given == "cpu" else "pretend"
+        loss_of(model, home).backward()
+        assert devices(model.parameters()) == devices(model.buffers()) == {home}
+        assert devices([model.clip_grad_norm_(1.0)]) == {home}
+        adamw(model.parameters()).step()
+        with FSDP.summon_full_params(model):
+            assert devices(model.parameters()) == {home}
+        with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
+            assert devices(model.parameters()) == {"cpu"}
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+            assert devices(model.state_dict().values()) == {"cpu"}
+
+
+@pytest.mark.parametrize("given", [0, "pretend", "pretend:0", None, "cpu"])
+def test_drop_in(ranks: RankPool, given: int | str | None) -> None:
+    ranks.run(check_drop_in, given)
