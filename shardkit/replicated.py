@@ -170,7 +170,10 @@ def _parts(wholes: list[_Whole], device: torch.device) -> list[Tensor]:
     grads = [each.gradients()[1] for each in wholes]
     doubles = any(each.param.dtype in (torch.float64, torch.complex128) for each in wholes)
     dtype = torch.float64 if doubles else torch.float32
-    used = torch.tensor([grad is not None for grad in grads], dtype=dtype, device=device)
+    used = torch.ones(len(grads), dtype=dtype, device=device)
+    for index, grad in enumerate(grads):
+        if grad is None:  # filled, not copied from a list, for which the host would wait
+            used[index].zero_()
     given = [torch.zeros_like(w.param) if grad is None else grad for w, grad in zip(wholes, grads, strict=True)]
     return [used, *(_real(grad).flatten().to(device, dtype) for grad in given)]
 
