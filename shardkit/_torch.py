@@ -192,6 +192,11 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; views count with it. Of a DTensor, its local tensor counts by itself."""
+    return tensor._version
+
+
 def has_tag(op: Any, name: str) -> bool:
     """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from shardkit.tree import ModelTree
 from shardkit.units import Rule
 
 logger = logging.getLogger("shardkit")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def plan_model(
@@ -96,6 +99,41 @@ def plan_model(
     return make() if example_batch is None else plan_checked(tree, make, example_batch, is_default=units is None)
 
 
+# FSDP1's arguments, and what takes their place.
+_OF_FSDP1 = {
+    "auto_wrap_policy": "units=by_class(Block) or by_size(...), or nothing: the default rule finds the blocks",
+    "sharding_strategy": "reshard_after_forward=False for SHARD_GRAD_OP, MeshSpec.hybrid(...) for HYBRID_SHARD",
+    "mixed_precision": "mp_policy=MixedPrecisionPolicy(...)",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy()",
+    "ignored_modules": "ignored_params=[*module.parameters()]",
+    "ignored_states": "ignored_params=",
+    "param_init_fn": "init_on_meta() and materialize(model, init=...)",
+    "process_group": "mesh=",
+    "device_mesh": "mesh=",
+    "device_id": "nothing: the model goes to the mesh's device",
+    "use_orig_params": "nothing: it is always so",
+    "backward_prefetch": "prefetch=",
+    "forward_prefetch": "prefetch=",
+    "limit_all_gathers": "nothing: it is always so",
+}
+
+
+def _names_fsdp1(function: Callable[P, R]) -> Callable[P, R]:
+    """Name what takes the place of FSDP1's arguments, where Python would call them unexpected."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = [f"for {name}, {_OF_FSDP1[name]}" for name in kwargs if name in _OF_FSDP1]
+        if given:
+            problem, rule = f"{listing(name for name in kwargs if name in _OF_FSDP1)}: arguments of FSDP1", "Pass "
+            fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
+            raise PlanError(message(function.__name__, problem, rule + "; ".join(given), fix))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_names_fsdp1
 def shard_model(
     model: nn.Module,
     *,

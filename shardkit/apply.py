@@ -22,6 +22,7 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import Groups, device_type, raise_together
 from shardkit.recompute import recomputed
 from shardkit.replicated import replicate
+from shardkit.root import answer_as_root
 from shardkit.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.statics import refuse_fsdp1_statics
 from shardkit.stepping import replacing
@@ -79,6 +80,7 @@ def apply_decided(
         carry_out(model, plan, mesh)
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
+    answer_as_root(model, plan.ignored)
     return model
 
 

@@ -23,6 +23,7 @@ from shardkit._fsdp import FSDPUnit
 from shardkit._torch import tree_leaves
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.outside import raise_named
+from shardkit.root import check_written
 
 
 def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
@@ -142,6 +143,7 @@ def _requires_grad(output: Any) -> bool:
 
 
 def _check_materialized(root: nn.Module) -> None:
+    check_written(root)
     meta = [fqn for fqn, param in root.named_parameters() if isinstance(param, DTensor) and param.is_meta]
     if meta:
         rule = "A forward needs values"

@@ -1,4 +1,7 @@
-"""A sharded parameter that is used while its unit is not gathered: the error names it, its unit, and what to do."""
+"""What goes wrong in a forward because the model is sharded, by name, with what to do.
+
+A sharded parameter that is used while its unit is not gathered; a buffer that MixedPrecisionPolicy did not cast.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
 
 _TORCH_SAYS = "mixed torch.Tensor and DTensor"
+_OF_DTYPES = ("must have the same dtype", "expected scalar type", "mixed dtype", "to have the same dtype")
 
 
 def raise_named(model: nn.Module, error: Exception) -> None:
-    """Raise what says which parameter was used outside of its unit, if that is what ``error`` is about. Local.
+    """Raise what says which parameter was used outside of its unit, or which buffer has another dtype. Local.
 
     torch's text names an operation only. The parameter is found among the arguments that the traceback still holds.
 
     Raises:
-        ShardkitError: ``error`` is torch's about a parameter of ``model``.
+        ShardkitError: ``error`` is torch's about a parameter or buffer of ``model``.
     """
+    if any(text in str(error) for text in _OF_DTYPES):
+        _raise_of_buffers(model, error)
     if _TORCH_SAYS not in str(error):
         return
     params = {_memory(param): fqn for fqn, param in named_sharded_parameters(model) if isinstance(param, DTensor)}
@@ -38,6 +44,25 @@ def raise_named(model: nn.Module, error: Exception) -> None:
         fix = f"Leave {listing(units)} out of units=, so that a module around this use gathers it, or call the module"
         problem = f"used while its unit, {listing(units)}, is not gathered"
         raise ShardkitError(message(listing(used), problem, rule, fix)) from error
+
+
+def _raise_of_buffers(model: nn.Module, error: Exception) -> None:
+    """Name the buffers of the innermost module that computes in another dtype than theirs. FSDP1 cast buffers."""
+    names, trace, found = {module: fqn for fqn, module in model.named_modules()}, error.__traceback__, dict[str, Any]()
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            dtypes = {param.dtype for param in module.parameters()}
+            buffers = module.named_buffers(names[module], recurse=False)
+            odd = {fqn: each for fqn, each in buffers if each.is_floating_point() and each.dtype not in dtypes}
+            found = odd or found
+        trace = trace.tb_next
+    if found:
+        dtypes = {each.dtype for each in found.values()}
+        problem = f"in {listing(map(str, dtypes))}, and what it is used with is not"
+        rule = "mp_policy casts parameters and the inputs of units, never buffers"
+        fix = "Cast it before shard_model, as by buffer.data = buffer.to(torch.bfloat16), or cast where forward uses it"
+        raise ShardkitError(message(listing(found), problem, rule, fix)) from error
 
 
 def called_outside(fqn: str) -> Exception:

@@ -29,6 +29,7 @@ from shardkit import (
     fully_shard,
     group,
     init_on_meta,
+    materialize,
     plan_model,
     shard_model,
 )
@@ -245,7 +246,7 @@ def test_a_first_forward_on_meta() -> None:
         for call in (model, lambda ids: model.head(model.norm(torch.ones(2, 8)))):
             with pytest.raises(ShardkitError, match=r"(?s)embed.weight, .*: on the meta device.*materialize"):
                 call(tokens())
-        model.to_empty(device="cpu")
+        materialize(model)
         step(model)
 
 

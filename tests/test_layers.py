@@ -60,9 +60,10 @@ ALLOWED: dict[str, set[str]] = {
     "fit": PLAN_SIDE | {"carry", "methods"},
     "start": {"errors", "ranks"},
     "outside": {"errors", "_fsdp_params"},
-    "entry": {"errors", "_fsdp", "_fsdp_events", "outside"},
+    "entry": {"errors", "_fsdp", "_fsdp_events", "outside", "root"},
     "statics": {"errors", "_fsdp"},
-    "apply": APPLYING | {"replicated", "entry", "statics", "outside", "stepping"},
+    "root": {"errors"},
+    "apply": APPLYING | {"replicated", "entry", "root", "statics", "outside", "stepping"},
     "api": DECIDING | APPLYING | {"apply", "dry_run"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"_fsdp_params", "held"},

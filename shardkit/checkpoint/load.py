@@ -193,9 +193,7 @@ def _writable(model: nn.Module) -> ModelState:
     state = model_state(model)
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         rule = "Values are read into memory that is there"
-        raise CheckpointError(
-            message(listing(meta), "on meta", rule, "Call materialize(model) or model.to_empty() before")
-        )
+        raise CheckpointError(message(listing(meta), "on meta", rule, "Call shardkit.materialize(model) before"))
     check_memory(state)
     return state
 

@@ -147,7 +147,7 @@ def _writable(state: ModelState, flat: Flat) -> dict[str, Tensor]:
     inside = {name: tensor for name, tensor in flat.tensors.items() if name not in state.tensors}
     if meta := [name for name, tensor in inside.items() if tensor.is_meta]:
         rule = "Memory is made for plain tensors, not for what is inside of a subclass"
-        fix = "Materialize the model before it is quantised, or call model.to_empty()"
+        fix = "Call shardkit.materialize(model) before the model is quantised"
         raise CheckpointError(message(listing(meta), "on meta", rule, fix))
     return {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
 
