@@ -388,7 +388,6 @@ def test_41_offloaded_models_stay_on_the_cpu() -> None:
 FSDP1_ARGUMENTS = {
     "auto_wrap_policy": "by_class",
     "sharding_strategy": "reshard_after_forward",
-    "param_init_fn": r"materialize\(model, init",
 }
 
 
