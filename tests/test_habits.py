@@ -10,7 +10,6 @@ import copy
 import io
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -226,7 +225,6 @@ def test_11_and_12_initialisation_after_sharding(said: Callable[[], str]) -> Non
 # 2, 5, 6, 7, 17, 45: optimizers.
 
 
-@pytest.mark.skipif(find_spec("shardkit.stepping") is None, reason="steps are not watched yet")
 @distributed(world_size=2)
 def test_2_5_and_6_steps_that_would_train_nothing():
     model = Decoder()
@@ -252,7 +250,6 @@ def test_2_5_and_6_steps_that_would_train_nothing():
         torch.testing.assert_close(other.grad.full_tensor(), param.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.skipif(find_spec("shardkit.stepping") is None, reason="steps are not watched yet")
 def test_7_half_precision_without_masters(said: Callable[[], str]) -> None:
     with fake_world(2):
         model = shard_model(Decoder().bfloat16())
