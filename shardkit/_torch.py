@@ -192,11 +192,6 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; views count with it. Of a DTensor, its local tensor counts by itself."""
-    return tensor._version
-
-
 def has_tag(op: Any, name: str) -> bool:
     """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags
@@ -302,6 +297,7 @@ plain_attributes = torch._C.DisableTorchFunctionSubclass
 # optim, grads: ``to_local()`` makes an autograd node, 10 us; the slot that it reads costs 0.03. FSDP2 itself writes to
 # it (torch 2.11 and 2.13). What a redistribution has just returned may still be on its way: call ``to_local()`` there.
 local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")  # how often it, or a view of it, was written to
 
 
 def local_tensors(
