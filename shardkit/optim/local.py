@@ -43,11 +43,12 @@ def step_on_local_shards(
     ``foreach=True`` and ``fused=True``, which torch refuses for such a mixture.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` whose update is element-wise: ASGD, Adadelta, Adagrad, Adam, AdamW,
-            Adamax, NAdam, RAdam, RMSprop, Rprop and SGD of torch are known to be.
-        elementwise: vouch for another class: that its update of an element reads that element of parameter,
-            gradient and state alone, and that its state is tensors directly in ``optimizer.state[param]``, those
-            of the shard's shape being sharded like it.
+        optimizer: any ``torch.optim.Optimizer`` whose update is element-wise. Copies of it step small tensors, whole
+            and in halves, and the results must be alike: some 20 ms. Its state is tensors directly in
+            ``optimizer.state[param]``, those of the shard's shape being sharded like it.
+        elementwise: vouch for one that cannot be tried like that, such as one that draws random numbers: that its
+            update of an element reads that element of parameter, gradient and state alone. What is seen not to be
+            element-wise is refused in any case.
         cpu_threads: threads that a step may use for shards on the CPU. None is one for each core of this process,
             shared among the ranks on this machine (``LOCAL_WORLD_SIZE``), for CPU-offloaded shards only, since
             torchrun sets ``OMP_NUM_THREADS=1``; elsewhere torch's own setting.
@@ -56,9 +57,9 @@ def step_on_local_shards(
         The same object. Its class becomes a subclass of the same name. Pickled and copied ones step like it.
 
     Raises:
-        ShardkitError: for what is no ``torch.optim.Optimizer``, is not known or vouched for to be element-wise, is
-            told to be ``differentiable``, or has a ``step`` that something other than an LR scheduler replaced.
-            Nothing was changed.
+        ShardkitError: it is not a ``torch.optim.Optimizer``, is not element-wise, cannot be tried and is not vouched
+            for, is told to be ``differentiable``, or has a ``step`` that something other than an LR scheduler
+            replaced. Nothing was changed.
 
     Example:
         >>> optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), fused=True))
@@ -79,7 +80,6 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
         name = type(optimizer).__name__
         rule = "It is a torch.optim.Optimizer, whose class is exchanged"
         raise ShardkitError(message("optimizer", f"is a {name}", rule, "Pass the optimizer that it wraps"))
-    check_elementwise(optimizer, elementwise)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         rule = "A step that autograd records must go through the DTensors"
         raise ShardkitError(message("optimizer", "has differentiable=True", rule, "Step it as it is"))
@@ -87,6 +87,7 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
         rule = "The step that is patched is the one of the class"
         fix = "Call step_on_local_shards before whatever replaced it"
         raise ShardkitError(message("optimizer.step", f"is {vars(optimizer)['step']!r}", rule, fix))
+    check_elementwise(optimizer, elementwise)
 
 
 # The class.
