@@ -90,8 +90,9 @@ def settle(optimizer: Optimizer) -> None:
         return
     _settled.add(optimizer)
     _repoint(optimizer)
-    if any(is_ours(param) for group in optimizer.param_groups for param in group["params"]):
-        with suppress(ShardkitError):  # one that is not torch's, or not element-wise, steps on DTensors
+    ours = any(is_ours(param) for group in optimizer.param_groups for param in group["params"])
+    if ours and type(optimizer).__module__.startswith("torch.optim."):  # a program's own may ask more of its parameters
+        with suppress(ShardkitError):  # one that is not element-wise steps on DTensors
             step_on_local_shards(optimizer)
 
 
