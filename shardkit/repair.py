@@ -13,7 +13,7 @@ import torch
 
 from shardkit.called import is_called
 from shardkit.errors import listing
-from shardkit.ownership import assign, unit_of_entries
+from shardkit.ownership import assign, owners, unit_of_entries
 from shardkit.tree import ModelTree
 from shardkit.units import Selection, first_entries
 
@@ -101,13 +101,18 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> dict
     own = {param.dtype for entry in selection.entries for param in tree.owned[entry] if param.requires_grad}
     kept = own.pop() if len(own) == 1 else max(elements, key=lambda dtype: elements[dtype])
     wanted = {id(tree.params[fqn]) for fqn in trained}
-    first = set(first_entries(tree))
-    found: dict[torch.dtype, list[int]] = defaultdict(list)
+    first = set(first_entries(tree)) - set(selection.entries)
+    apart: dict[int, torch.dtype] = {}
     for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
         dtypes = {param.dtype for param in tree.owned[entry] if id(param) in wanted}
-        outside = entry in first and entry not in selection.entries and is_called(tree, entry)
-        if len(dtypes) == 1 and kept not in dtypes and outside:
-            found[dtypes.pop()].append(entry)
+        if len(dtypes) == 1 and kept not in dtypes and entry in first and is_called(tree, entry):
+            apart[entry] = dtypes.pop()
+    found: dict[torch.dtype, list[int]] = defaultdict(list)
+    for entry, dtype in apart.items():
+        # A tied parameter stays with those of its modules that stay.
+        names = [tree.names[id(param)] for param in tree.owned[entry] if id(param) in wanted]
+        if all(owner in apart for fqn in names if fqn in tree.ties for owner in owners(tree, fqn)):
+            found[dtype].append(entry)
     return {dtype: _outermost(tree, entries) for dtype, entries in found.items()}
 
 

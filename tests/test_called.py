@@ -193,3 +193,22 @@ def test_they_train_as_the_plain_models_do() -> None:
         for (fqn, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
             grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
             assert torch.equal(grad, full.grad), f"{name}: {fqn}"  # both ranks have one batch: the mean is exact
+
+
+def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay() -> None:
+    """The head could be a unit of its own dtype; the embedding that shares its weight is read, and could not."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.up = nn.Linear(6, 60).double()
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.up(F.embedding(ids, self.embed.weight).double()).float()[..., :6])
+
+    plan = plan_model(Reads(), mesh=MeshSpec.sharded(2))
+    assert plan.replicated == ("embed.weight",)
+    assert "embed.weight: train in another dtype" in plan.notes[-1]
