@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
-from shardkit.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
+from shardkit.state import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 
 RANKS, BLOCKS = 4, 24
 FULL = StateDictOptions(full_state_dict=True)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp
 
 from shardkit.api import plan_model as plan_model
 from shardkit.api import shard_model as shard_model
-from shardkit.apply import apply_plan as apply_plan
+from shardkit.apply.shard import apply_plan as apply_plan
 from shardkit.checkpoint import convert_checkpoint as convert_checkpoint
 from shardkit.checkpoint import latest_checkpoint as latest_checkpoint
 from shardkit.checkpoint import load_checkpoint as load_checkpoint
@@ -46,19 +46,19 @@ from shardkit.optim import step_on_local_shards as step_on_local_shards
 from shardkit.plan import MeshSpec as MeshSpec
 from shardkit.plan import ShardingPlan as ShardingPlan
 from shardkit.plan import ShardUnit as ShardUnit
-from shardkit.state_dict import full_optimizer_state_dict as full_optimizer_state_dict
-from shardkit.state_dict import full_params as full_params
-from shardkit.state_dict import full_state_dict as full_state_dict
-from shardkit.state_dict import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-from shardkit.state_dict import load_full_state_dict as load_full_state_dict
-from shardkit.state_dict import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
-from shardkit.state_dict import named_full_tensors as named_full_tensors
-from shardkit.state_dict import sharded_optimizer_state_dict as sharded_optimizer_state_dict
-from shardkit.state_dict import sharded_state_dict as sharded_state_dict
-from shardkit.units import by_class as by_class
-from shardkit.units import by_name as by_name
-from shardkit.units import by_size as by_size
-from shardkit.units import group as group
+from shardkit.planning.rules import by_class as by_class
+from shardkit.planning.rules import by_name as by_name
+from shardkit.planning.rules import by_size as by_size
+from shardkit.planning.rules import group as group
+from shardkit.state import full_optimizer_state_dict as full_optimizer_state_dict
+from shardkit.state import full_params as full_params
+from shardkit.state import full_state_dict as full_state_dict
+from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
+from shardkit.state import load_full_state_dict as load_full_state_dict
+from shardkit.state import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
+from shardkit.state import named_full_tensors as named_full_tensors
+from shardkit.state import sharded_optimizer_state_dict as sharded_optimizer_state_dict
+from shardkit.state import sharded_state_dict as sharded_state_dict
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -14,16 +14,16 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.apply import apply_decided
-from shardkit.build import Settings, build_plan
-from shardkit.dry_run import plan_checked
+from shardkit.apply.fit import check_unsharded
+from shardkit.apply.mesh import spec_of
+from shardkit.apply.shard import apply_decided
 from shardkit.errors import PlanError, listing, message
-from shardkit.fit import check_unsharded
 from shardkit.memory import plan_for_budget
-from shardkit.mesh import spec_of
+from shardkit.memory.dry_run import plan_checked
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.tree import ModelTree
-from shardkit.units import Rule
+from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.rules import Rule
+from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
 P = ParamSpec("P")

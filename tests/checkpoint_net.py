@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardkit.state_dict import full_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict
 
 IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])
 

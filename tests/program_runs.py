@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import _init_utils
 
-from shardkit.fsdp1.shim.redirect import redirected
+from shardkit.fsdp1.dropin.redirect import redirected
 
 PROGRAMS = Path(__file__).parent / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)

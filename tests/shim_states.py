@@ -10,7 +10,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 BLOCKS = ModuleWrapPolicy({Block})

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, api, fully_sharded_
 import shardkit
 import shardkit.fsdp1
 import shardkit.grads
-import shardkit.state_dict
+import shardkit.state
 from shardkit.fsdp1.audit import names
 from shardkit.fsdp1.audit.report import TOPICS
 from shardkit.fsdp1.audit.values import MODULES, PACKAGE, is_fsdp2, is_module, other_row, private_row, public_name
@@ -74,7 +74,7 @@ def test_a_row_says_something(name):
 
 
 # What a replacement may call besides methods of the model: torch's, of three modules, and shardkit's.
-OFFERED = [shardkit, shardkit.fsdp1, shardkit.grads, shardkit.state_dict, fsdp, builtins]
+OFFERED = [shardkit, shardkit.fsdp1, shardkit.grads, shardkit.state, fsdp, builtins]
 
 
 def called(template: str) -> set[str]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import MeshSpec, plan_model, shard_model
-from shardkit.called import is_called
 from shardkit.errors import ShardkitError
+from shardkit.planning.called import is_called
+from shardkit.planning.tree import ModelTree
 from shardkit.testing import distributed, fake_world
-from shardkit.tree import ModelTree
 
 TWO = MeshSpec.sharded(2)
 

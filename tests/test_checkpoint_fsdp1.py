@@ -28,7 +28,7 @@ from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.checkpoint.locate import locate
 from shardkit.errors import CheckpointError
-from shardkit.state_dict import full_optimizer_state_dict, full_state_dict
+from shardkit.state import full_optimizer_state_dict, full_state_dict
 from shardkit.testing import distributed
 
 IDS = torch.tensor([[0, 1, 2, 3, 4], [6, 5, 4, 3, 2]])

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
+from shardkit.checkpoint.progress import Progress
 from shardkit.errors import CheckpointError
-from shardkit.progress import Progress
-from shardkit.state_dict import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
 
 

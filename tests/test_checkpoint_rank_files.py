@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.state_dict import full_optimizer_state_dict, full_state_dict
+from shardkit.state import full_optimizer_state_dict, full_state_dict
 from shardkit.testing import distributed
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from shardkit import shard_model
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
-from shardkit.state_dict import full_state_dict
+from shardkit.state import full_state_dict
 from shardkit.testing import distributed
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import init_on_meta, materialize
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.state_dict import sharded_optimizer_state_dict
+from shardkit.state import sharded_optimizer_state_dict
 from shardkit.testing import distributed, fake_world
 
 pytest.importorskip("torchao", reason="tensor subclasses as people have them")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.state_dict import (
+from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_sharded_optimizer_state_dict,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, manifest, save_checkpoint
 from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.state_dict import load_full_state_dict
+from shardkit.state import load_full_state_dict
 
 
 class Runs:

@@ -14,7 +14,7 @@ from small_models import Decoder
 from shardkit.__main__ import main
 from shardkit.fsdp1.configs import read_config
 from shardkit.fsdp1.configs.target import Ranks
-from shardkit.named import named_model
+from shardkit.planning.named import named_model
 from shardkit.testing import fake_world
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import torch_version
 from shardkit.fsdp1 import shard_like_fsdp1
-from shardkit.fsdp1.notes import REDUCES_UNUSED
+from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import distributed
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]

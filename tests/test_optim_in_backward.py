@@ -19,7 +19,7 @@ from shardkit.errors import ShardkitError
 from shardkit.grads import clip_grad_norm_
 from shardkit.optim import optimizer_in_backward, step_on_local_shards, steps_in_backward
 from shardkit.optim.in_backward import _StepOne
-from shardkit.state_dict import full_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict
 from shardkit.testing import distributed, fake_world
 
 

@@ -24,7 +24,7 @@ import shardkit.checkpoint
 import shardkit.fsdp1
 import shardkit.memory
 import shardkit.testing
-from shardkit.fsdp1.notes import REDUCES_UNUSED
+from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import fake_world
 
 OF_TORCH = {

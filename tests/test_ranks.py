@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from shardkit import ranks
 from shardkit.errors import ShardkitError
 from shardkit.ranks import Groups, all_gather_bytes, any_true, together
+from shardkit.ranks import exchange as ranks
 from shardkit.testing import distributed
 
 

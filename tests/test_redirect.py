@@ -24,8 +24,8 @@ import shardkit.fsdp1
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.__main__ import main
-from shardkit.fsdp1.shim.redirect import redirected, run_redirected
-from shardkit.fsdp1.shim.rewrite import SUBMODULES, rewrite
+from shardkit.fsdp1.dropin.redirect import redirected, run_redirected
+from shardkit.fsdp1.dropin.rewrite import SUBMODULES, rewrite
 from shardkit.testing import fake_world
 
 PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
@@ -371,7 +371,7 @@ def test_the_command_runs_a_script_and_the_processes_that_it_spawns(tmp_path):
     command = [sys.executable, "-u", "-m", "shardkit.fsdp1", "--also", "none", "train.py", "--lr", "1"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    module = "shardkit.fsdp1.shim.module"
+    module = "shardkit.fsdp1.dropin.module"
     assert run.stdout == f"__mp_main__ True {module} {module} ['--lr', '1'] 0\n", run.stderr
     shown = [line for line in run.stderr.splitlines() if line.startswith("  File")]
     assert shown == [f'  File "{tmp_path / "train.py"}", line 20, in <module>']  # as under plain python
@@ -389,7 +389,7 @@ def test_a_module_runs_as_under_plain_python(alone, tmp_path, monkeypatch, capsy
         main(["-m", "pkg.train", "--lr", "1"])
     assert main(["-m", "pkg"]) == 0
     imported, arguments, ran = capsys.readouterr().out.splitlines()
-    assert imported == ran == "shardkit.fsdp1.shim.module pkg.__main__ pkg"
+    assert imported == ran == "shardkit.fsdp1.dropin.module pkg.__main__ pkg"
     assert arguments == str([str(tmp_path / "pkg" / "train.py"), "--lr", "1"])
     for name in ("pkg", "pkg.__main__"):
         del sys.modules[name]

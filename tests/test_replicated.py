@@ -27,7 +27,7 @@ from shardkit.grads import (
 )
 from shardkit.memory import estimate
 from shardkit.optim import check_optimizer, optimizer_in_backward, step_on_local_shards
-from shardkit.state_dict import full_state_dict, load_full_state_dict, sharded_state_dict
+from shardkit.state import full_state_dict, load_full_state_dict, sharded_state_dict
 from shardkit.testing import comm_counts, distributed, fake_world
 
 WHOLE = ("scale", "none", "unused", "blocks.1.gain")

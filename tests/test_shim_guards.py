@@ -20,9 +20,9 @@ from shardkit import shard_model
 from shardkit.errors import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import translate_fsdp1
+from shardkit.fsdp1.dropin import announce, guards, roots
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
-from shardkit.fsdp1.shim import announce, guards, roots
-from shardkit.statics import INSTEAD
+from shardkit.sharded.statics import INSTEAD
 from shardkit.testing import distributed, fake_world
 
 # --- torch's functions ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import ShardingStrategy
-from shardkit.fsdp1.shim import guards
+from shardkit.fsdp1.dropin import guards
 from shardkit.testing import distributed, fake_world
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FSDP
 from shardkit.testing import distributed
 
 

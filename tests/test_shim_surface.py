@@ -14,10 +14,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardkit import ShardkitError
-from shardkit._fsdp1 import TrainingState
+from shardkit._fsdp.fsdp1 import TrainingState
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1.notes import REDUCES_UNUSED
+from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import distributed
 
 LINEARS = ModuleWrapPolicy({nn.Linear})

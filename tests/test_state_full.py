@@ -17,7 +17,7 @@ from zoo_plain import PLAIN
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state_dict import full_params, full_state_dict, gather, routes, sharded_state_dict, wire
+from shardkit.state import full_params, full_state_dict, gather, routes, sharded_state_dict, wire
 from shardkit.testing import comm_counts, distributed, fake_world
 
 # Equal to the plain model's state.

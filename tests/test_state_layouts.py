@@ -9,7 +9,7 @@ from layouts_net import LAYOUTS, assert_equal, built, plain, stage, values_of
 from meshes import mesh_of
 
 from shardkit.grads import clip_grad_norm_
-from shardkit.state_dict import (
+from shardkit.state import (
     full_optimizer_state_dict,
     full_params,
     full_state_dict,

@@ -15,7 +15,7 @@ from zoo import ZOO
 
 from shardkit import init_on_meta, shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state_dict import full_state_dict, load_full_state_dict
+from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts, distributed
 
 

@@ -21,7 +21,7 @@ from trees import assert_same
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import step_on_local_shards
-from shardkit.state_dict import (
+from shardkit.state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,

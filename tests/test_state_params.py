@@ -16,7 +16,7 @@ from zoo import ZOO
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state_dict import full_params, full_state_dict, gather, named_full_tensors
+from shardkit.state import full_params, full_state_dict, gather, named_full_tensors
 from shardkit.testing import comm_counts, distributed
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")

@@ -20,8 +20,8 @@ from shardkit._fsdp import fsdp_units
 from shardkit._torch import local_tensor
 from shardkit.grads import accumulate, no_sync
 from shardkit.plan import MeshSpec
-from shardkit.state_dict import full_params
-from shardkit.stepping import WaitingGradient
+from shardkit.sharded.stepping import WaitingGradient
+from shardkit.state import full_params
 from shardkit.testing import distributed, fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -6,7 +6,7 @@ import torch.nn as nn
 from small_models import Block, Decoder
 
 from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, by_class, by_name, by_size, group, plan_model
-from shardkit.units import Rule
+from shardkit.planning.rules import Rule
 
 EIGHT = MeshSpec.sharded(8)
 

@@ -23,12 +23,12 @@ from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.own import OwnDirectory
 from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.plain import encode
+from shardkit.checkpoint.progress import Progress
 from shardkit.checkpoint.save import Content, Job, check_destination, write_checkpoint
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name
 from shardkit.checkpoint.transfer import Meter
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.progress import Progress
 from shardkit.ranks import Groups
 
 KINDS = ("safetensors", "dcp", "full")

@@ -33,9 +33,9 @@ from shardkit.checkpoint.write import (
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import Box
-from shardkit.state_dict.gather import Want, gathered
-from shardkit.state_dict.names import model_state
-from shardkit.state_dict.routes import find_lead
+from shardkit.state.gather import Want, gathered
+from shardkit.state.names import model_state
+from shardkit.state.routes import find_lead
 
 # What a save writes into a directory; of an older one of more files too.
 _OURS = re.compile(

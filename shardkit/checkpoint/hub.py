@@ -25,7 +25,7 @@ from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.locate import Located
 from shardkit.checkpoint.moved import Moved
 from shardkit.errors import CheckpointError, message
-from shardkit.state_dict.names import WRAPPERS, clean_name
+from shardkit.state.names import WRAPPERS, clean_name
 
 logger = logging.getLogger("shardkit")
 

@@ -21,7 +21,7 @@ from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import around, as_sharded, local_value
-from shardkit.state_dict.optimizer import tensor_leaves, with_leaves
+from shardkit.state.optimizer import tensor_leaves, with_leaves
 
 MARK = "__tensor_flatten__"  # the key of a subclass's description, beside its inner tensors
 _PLAIN = "plain"  # the inner name of a shard that is a plain tensor where others are not, as small ones are

@@ -28,14 +28,14 @@ from shardkit.checkpoint.locate import locate
 from shardkit.checkpoint.match import KeyMap, match, rename
 from shardkit.checkpoint.optimizer import Fit, OptimizerLoad, plan_optimizer
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
+from shardkit.checkpoint.progress import Progress
 from shardkit.checkpoint.rank_files import RankFiles, rank_files
 from shardkit.checkpoint.source import Contents, Source, Stored
 from shardkit.checkpoint.ties import check_ties
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.progress import Progress
 from shardkit.ranks import together
-from shardkit.state_dict.names import ModelState, model_state, parameter_names, trainable_state
-from shardkit.state_dict.place import check_memory
+from shardkit.state.names import ModelState, model_state, parameter_names, trainable_state
+from shardkit.state.place import check_memory
 
 logger = logging.getLogger("shardkit")
 

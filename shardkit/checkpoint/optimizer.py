@@ -16,8 +16,8 @@ from shardkit.checkpoint.match import KeyMap, rename
 from shardkit.checkpoint.source import Stored, by_name
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import as_sharded, local_value, replicated
-from shardkit.state_dict.names import parameter_names
-from shardkit.state_dict.optimizer import group_names, optimizers_of, sharded_optimizer_state_dict
+from shardkit.state.names import parameter_names
+from shardkit.state.optimizer import group_names, optimizers_of, sharded_optimizer_state_dict
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.meta.rest import Rest
 from shardkit.meta.shards import Target, install
 from shardkit.ranks import groups_of, together
-from shardkit.state_dict.names import ModelState
-from shardkit.state_dict.place import live_state, new_memory
+from shardkit.state.names import ModelState
+from shardkit.state.place import live_state, new_memory
 
 
 def load_pretrained(

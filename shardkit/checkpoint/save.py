@@ -32,16 +32,16 @@ from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
 from shardkit.checkpoint.owners import owned, sums_of
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
+from shardkit.checkpoint.progress import Progress
 from shardkit.checkpoint.random_state import states
 from shardkit.checkpoint.write import WrittenFile, described, write_pieces
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.progress import Progress
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
-from shardkit.state_dict.complete import check_complete
-from shardkit.state_dict.model import first_names
-from shardkit.state_dict.names import ModelState, model_state, trainable_state
-from shardkit.state_dict.optimizer import sharded_optimizer_state_dict, tensor_leaves
+from shardkit.state.complete import check_complete
+from shardkit.state.model import first_names
+from shardkit.state.names import ModelState, model_state, trainable_state
+from shardkit.state.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
 STATE = "state.json"
 

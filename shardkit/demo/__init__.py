@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardkit.apply.mesh import ensure_process_group
 from shardkit.demo.console import say
 from shardkit.demo.launch import leave, run_on_ranks
 from shardkit.demo.resume import LOSSES, resume
@@ -24,7 +25,6 @@ from shardkit.demo.text import load_text
 from shardkit.demo.train import Job, Run, train_plain, train_sharded
 from shardkit.demo.verify import MOST_STEPS, compare, is_exact
 from shardkit.errors import ShardkitError, message
-from shardkit.mesh import ensure_process_group
 
 _LAUNCHED = ("RANK", "WORLD_SIZE")  # torchrun sets them
 

@@ -10,17 +10,17 @@ import typing
 from torch.distributed.fsdp import __all__ as __all__  # what a program's star import brings: FSDP1's names, not ours
 
 from shardkit.fsdp1.configs import from_config as from_config
-from shardkit.fsdp1.shard import shard_like_fsdp1 as shard_like_fsdp1
-from shardkit.fsdp1.shim import private as private
-from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FullyShardedDataParallel
-from shardkit.fsdp1.strategy import Resolved as Resolved
-from shardkit.fsdp1.strategy import parse_strategy as parse_strategy
-from shardkit.fsdp1.strategy import resolve_strategy as resolve_strategy
-from shardkit.fsdp1.translate import translate_fsdp1 as translate_fsdp1
-from shardkit.fsdp1.types import FATES as FATES
-from shardkit.fsdp1.types import Fate as Fate
-from shardkit.fsdp1.types import Note as Note
-from shardkit.fsdp1.types import Translation as Translation
+from shardkit.fsdp1.dropin import private as private
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
+from shardkit.fsdp1.translate.shard import shard_like_fsdp1 as shard_like_fsdp1
+from shardkit.fsdp1.translate.strategy import Resolved as Resolved
+from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
+from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
+from shardkit.fsdp1.translate.translate import translate_fsdp1 as translate_fsdp1
+from shardkit.fsdp1.translate.types import FATES as FATES
+from shardkit.fsdp1.translate.types import Fate as Fate
+from shardkit.fsdp1.translate.types import Note as Note
+from shardkit.fsdp1.translate.types import Translation as Translation
 
 if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from shardkit.errors import ShardkitError
-from shardkit.fsdp1.shim.redirect import Program, Redirect, redirect_for_good
+from shardkit.fsdp1.dropin.redirect import Program, Redirect, redirect_for_good
 
 USAGE = 2  # as argparse's own
 

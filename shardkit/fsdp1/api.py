@@ -5,7 +5,7 @@ from typing import Any
 from torch.distributed.fsdp.api import *  # noqa: F403
 from torch.distributed.fsdp.api import __all__ as __all__
 
-from shardkit.fsdp1.shim.private import resolve
+from shardkit.fsdp1.dropin.private import resolve
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType as OptimStateKeyType
 
-from shardkit.fsdp1.shim.module import FullyShardedDataParallel as FullyShardedDataParallel
-from shardkit.fsdp1.shim.private import resolve
+from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
+from shardkit.fsdp1.dropin.private import resolve
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
 

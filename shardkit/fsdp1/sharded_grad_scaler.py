@@ -9,8 +9,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from torch.optim import Optimizer
 
 from shardkit import grads  # not its class by name: here that name is torch's own, as in torch's module
-from shardkit.fsdp1.shim.optimizers import settle
-from shardkit.fsdp1.shim.private import resolve
+from shardkit.fsdp1.dropin.optimizers import settle
+from shardkit.fsdp1.dropin.private import resolve
 
 __all__ = ["ShardedGradScaler"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardkit.fsdp1.types import Fate
+from shardkit.fsdp1.translate.types import Fate
 
 
 class Row(NamedTuple):

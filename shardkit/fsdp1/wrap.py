@@ -4,7 +4,7 @@ import typing as _typing
 
 from torch.distributed.fsdp.wrap import *  # noqa: F403  every public name, as a program's star import finds them
 
-from shardkit.fsdp1.shim.private import resolve as _resolve
+from shardkit.fsdp1.dropin.private import resolve as _resolve
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -14,11 +14,11 @@ from shardkit._fsdp import (
     gathered_until_backward,
     units_gathered_until_backward,
 )
-from shardkit._fsdp_gradients import drop_unreduced_gradients
+from shardkit._fsdp.gradients import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module
-from shardkit.stepping import watch_gradients
+from shardkit.sharded.stepping import watch_gradients
 
 
 @contextmanager

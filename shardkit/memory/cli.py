@@ -16,8 +16,8 @@ from shardkit.memory.estimate import default_plan, estimate
 from shardkit.memory.scaling import scaling_table
 from shardkit.memory.sizes import OPTIMIZERS
 from shardkit.memory.speed import HARDWARE
-from shardkit.named import named_model
 from shardkit.plan import MeshSpec
+from shardkit.planning.named import named_model
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

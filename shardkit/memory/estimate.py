@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.build import Settings, build_plan
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.sizes import Optimizer
 from shardkit.memory.strategies import Strategy, blocks, recomputed, strategies
@@ -19,7 +18,8 @@ from shardkit.memory.timeline import CATEGORIES, Point, timeline
 from shardkit.memory.trace import Loss, Trace, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import nbytes
-from shardkit.tree import ModelTree
+from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.tree import ModelTree
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit._fsdp_params import tensor_hooks
+from shardkit._fsdp.params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.held import held_tensors
 from shardkit.meta.consensus import agree, digest_of

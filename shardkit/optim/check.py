@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardkit._fsdp_events import gathered_parameters
+from shardkit._fsdp.events import gathered_parameters
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.replicated import unreduced_parameters
-from shardkit.stepping import LOW_PRECISION, allow_low_precision
+from shardkit.sharded.replicated import unreduced_parameters
+from shardkit.sharded.stepping import LOW_PRECISION, allow_low_precision
 
 
 def check_optimizer(

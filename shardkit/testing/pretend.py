@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardkit import _torch_pretend as machine
+from shardkit._torch import pretend as machine
 from shardkit.testing.counts import fake_world
 
 

@@ -34,7 +34,7 @@ from shardkit import (
     shard_model,
     step_on_local_shards,
 )
-from shardkit.units import Rule
+from shardkit.planning.rules import Rule
 
 
 def make(case: Case, device: torch.device, together: int = 1) -> Training:

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 _FOR_SHARD_LIKE = "shard_like_fsdp1 takes it as it is"
-_OURS = "of shardkit.state_dict"
+_OURS = "of shardkit.state"
 _LOADS = f"it loads too, so the optimizer's load_state_dict that follows goes away; {_OURS}"
 _SAID = "leave it out: each call says it"
 _NO_FLAT = "FSDP2 has no flat local parameters; use the sharded state"

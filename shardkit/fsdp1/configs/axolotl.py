@@ -18,7 +18,7 @@ from shardkit.fsdp1.configs.reader import Reader
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.transformers import options, read_compile, read_precision
 from shardkit.fsdp1.configs.values import ANYTHING, BOOLEAN, NAMES, choice
-from shardkit.fsdp1.strategy import parse_strategy
+from shardkit.fsdp1.translate.strategy import parse_strategy
 
 AXES = {
     "dp_shard": "dp_shard_size",

@@ -15,7 +15,7 @@ from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.reader import Reader
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap
 from shardkit.fsdp1.configs.values import ANYTHING, BOOLEAN, NAMES, NUMBER, choice
-from shardkit.fsdp1.strategy import parse_strategy, resolve_strategy
+from shardkit.fsdp1.translate.strategy import parse_strategy, resolve_strategy
 from shardkit.plan import MeshSpec
 
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")

@@ -19,7 +19,7 @@ from shardkit.fsdp1.configs.plain import with_fsdp1s_defaults
 from shardkit.fsdp1.configs.reader import Reader
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.values import ANYTHING, BOOLEAN, RANKS
-from shardkit.fsdp1.strategy import parse_strategy
+from shardkit.fsdp1.translate.strategy import parse_strategy
 from shardkit.plan import MeshSpec
 
 _PRECISION = {

@@ -18,7 +18,7 @@ from shardkit.fsdp1.configs.keys import POLICIES, STRATEGIES, VERSION, VERSION_A
 from shardkit.fsdp1.configs.reader import Reader
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.configs.values import ANYTHING, BOOLEAN, NAMES, NUMBER
-from shardkit.fsdp1.strategy import parse_strategy
+from shardkit.fsdp1.translate.strategy import parse_strategy
 
 _XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 

@@ -8,7 +8,7 @@ import torch
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target
-from shardkit.fsdp1.types import Fate, Note
+from shardkit.fsdp1.translate.types import Fate, Note
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
 _POLICIES |= {"size": "SIZE_BASED_WRAP", "root": "NO_WRAP"}

@@ -1,0 +1,370 @@
+"""FullyShardedDataParallel: FSDP1's class over ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from typing_extensions import Self
+
+from shardkit import grads
+from shardkit._torch import sharded_stand_ins
+from shardkit.fsdp1.dropin import (
+    assigned,
+    clip,
+    copying,
+    guards,
+    internals,
+    methods,
+    missing,
+    optim_state,
+    optimizers,
+    rekey,
+    roots,
+    settings,
+    state,
+    state_load,
+    summon,
+)
+from shardkit.fsdp1.dropin.construct import construct, put_in_place
+from shardkit.fsdp1.dropin.names import WRAPPED, without_wrappers
+from shardkit.fsdp1.dropin.record import KEY, Record, in_full_precision, inner_of, record_of, sharded_of, wrappers_of
+from shardkit.fsdp1.translate.arguments import Arguments
+from shardkit.shards import device_of
+
+
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1's wrapper with FSDP2 inside: an FSDP1 program runs on ``fully_shard`` by changing one import.
+
+    Every argument of ``torch.distributed.fsdp.FullyShardedDataParallel``, in the same order and with the same
+    defaults; ``translate_fsdp1`` says what becomes of each. ``module`` is sharded in place, with the parts that the
+    policy chooses, and each of them becomes the ``module`` of a wrapper of this class, as in FSDP1. Names of
+    parameters are always those of the plain model. Collective.
+
+    Args:
+        module: the model, or, wrapping by hand, a part of it, inner parts first.
+        process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision,
+            ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers,
+            use_orig_params, ignored_states, device_mesh: as for FSDP1.
+
+    Raises:
+        TranslationError: on every rank, with the model unchanged: what FSDP1 would not take, or FSDP2 cannot do.
+
+    Example:
+        >>> from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+        >>> model = FSDP(model, auto_wrap_policy=policy)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        given = Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+        )
+        made = construct(module, given, FullyShardedDataParallel)
+        if not made.again:
+            state_load.prepare(module)
+        optimizers.remember(made.parameters, module)
+        put_in_place(module, made.below, _around)
+        _adopt(self, module, made.record)
+        if not made.again:
+            roots.attend_to(module, made.record.strategy)
+        guards.install(FullyShardedDataParallel)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, also where ``checkpoint_wrapper`` was put around it later."""
+        return inner_of(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in internals.ANSWERS:
+                return internals.ANSWERS[name](self)
+            missing.refuse(name)
+            return methods.guarded(self, name, missing.attribute(super().__getattr__(WRAPPED), name))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._modules[WRAPPED][key]  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward. Collective."""
+        is_root = roots.begin(self)
+        output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+        if is_root and not torch.is_grad_enabled():
+            roots.reshard(self)
+        return output
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Itself and all modules below, by their names in the plain model: a wrapper and its module share one. Local.
+
+        So that names of modules and of parameters fit each other, in programs that put them together.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            below = prefix if name == WRAPPED else f"{prefix}.{name}".lstrip(".")
+            if child is not None:
+                yield from child.named_modules(memo, below, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The sharded parameters, by their names in the plain model. Local, also between forward and backward."""
+        sharded = sharded_stand_ins(self)
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield without_wrappers(name), sharded.get(param, param)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, by their names in the plain model."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield without_wrappers(name), buffer
+
+    def check_is_root(self) -> bool:
+        """Whether it is the root; decides it, where no forward has yet, as in FSDP1."""
+        is_root: bool = roots.begin(self)
+        return is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers at and below ``module``, parents first. Local."""
+        found = list(wrappers_of(module))
+        inside = {below for each in found for below in wrappers_of(each) if below is not each}
+        return [each for each in found if each not in inside] if root_only else found
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward without reducing gradients, which the first backward outside does for all of them. Local.
+
+        The gradients are added up in ``param_dtype``, as FSDP1 did. Inside ``p.grad`` can be cleared and raises
+        on any other use, where FSDP1 showed full-size gradients.
+
+        Raises:
+            RuntimeError: it is no root.
+        """
+        _check_root(self, "no_sync()")
+        with roots.accumulating(self), grads.no_sync(self):
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module``'s, also of gradients that ``no_sync`` has put aside. Local."""
+        if set_to_none:
+            grads.zero_grad(self)
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
+
+        Returns:
+            The norm of all gradients as one vector, 0-d, the same plain tensor on every rank.
+
+        Raises:
+            RuntimeError: it is no root.
+        """
+        _check_root(self, "clip_grad_norm_()")
+        return clip.clip_grad_norm_(self, max_norm, norm_type)
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """In this context the parameters at and below ``module`` are whole, in their own dtype. Collective.
+
+        ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank
+        by itself, and afterwards the same sharded parameters are in place.
+
+        Args:
+            module: a wrapper, or a module around some.
+            recurse: False is for ``module`` alone.
+            writeback: keep what was written.
+            rank0_only: whole on rank 0 only.
+            offload_to_cpu: on the CPU.
+            with_grads: with gradients.
+
+        Raises:
+            NotImplementedError: a combination that FSDP1 refuses too.
+            AssertionError: inside of a forward, a backward or another such context.
+        """
+        with summon.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            yield
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's state by the names of the plain model; full tensors, unless set otherwise. Collective if FULL.
+
+        What ``set_state_dict_type`` was set to: FULL_STATE_DICT gives plain tensors in memory of their own on every
+        rank, or with ``rank0_only`` nothing on others; SHARDED_STATE_DICT gives DTensors, copies too. Persistent
+        buffers and parameters that are not sharded are the model's own, as in FSDP1.
+
+        Raises:
+            TranslationError: LOCAL_STATE_DICT.
+        """
+        return state.state_dict(self, state.arguments(args, destination, prefix, keep_vars))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads full tensors, DTensors or FSDP1's ShardedTensors: all of it, or nothing. Collective.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+
+        Raises:
+            RuntimeError: on every rank: what does not fit, as ``nn.Module.load_state_dict``.
+        """
+        return state_load.load_state_dict(self, state_dict, strict, assign)
+
+    set_state_dict_type = staticmethod(settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(settings.get_state_dict_type)
+    state_dict_type = staticmethod(settings.state_dict_type)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return state.fqn_modifiers(self)
+
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""
+        summon.apply(self, fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy that is sharded alike, with memory of its own and without gradients. Local."""
+        return copying.copied(self, memo, _around)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Refused.
+
+        Raises:
+            TranslationError: always; FSDP2 has other ways to change how gradients are reduced.
+        """
+        raise missing.comm_hook()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that shards, or for NO_SHARD the one that replicates."""
+        return record_of(self).process_group
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of ``process_group``."""
+        return self.process_group.size()
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """FSDP1's name for what FSDP2 does; NO_SHARD on one rank."""
+        return record_of(self).strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """As given; never None, and that of full precision for what keeps it, such as BatchNorm."""
+        return MixedPrecision() if in_full_precision(self) else record_of(self).mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """As given; never None."""
+        return record_of(self).cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """As given."""
+        return record_of(self).given.backward_prefetch  # type: ignore[no-any-return]
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """As given."""
+        return bool(record_of(self).given.forward_prefetch)
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """As given."""
+        return bool(record_of(self).given.limit_all_gathers)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the model computes."""
+        return device_of(record_of(self).mesh)
+
+
+def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
+    """A wrapper around what is sharded already."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    _adopt(wrapper, module, record)
+    return wrapper
+
+
+def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record) -> None:
+    vars(wrapper)[KEY] = record
+    wrapper.training = module.training
+    wrapper.register_module(WRAPPED, module)
+    state_load.attach(wrapper)
+    assigned.allow(sharded_of(wrapper))
+
+
+def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
+    if not roots.begin(wrapper):
+        raise missing.not_on_an_inner_one(method)

@@ -1,0 +1,184 @@
+"""Private names of torch's FSDP1 that programs import all the same.
+
+Where one does no harm it is torch's own. What asks about a wrapped model answers for ours. What works on FSDP1's state,
+handles or flat parameters can be imported, and raises one TranslationError when it is called, which names what to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.errors import TranslationError, message
+from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
+
+# Parameters of functions that work on what FSDP2 does not have.
+_FSDP1S_OWN = {"state", "fsdp_state", "handle", "handles", "fsdp_param_info", "flat_param"}
+
+# What to use instead, by name.
+_SUMMON = "Use FullyShardedDataParallel.summon_full_params(model)"
+_OPTIM = "Use FullyShardedDataParallel.optim_state_dict or optim_state_dict_to_load"
+_STATE_DICT = "Use FullyShardedDataParallel.state_dict_type(model, ...) and model.state_dict()"
+_RESHARD = "FSDP2 does so by itself; FSDPModule.reshard and unshard of model.module do it by hand"
+_INSTEAD = {
+    "_set_fsdp_extensions": "Pass a 2D device_mesh: FSDP2 shards what tensor parallelism sharded without extensions",
+    "_unshard_params": _SUMMON,
+    "_unshard_params_for_summon": _SUMMON,
+    "_unshard_fsdp_state_params": _SUMMON,
+    "_optim_state_dict": _OPTIM,
+    "_flatten_optim_state_dict": _OPTIM,
+    "_rekey_sharded_optim_state_dict": _OPTIM,
+    "_unflatten_optim_state": _OPTIM,
+    "_shard_orig_param_state": _OPTIM,
+    "_set_optim_use_dtensor": "Leave it out: optimizer state of FSDP2 is DTensors",
+    "_set_use_dtensor": "Leave it out: state dicts of FSDP2 are DTensors",
+    "_replace_with_full_state_dict_type": _STATE_DICT,
+    "_enter_unshard_params_ctx": _SUMMON,
+    "_exit_unshard_params_ctx": _SUMMON,
+    "_unshard": _RESHARD,
+    "_reshard": _RESHARD,
+    "_prefetch_handle": "Use set_modules_to_forward_prefetch of FSDPModule",
+    "_init_param_handle_from_module": "Use shardkit.shard_model, or FullyShardedDataParallel",
+}
+
+
+def resolve(module: str, name: str) -> Any:
+    """The name of a module of ``torch.distributed.fsdp``, as a program that runs on FSDP2 may use it.
+
+    Args:
+        module: the module's name in the package; empty for the package.
+        name: the attribute.
+
+    Raises:
+        AttributeError: torch has no such name; an ``import`` then raises ImportError, as for torch.
+    """
+    if not module and name in SUBMODULES:  # before torch's, which are attributes of its package
+        return importlib.import_module(f"{OURS}.{name}")
+    original = importlib.import_module(f"{TORCH}.{module}".rstrip("."))
+    if name.startswith("__") or not hasattr(original, name):
+        where = f"{OURS}.{module}".rstrip(".")
+        raise AttributeError(f"module {where!r} has no attribute {name!r}, as {original.__name__} has none")
+    return _served(name, getattr(original, name))
+
+
+def register_private_modules() -> None:
+    """Make ``shardkit.fsdp1._common_utils`` and the like importable: modules without a file, filled when asked."""
+    for name in filter(_is_private, SUBMODULES):
+        sys.modules.setdefault(f"{OURS}.{name}", _Private(name))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_")
+
+
+class _Private(ModuleType):
+    """One of torch's private modules, by :func:`resolve`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{OURS}.{name}", f"``torch.distributed.fsdp.{name}``, for FSDP2.")
+        self.__spec__ = ModuleSpec(self.__name__, None)
+        self.__package__ = OURS
+
+    def __getattr__(self, name: str) -> Any:
+        return resolve(self.__name__.rpartition(".")[2], name)
+
+
+def _served(name: str, original: Any) -> Any:
+    if name in _ANSWERS:
+        return functools.partial(_ANSWERS[name], original)
+    if isinstance(original, FunctionType) and (name in _INSTEAD or _FSDP1S_OWN & _parameters(original)):
+        return _refusing(name, original)
+    return original
+
+
+def _parameters(function: FunctionType) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
+    fix = _INSTEAD.get(name, "Use a public method of FullyShardedDataParallel, or of FSDPModule on model.module")
+
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        problem = f"a private function of torch's FSDP1 ({original.__module__})"
+        rule = "It works on FlatParameters and their handles, which FSDP2 does not have"
+        raise TranslationError(message(name, problem, rule, fix))
+
+    return refuse
+
+
+def _is_ours(module: object) -> bool:
+    from shardkit.fsdp1.dropin.module import FullyShardedDataParallel  # whose module imports guards and this
+
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _ours_in(module: nn.Module) -> list[Any]:
+    return [child for child in module.modules() if _is_ours(child)]
+
+
+def _lazy_init(original: Callable[..., Any], state: Any, root_module: nn.Module) -> Any:
+    """Nothing to do: FSDP2 does it in the first forward."""
+    return state if _is_ours(root_module) else original(state, root_module)
+
+
+def _get_module_fsdp_state(original: Callable[..., Any], module: nn.Module) -> Any:
+    """The wrapper itself, as in FSDP1."""
+    return module if _is_ours(module) else original(module)
+
+
+def _get_fsdp_states(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
+    return _ours_in(module) or original(module)
+
+
+def _get_fsdp_root_states(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
+    ours = _ours_in(module)
+    inner = {child for each in ours for child in each.module.modules()}
+    return [each for each in ours if each not in inner] or original(module)
+
+
+def _is_fsdp_root(original: Callable[..., bool], state: Any, module: nn.Module) -> bool:
+    return bool(module.check_is_root()) if _is_ours(module) else original(state, module)  # type: ignore[operator]
+
+
+def _is_fsdp_flattened(original: Callable[..., bool], tensor: Tensor) -> bool:
+    """Whether FSDP shards the tensor, which programs ask by this name."""
+    return isinstance(tensor, DTensor) or original(tensor)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What programs that average weights shard by shard read of FSDP1's handles, for one parameter.
+
+    Attributes:
+        flat_param: this rank's part of it, in the parameter's own memory: what is written to its ``data`` stays.
+    """
+
+    flat_param: Tensor
+
+
+def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
+    """One for each parameter rather than for each wrapper."""
+    ours = _ours_in(module)
+    return [Handle(p.to_local()) for p in module.parameters() if isinstance(p, DTensor)] if ours else original(module)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "_lazy_init": _lazy_init,
+    "_get_module_fsdp_state": _get_module_fsdp_state,
+    "_get_fsdp_states": _get_fsdp_states,
+    "_get_fsdp_root_states": _get_fsdp_root_states,
+    "_get_fsdp_handles": _get_fsdp_handles,
+    "_is_fsdp_root": _is_fsdp_root,
+    "_is_fsdp_flattened": _is_fsdp_flattened,
+}

@@ -1,0 +1,152 @@
+"""The arguments of FSDP1's constructor together, and what must hold of each alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision
+
+from shardkit.errors import TranslationError, listing, message
+from shardkit.fsdp1.translate.strategy import check_ranks
+from shardkit.planning.tree import ModelTree
+from shardkit.ranks import accelerator
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """FSDP1's arguments with its defaults, then shardkit's own two; ``translate_fsdp1`` says what each is."""
+
+    process_group: Any = None
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    auto_wrap_policy: Any = None
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: Any = None
+    ignored_modules: Any = None
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: Any = False
+    forward_prefetch: Any = False
+    limit_all_gathers: Any = True
+    use_orig_params: Any = False
+    ignored_states: Any = None
+    device_mesh: Any = None
+    ranks_per_node: Any = None
+    world_size: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("ignored_modules", "ignored_states"):  # module.parameters() can be read once only
+            if isinstance(getattr(self, name), Iterator):
+                object.__setattr__(self, name, list(getattr(self, name)))
+
+    def changed(self) -> dict[str, Any]:
+        """Those that are not at their default."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        defaults = {item.name: item.default for item in fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not defaults[name] and (defaults[name] is None or value != defaults[name])
+        }
+
+    def told(self) -> dict[str, Any]:
+        """What FSDP1 tells a policy object of the root's arguments."""
+        ours = ("ignored_modules", "ranks_per_node", "world_size")
+        told = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
+        return told | {"auto_wrap_policy": None}
+
+
+def check_arguments(given: Arguments) -> None:
+    """Raises one TranslationError that lists the arguments which FSDP1 would not take either; pure."""
+    wrong = [message(name, shown(getattr(given, name)), f"It is {rule}", fix) for name, rule, fix in _wrong(given)]
+    if wrong:
+        raise TranslationError("\n".join(wrong))
+    if given.world_size is not None:
+        check_ranks("world_size", given.world_size)
+    if given.ranks_per_node is not None:
+        check_ranks("ranks_per_node", given.ranks_per_node)
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
+        raise TranslationError(
+            message(
+                "mixed_precision",
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 is set",
+                "FSDP2 evaluates in param_dtype too, so losses in eval mode would differ",
+                "Unset it, or evaluate without mixed_precision",
+            )
+        )
+
+
+def check_unwrapped(tree: ModelTree) -> None:
+    """Raises TranslationError when FSDP1 has wrapped the model, or part of it, already."""
+    wrapped = [
+        fqn or "(root)"
+        for fqn, module in zip(tree.fqns, tree.modules, strict=True)
+        if isinstance(module, FullyShardedDataParallel)
+    ]
+    if wrapped:
+        raise TranslationError(
+            message(
+                listing(wrapped, 6),
+                "wrapped by FSDP1 already",
+                "A translation starts from the plain model, since FSDP1 has flattened its parameters",
+                "Leave out FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself",
+            )
+        )
+
+
+def device_of(device_id: Any) -> torch.device | None:
+    """The device of ``device_id``; a bare number counts accelerators, CUDA's where there is none here."""
+    if isinstance(device_id, int):
+        kind = accelerator()
+        return torch.device("cuda" if kind == "cpu" else kind, device_id)
+    return None if device_id is None else torch.device(device_id)
+
+
+def shown(value: Any) -> str:
+    """An argument's value in short."""
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kinds = dict.fromkeys(type(each).__name__ for each in value)
+        return f"{len(value)} of {listing(kinds, 3)}" if value else "none"
+    if isinstance(value, (torch.distributed.ProcessGroup, torch.distributed.device_mesh.DeviceMesh)):
+        return f"{type(value).__name__} of {value.size()} ranks"
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    name = name or getattr(getattr(value, "func", None), "__name__", None)
+    text = name if isinstance(name, str) else repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _wrong(given: Arguments) -> Iterator[tuple[str, str, str]]:
+    """Name, rule and fix of each argument that has another type than FSDP1's."""
+    if not isinstance(given.cpu_offload, (CPUOffload, type(None))):
+        yield "cpu_offload", "a CPUOffload or None", "Use CPUOffload(offload_params=True)"
+    if not isinstance(given.mixed_precision, (MixedPrecision, type(None))):
+        yield "mixed_precision", "a MixedPrecision or None", "Use MixedPrecision(param_dtype=torch.bfloat16)"
+    if not isinstance(given.backward_prefetch, (BackwardPrefetch, type(None))):
+        yield "backward_prefetch", "a BackwardPrefetch or None", "Use BackwardPrefetch.BACKWARD_PRE"
+    if given.param_init_fn is not None and not isinstance(given.param_init_fn, Callable):  # type: ignore[arg-type]
+        yield "param_init_fn", "called with a module, so it has to be callable", "Pass a function"
+    if not _is_device(given.device_id):
+        yield "device_id", "a device or the number of one", "Use torch.cuda.current_device()"
+    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        if not isinstance(getattr(given, name), bool):
+            yield name, "True or False", "Use one of them"
+
+
+def _is_device(given: Any) -> bool:
+    if isinstance(given, (torch.device, type(None))):
+        return True
+    if isinstance(given, int):
+        return not isinstance(given, bool) and given >= 0
+    try:
+        return isinstance(given, str) and bool(torch.device(given))
+    except RuntimeError:
+        return False

@@ -1,0 +1,92 @@
+"""``python -m shardkit translate FILE``: a configuration of FSDP1, or of another tool, as one of FSDP2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from shardkit.fsdp1.configs import read_config
+from shardkit.fsdp1.configs.build import build
+from shardkit.fsdp1.configs.recognise import FORMATS
+from shardkit.fsdp1.configs.script import after_sharding, before_sharding, notes_on_script, script
+from shardkit.fsdp1.configs.target import Ranks, Reading
+from shardkit.fsdp1.configs.write import accelerate2, comments, notes_on_accelerate
+from shardkit.fsdp1.translate.types import Note, Translation
+from shardkit.planning.named import named_model
+
+USAGE = 2  # as argparse's own
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "translate",
+        help="a configuration of FSDP1, DeepSpeed, ... as one of FSDP2, with a note per key",
+        description="Print the FSDP2 configuration or code that a file of accelerate, transformers, axolotl, ROLL, "
+        "Lightning, DeepSpeed or a plain training YAML asks for, and what became of each of its keys. "
+        "The exit code is 1 if anything was refused.",
+    )
+    parser.add_argument("file", help="JSON, or YAML where PyYAML is installed")
+    parser.add_argument(
+        "--to",
+        choices=("accelerate2", "torch", "plan"),
+        default="accelerate2",
+        help="accelerate's file with fsdp_version 2, plain torch code, or the plan of a model (default: %(default)s)",
+    )
+    parser.add_argument("--world", type=_ranks, metavar="RANKS", help="ranks in all (default: what the file says)")
+    parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="for hybrid strategies")
+    parser.add_argument("--model", metavar="MODEL", help="package.module:factory, or a config.json of transformers")
+    parser.add_argument("--format", choices=tuple(FORMATS), help="whose file it is (default: recognised by its keys)")
+    parser.add_argument("--json", action="store_true", help="as JSON: format, output, notes")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the translation and return 1 if anything was refused, 2 where the command itself makes no sense, else 0."""
+    if options.to == "plan" and options.model is None:
+        print("translate: --to plan needs --model, since a plan names the modules of a model", file=sys.stderr)
+        return USAGE
+    ranks = Ranks(options.world, options.ranks_per_node)
+    reading = read_config(options.file, ranks, format=options.format)
+    made = None if options.model is None else build(reading.target, named_model(options.model), reading.notes, ranks)
+    text, more = _output(options.to, reading, made)
+    notes = (*(made.notes if made else reading.notes), *more)
+    print(_json(reading, text, notes) if options.json else _text(reading, text, notes, options.to))
+    return int(any(note.fate == "refused" for note in notes))
+
+
+def _output(to: str, reading: Reading, made: Translation | None) -> tuple[str, Iterable[Note]]:
+    """What to print, and notes on what it cannot say of the target."""
+    target = reading.target
+    if to == "accelerate2":
+        return accelerate2(target), notes_on_accelerate(target)
+    if made is None:
+        return script(target), notes_on_script(target)
+    if to == "plan":
+        return str(made.plan), ()
+    before = before_sharding(target)
+    imports = f"import torch\nimport torch.distributed as dist\n{before}\n" if before else ""
+    return imports + made.plan.to_python() + after_sharding(made.buffer_dtypes), ()
+
+
+def _text(reading: Reading, text: str, notes: tuple[Note, ...], to: str) -> str:
+    """Notes as comments, so that what is printed can be saved as it is; beside a plan they stand bare."""
+    lines = comments(reading, notes)
+    if to == "plan":
+        return "\n".join([text.rstrip("\n"), "", *(line.removeprefix("# ") for line in lines)])
+    return "\n".join([*lines, "", text.rstrip("\n")])
+
+
+def _json(reading: Reading, text: str, notes: tuple[Note, ...]) -> str:
+    data = {"format": reading.format, "saw": list(reading.saw), "output": text, "notes": [vars(note) for note in notes]}
+    return json.dumps(data, indent=2)
+
+
+def _ranks(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of ranks")
+    return number

@@ -1,0 +1,147 @@
+"""A note for every argument of FSDP1 that is not at its default, and for the defaults that FSDP2 does not share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+
+from shardkit.errors import listing
+from shardkit.fsdp1.table import ROWS
+from shardkit.fsdp1.translate.arguments import Arguments, shown
+from shardkit.fsdp1.translate.policy import Ignored, Wrapped
+from shardkit.fsdp1.translate.strategy import HYBRID
+from shardkit.fsdp1.translate.types import Fate, Note
+from shardkit.plan import ShardingPlan
+from shardkit.planning.tree import ModelTree
+
+# FSDP1 reduced a unit's gradients as one flat tensor, with zeros for parameters that a rank did not use. FSDP2 leaves
+# these out, which hangs or aborts where ranks use different ones, until torch 2.13 has a switch.
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a translation has decided, which its notes tell."""
+
+    tree: ModelTree
+    given: Arguments
+    strategy: ShardingStrategy
+    wrapped: Sequence[Wrapped]
+    ignored: Ignored
+    plan: ShardingPlan
+
+
+def notes_on(decided: Decided) -> tuple[Note, ...]:
+    """The notes, in the order of FSDP1's arguments; pure."""
+    changed = {"module": decided.tree.modules[0], "sharding_strategy": decided.strategy}
+    changed |= {"use_orig_params": decided.given.use_orig_params}
+    changed |= {name: value for name, value in decided.given.changed().items() if name != "sharding_strategy"}
+    return tuple(note for name in ROWS if name in changed for note in _notes(decided, name, changed[name]))
+
+
+def _notes(decided: Decided, name: str, value: Any) -> Iterator[Note]:
+    fate, sentence = ROWS[name]
+    told = _TELL[name](decided, value) if name in _TELL else None
+    if told is not None:
+        fate, sentence = told
+    yield Note(name, shown(value) if not dataclasses.is_dataclass(value) else type(value).__name__, fate, sentence)
+    if dataclasses.is_dataclass(value):
+        yield from _fields(name, value)
+
+
+def _fields(argument: str, value: Any) -> Iterator[Note]:
+    """A note for each field that is set, and for the default that FSDP2 does not share."""
+    for item in dataclasses.fields(value):
+        name, given = f"{argument}.{item.name}", getattr(value, item.name)
+        differs = item.name == "cast_forward_inputs" and value.param_dtype is not None
+        if given != item.default or differs:
+            yield Note(name, _shown_field(given), *ROWS[name])
+
+
+def _shown_field(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return listing(getattr(each, "__name__", repr(each)) for each in value) or "()"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
+    if REDUCES_UNUSED:
+        return "mapped", ROWS["module"].sentence
+    return "noted", (
+        "Sharded in place and returned, not wrapped; before torch 2.13 FSDP2 leaves out parameters that a rank did not "
+        "use, so all ranks must use the same"
+    )
+
+
+def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Fate, str]:
+    reshards = value.name in ("FULL_SHARD", "HYBRID_SHARD")
+    alone = " FSDP1 takes NO_SHARD for one rank, which is the same" if decided.plan.mesh.size == 1 else ""
+    return "mapped", (
+        f"mesh {decided.plan.mesh}, reshard_after_forward={reshards}; the root stays gathered after forward, as "
+        f"FSDP1's did.{alone}".rstrip(".")
+    )
+
+
+def _policy(decided: Decided, value: Any) -> tuple[Fate, str]:
+    classes = dict.fromkeys(type(decided.tree.modules[each.entry]).__name__ for each in decided.wrapped)
+    own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
+    said = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
+    said += f", some with {listing(own)} of their own" if own else ""
+    repaired = bool(decided.plan.notes)
+    return ("noted", f"{said}; the plan's notes say what FSDP2 has otherwise") if repaired else ("mapped", said)
+
+
+def _prefetch(decided: Decided, value: Any) -> tuple[Fate, str]:
+    return "noted", (
+        "FSDP2 gathers the next unit before a unit's backward, as BACKWARD_PRE; one more unit may be gathered at a "
+        "time than FSDP1 would hold"
+    )
+
+
+def _limit(decided: Decided, value: Any) -> tuple[Fate, str]:
+    return (
+        "noted",
+        "FSDP2 bounds what is gathered at a time without holding up the CPU, so there is no limit to take off",
+    )
+
+
+def _orig_params(decided: Decided, value: bool) -> tuple[Fate, str]:
+    if value:
+        return "implied", "Parameters keep their names, and become DTensors: build the optimizer after sharding"
+    return "noted", (
+        "Parameters are DTensors, one for each of the module's own, where FSDP1 had a FlatParameter for each unit: "
+        "optimizers may group them, and their states have other shapes"
+    )
+
+
+def _ignored(decided: Decided, value: Any) -> tuple[Fate, str]:
+    here = [param for param in decided.tree.params.values() if param in decided.ignored.params]
+    elsewhere = len(decided.ignored.params) - len(here)
+    said = f"{len(here)} parameters are ignored_params"
+    said += f"; {elsewhere} more are not in the model" if elsewhere else ""
+    trained = any(param.requires_grad for param in here)
+    return "mapped", said + ("; gradients of those that train are reduced in neither" if trained else "")
+
+
+def _per_node(decided: Decided, value: int) -> tuple[Fate, str]:
+    if decided.strategy.name in HYBRID:
+        return "mapped", f"mesh {decided.plan.mesh}"
+    return "implied", f"{decided.strategy.name} does not look at nodes"
+
+
+_TELL = {
+    "module": _module,
+    "sharding_strategy": _strategy,
+    "auto_wrap_policy": _policy,
+    "backward_prefetch": _prefetch,
+    "limit_all_gathers": _limit,
+    "use_orig_params": _orig_params,
+    "ignored_modules": _ignored,
+    "ignored_states": _ignored,
+    "ranks_per_node": _per_node,
+}

@@ -1,0 +1,155 @@
+"""FSDP1's wrapping policies, asked exactly as FSDP1 asks them: what it would have wrapped.
+
+Source: ``_auto_wrap`` and ``_recursive_wrap`` of torch 2.13, which wrap as they go; here nothing is changed.
+``tests/test_fsdp1_units.py`` compares with real FSDP1 modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_policy
+from shardkit.errors import TranslationError, message
+from shardkit.planning.tree import ModelTree
+
+Predicate: TypeAlias = Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A module that FSDP1 would wrap, other than the root.
+
+    Attributes:
+        entry: its place in the ModelTree.
+        arguments: what a CustomPolicy gave for it instead of the root's arguments.
+        full_precision: whether FSDP1 runs it in float32, as it does BatchNorm under mixed precision.
+    """
+
+    entry: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    full_precision: bool = False
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What FSDP1 leaves alone: the modules at and below ``ignored_modules``, and parameters."""
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+
+
+def wrapped_by(
+    tree: ModelTree,
+    policy: Any,
+    mixed_precision: MixedPrecision | None = None,
+    ignored: Ignored = Ignored(),
+    arguments: dict[str, Any] | None = None,
+) -> list[Wrapped]:
+    """The modules that FSDP1 would wrap below the root, in the model's order. Pure, but for what the policy does.
+
+    Args:
+        tree: the model.
+        policy: any that FSDP1 takes, or module classes; None wraps the root only.
+        mixed_precision: FSDP1 wraps its ``_module_classes_to_ignore``, BatchNorm as a rule, apart.
+        ignored: never wrapped, nor counted.
+        arguments: FSDP1's other arguments, which a policy object is told.
+
+    Raises:
+        TranslationError: it is no policy, or it raised.
+    """
+    if policy is None:
+        return []
+    policy = _as_policy(policy)
+    classes = () if mixed_precision is None else full_precision_classes(mixed_precision)
+    try:
+        if isinstance(policy, FSDP1Policy):
+            found = _ask_once(tree.modules[0], policy, ignored, arguments or {}, classes)
+        else:
+            asked = policy if mixed_precision is None else _either(policy, classes)
+            found = {module: {} for module in _ask_each(tree.modules[0], asked, ignored)}
+    except Exception as error:  # whatever a user's policy raises
+        raise TranslationError(
+            message(
+                "auto_wrap_policy",
+                f"{policy!r} raised {type(error).__name__}: {error}",
+                "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)",
+                "Bind its other arguments with functools.partial",
+            )
+        ) from error
+    first = {id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}
+    entries = {first[id(module)]: (module, own) for module, own in found.items() if id(module) in first}
+    return [
+        Wrapped(entry, own, isinstance(module, classes)) for entry, (module, own) in sorted(entries.items()) if entry
+    ]
+
+
+def _as_policy(policy: Any) -> Any:
+    classes = [policy] if isinstance(policy, type) else policy
+    if isinstance(classes, (set, frozenset, list, tuple)) and classes and all(map(_is_module_class, classes)):
+        return ModuleWrapPolicy(set(classes))
+    if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
+        return policy
+    raise TranslationError(
+        message(
+            "auto_wrap_policy",
+            repr(policy),
+            "It is ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes",
+            "Use ModuleWrapPolicy({MyBlock})",
+        )
+    )
+
+
+def _is_module_class(given: object) -> bool:
+    return isinstance(given, type) and issubclass(given, nn.Module)
+
+
+def _ask_once(
+    root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], classes: tuple[type[nn.Module], ...]
+) -> dict[nn.Module, dict[str, Any]]:
+    """A policy object names all modules at once, each with its arguments."""
+    answer = run_fsdp1_policy(policy, root, set(ignored.modules), dict(arguments))
+    found = {module: _changed(arguments, own) for module, own in answer.items()}
+    for module in root.modules() if classes else ():
+        if isinstance(module, classes) and module not in ignored.modules:
+            found.setdefault(module, {})
+    return found
+
+
+def _changed(arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in arguments or value is not arguments[name]}
+
+
+def _either(policy: Predicate, classes: Collection[type[nn.Module]]) -> Predicate:
+    """The policy, or a module of ``classes``; as FSDP1's own, it goes below what the policy does not."""
+
+    def either(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        chosen = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return bool(chosen) or recurse or isinstance(module, tuple(classes))
+
+    return functools.wraps(policy)(either) if hasattr(policy, "__name__") else either
+
+
+def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[nn.Module]:
+    """A callable is asked on the way down whether to go on, and on the way up whether to wrap."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Elements of ``module`` that it or a module below it would hold as a unit."""
+        numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        taken = sum(visit(child) for child in module.children() if child not in ignored.modules)
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            found.append(module)
+            return numel
+        return taken
+
+    visit(root)
+    return found

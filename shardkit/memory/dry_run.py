@@ -1,0 +1,173 @@
+"""One forward on fake tensors: which parameters are read while FSDP2 would not have their unit gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit._torch import TorchDispatchMode, real_tensors, tree_leaves
+from shardkit.errors import PlanError, listing, message
+from shardkit.memory.moments import cast_inputs, cast_output
+from shardkit.memory.twin import fake_batch, fake_tensors
+from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.planning.tree import ModelTree
+
+
+@dataclass
+class Uses:
+    """What one forward did with the units of a plan.
+
+    Attributes:
+        outside: by unit, the FQNs of its parameters that were read while it was not gathered, and the unit that ran.
+        called: the names of the units that ran.
+    """
+
+    outside: dict[str, dict[str, str]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+
+
+def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool) -> ShardingPlan:
+    """The plan of ``make()``, no parameter of which is used outside of its unit in a forward of ``batch``. Local, pure.
+
+    Args:
+        tree: the model; gets to know which modules are used without being called.
+        make: makes a plan of ``tree``; once more where the default rule knows more.
+        batch: one rank's micro-batch, as ``fake_batch`` takes it; values are not read.
+        is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
+
+    Raises:
+        PlanError: a rule of the user's made such a unit, all of which are named; or the model does not run on fake
+            tensors.
+    """
+    notes: list[str] = []
+    while True:
+        plan = make()
+        uses = dry_run(tree.modules[0], plan, batch)
+        wrong = [unit for unit in plan.units if unit.name in uses.outside]
+        found = {entry for unit in wrong for fqn in unit.modules for entry in tree.paths(tree.places[fqn])}
+        if not wrong:
+            break
+        if not is_default or found <= tree.uncalled:
+            raise PlanError("\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong))
+        tree.uncalled |= found
+        notes.append(_note({unit.name: uses.outside[unit.name] for unit in wrong}))
+    idle = [unit.name for unit in plan.units if unit.name not in uses.called]
+    notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
+    """Run ``model`` on fake tensors, of the dtypes that ``plan`` computes in. Local; the model stays as it is.
+
+    Raises:
+        PlanError: the model does not run on them.
+    """
+    # Real parameters too: what holds them in a list still hands them to operators.
+    owned = {id(param): fqn for fqn, param in model.named_parameters()}
+    units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
+    with torch.inference_mode(False), torch.enable_grad(), real_tensors(), ExitStack() as stack:
+        fakes = stack.enter_context(fake_tensors(model, plan))
+        owned.update((id(param), fqn) for fqn, param in fakes.items())
+        args, kwargs = fake_batch(batch)
+        watch = _Watch({key: (fqn, units[fqn]) for key, fqn in owned.items() if fqn in units})
+        for unit in plan.units:
+            watch.attach(unit, [model.get_submodule(fqn) for fqn in unit.modules])
+        for name in plan.forward_methods:
+            watch.attach_method(model, name, plan)
+        try:
+            with watch:
+                model(*args, **kwargs)
+        except Exception as error:
+            problem = f"the model does not run on it with fake tensors: {type(error).__name__}: {error}"
+            rule = "The dry run is one forward on tensors that have shapes but no values"
+            fix = "Pass a batch that the model accepts, or none: the first forward names uses outside of a unit too"
+            raise PlanError(message("example_batch", problem, rule, fix)) from error
+    return watch.uses
+
+
+def _problem(unit: str, params: Mapping[str, str]) -> str:
+    problem = f"used in {listing(dict.fromkeys(params.values()))} while its unit, {unit}, is not gathered"
+    rule = "FSDP2 gathers the parameters of a unit while a module of it is called, and only then"
+    fix = f"Leave {unit} out of units=, so that a module around this use gathers it, or call the module"
+    return message(listing(params), problem, rule, fix)
+
+
+def _note(outside: Mapping[str, Mapping[str, str]]) -> str:
+    first = ("{} in {}".format(*next(iter(params.items()))) for params in outside.values())
+    return f"{listing(outside, 4)}: left out of the units, as parameters are used from outside: {listing(first, 4)}"
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the parameters that operators take, and which units FSDP2 would have gathered."""
+
+    def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses = Uses()
+        self._owned = owned
+        self._running: list[str] = []
+        self._kept: set[str] = set()
+
+    def attach(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
+        """Watch a unit: gathered from before its first module until all have run, as FSDP2's hooks do it."""
+        waiting: set[nn.Module] = set()
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not waiting:
+                waiting.update(modules)
+                self._enter(unit)
+            return cast_inputs(unit, args), cast_inputs(unit, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            waiting.discard(module)
+            if not waiting:
+                self._leave(unit)
+            return cast_output(unit, output)
+
+        for module in modules:
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after)
+
+    def attach_method(self, model: nn.Module, name: str, plan: ShardingPlan) -> None:
+        """Watch a method that gathers the unit of its module."""
+        fqn, _, attribute = name.rpartition(".")
+        unit = next(unit for unit in plan.units if fqn in unit.modules)
+        module = model.get_submodule(fqn)
+        method = getattr(module, attribute)
+
+        @wraps(method)
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            self._enter(unit)
+            result = method(*cast_inputs(unit, args), **cast_inputs(unit, kwargs))
+            self._leave(unit)
+            return cast_output(unit, result)
+
+        setattr(module, attribute, gathering)  # undone with all else
+
+    def _enter(self, unit: ShardUnit) -> None:
+        self._running.append(unit.name)
+        self.uses.called.add(unit.name)
+        if unit.reshard_after_forward is False:
+            self._kept.add(unit.name)
+
+    def _leave(self, unit: ShardUnit) -> None:
+        self._running.remove(unit.name)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note the parameters among an operator's arguments, and run it."""
+        for leaf in tree_leaves((args, kwargs)):
+            fqn, unit = self._owned.get(id(leaf), ("", ""))
+            if fqn and unit not in self._kept and unit not in self._running:
+                self.uses.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
+        return func(*args, **(kwargs or {}))

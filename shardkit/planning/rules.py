@@ -1,0 +1,345 @@
+"""The user's rules for units: which modules share one all-gather, and with which settings.
+
+A rule is a small object that turns a model into selections. Rules combine in a list; for each module the first
+rule that matches it wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from typing_extensions import TypedDict, Unpack
+
+from shardkit.errors import PlanError, listing, message
+from shardkit.planning.tree import ModelTree
+
+
+class Overrides(TypedDict, total=False):
+    """The settings that a rule may give its units, each replacing the one given for the whole model."""
+
+    reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    checkpoint_activations: bool
+    compile: bool
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Modules that will be one unit.
+
+    Attributes:
+        entries: their places in the ModelTree; several are torch's list form.
+        overrides: settings that a rule asked for.
+        reshard: what ``reshard_after_forward=None`` means for it.
+    """
+
+    entries: tuple[int, ...]
+    overrides: Overrides = field(default_factory=Overrides)
+    reshard: bool = True
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """What ``by_class``, ``by_name``, ``by_size`` and ``group`` return; made by them only.
+
+    Attributes:
+        text: the call that made it, for messages.
+        select: from a model and the entries that earlier rules took, the selections of this rule.
+        together: whether all that it matches is one unit.
+    """
+
+    text: str
+    select: Callable[[ModelTree, frozenset[int]], list[Selection]]
+    together: bool = False
+
+
+Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
+
+
+def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
+    """Every module of one of ``classes``, or of a subclass, is a unit of its own.
+
+    Args:
+        classes: classes, or names of classes where importing them is a burden.
+        together: so many neighbours are one unit, torch's ``fully_shard([a, b])``. Small blocks then cost less time
+            on the CPU, in fewer hooks and larger collectives, and more memory, since they are gathered together.
+        overrides: settings for these units.
+
+    Example:
+        >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
+        "by_class(TransformerEncoderLayer, 'MyBlock')"
+    """
+    shown = ", ".join(repr(cls) if isinstance(cls, str) else getattr(cls, "__name__", repr(cls)) for cls in classes)
+    text = f"by_class({shown})"
+    for cls in classes:
+        if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise PlanError(
+                message(
+                    text,
+                    f"{cls!r} is not a module class",
+                    "Give nn.Module classes or their names",
+                    "Give a class",
+                )
+            )
+    types = tuple(cls for cls in classes if not isinstance(cls, str))
+    names = {cls for cls in classes if isinstance(cls, str)}
+
+    def matches(_: str, module: nn.Module) -> bool:
+        return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
+
+    return _rule_of_predicate(text, matches, overrides, together)
+
+
+def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
+    """Every module whose FQN matches one of ``globs`` is a unit of its own.
+
+    Args:
+        globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
+            not ``layers.0.mlp``. ``""`` is the root.
+        together: so many neighbours are one unit, as for ``by_class``.
+        overrides: settings for these units.
+    """
+    patterns = [_compile_glob(glob) for glob in globs]
+    text = f"by_name({', '.join(map(repr, globs))})"
+    return _rule_of_predicate(
+        text, lambda fqn, _: any(pattern.fullmatch(fqn) for pattern in patterns), overrides, together
+    )
+
+
+def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
+    """The innermost modules that hold at least ``min_numel`` elements that no inner unit holds.
+
+    Containers without forward are looked into; ``nn.MultiheadAttention`` is taken whole, since it uses the
+    weight of its ``out_proj`` without calling it.
+
+    Args:
+        min_numel: elements.
+        overrides: settings for these units.
+    """
+    text = f"by_size({min_numel})"
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
+        raise PlanError(message(text, f"{min_numel!r}", "It is a number of elements, at least 1", "Use by_size(10**8)"))
+
+    def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
+        return [Selection((entry,), overrides) for entry in _entries_of_size(tree, taken, min_numel)]
+
+    return UnitRule(text, select)
+
+
+def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
+    """All modules whose FQN matches one of ``globs`` are one unit together, torch's ``fully_shard([a, b])``.
+
+    They are gathered when the first of them runs and resharded when all have run. Tied modules must be grouped.
+
+    Args:
+        globs: as for ``by_name``; each must match.
+        overrides: settings for this unit.
+    """
+    text = f"group({', '.join(map(repr, globs))})"
+
+    def select(tree: ModelTree, _: frozenset[int]) -> list[Selection]:
+        found: list[int] = []
+        for glob in globs:
+            pattern = _compile_glob(glob)
+            matched = [entry for entry in first_entries(tree) if pattern.fullmatch(tree.fqns[entry])]
+            if not matched:
+                raise PlanError(_no_match(text, tree, f"{glob!r} matches no module"))
+            found += [entry for entry in matched if entry not in found]
+        return [Selection(tuple(sorted(found)), overrides)]
+
+    return UnitRule(text, select, together=True)
+
+
+def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
+    """The selections of all rules together; first match wins.
+
+    Raises:
+        PlanError: a rule matches nothing or nothing that is left, two rules claim one module for different
+            groups, a module has no forward, or an override is unknown.
+    """
+    selections: list[Selection] = []
+    taken: dict[int, str] = {}
+    for rule in map(as_rule, rules):
+        found = [new for new in rule.select(tree, frozenset(taken)) if _has_params(tree, new)]
+        if not found:
+            raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
+        fresh = [new for new in found if not any(entry in taken for entry in new.entries)]
+        if not fresh or (rule.together and fresh != found):
+            raise PlanError(_claimed(rule, tree, found, taken))
+        for new in fresh:
+            _check_selection(tree, rule, new)
+            taken.update(dict.fromkeys(new.entries, rule.text))
+        selections += fresh
+    return selections
+
+
+def as_rule(rule: Rule) -> UnitRule:
+    """A rule object for what a user may write as one: a class, an FQN glob, a callable or a rule."""
+    if isinstance(rule, UnitRule):
+        return rule
+    if isinstance(rule, str):
+        return by_name(rule)
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        return by_class(rule)
+    if callable(rule) and not isinstance(rule, (type, nn.Module)):
+        return _rule_of_predicate(getattr(rule, "__name__", repr(rule)), rule, Overrides())
+    raise PlanError(
+        message(
+            "units",
+            f"{rule!r} is no rule",
+            "A rule is by_class, by_name, by_size, group, a module class, an FQN glob or a callable (fqn, module)",
+            "Pass one of these or a list of them",
+        )
+    )
+
+
+def first_entries(tree: ModelTree) -> list[int]:
+    """The entries, each module once, at its first path."""
+    return list({id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}.values())[::-1]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module can work; fully_shard's hooks run only around a call."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _rule_of_predicate(
+    text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
+) -> UnitRule:
+    if isinstance(together, bool) or not isinstance(together, int) or together < 1:
+        rule = "It is how many neighbours are one unit, at least 1"
+        raise PlanError(message(f"{text}, together", repr(together), rule, "Use together=2"))
+
+    def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
+        found = []
+        for entry in first_entries(tree):
+            answer = predicate(tree.fqns[entry], tree.modules[entry])
+            if answer or isinstance(answer, Mapping):
+                own = answer if isinstance(answer, Mapping) else Overrides()
+                found.append(Selection((entry,), Overrides(**{**overrides, **own})))
+        return found if together == 1 else _joined(tree, found, taken, together)
+
+    return UnitRule(text, select)
+
+
+def _joined(tree: ModelTree, found: list[Selection], taken: frozenset[int], together: int) -> list[Selection]:
+    """So many at a time of those that have one parent and are not taken, in the model's order."""
+    siblings: dict[int, list[Selection]] = {}
+    for new in found:
+        if new.entries[0] not in taken:
+            siblings.setdefault(tree.parents[new.entries[0]], []).append(new)
+    return [
+        Selection(tuple(entry for new in some for entry in new.entries), some[0].overrides)
+        for each in siblings.values()
+        for some in (each[start : start + together] for start in range(0, len(each), together))
+    ]
+
+
+def _compile_glob(glob: str) -> re.Pattern[str]:
+    tokens = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", glob)
+    meaning = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    return re.compile(
+        "".join(
+            meaning.get(token, token.replace("[!", "[^") if token.startswith("[") else re.escape(token))
+            for token in tokens
+        )
+    )
+
+
+def _entries_of_size(tree: ModelTree, taken: frozenset[int], min_numel: int) -> list[int]:
+    """Children before parents; ``left`` counts the elements that no unit below has taken."""
+    left = [sum(param.numel() for param in owned) for owned in tree.owned]
+    found: list[int] = []
+    whole: set[int] = set()
+    for entry, module in enumerate(tree.modules):
+        if isinstance(module, nn.MultiheadAttention):
+            whole.update(below for below in tree.subtree(entry) if below != entry)
+    for entry in tree.post_order:
+        large = left[entry] >= min_numel and entry not in whole and has_forward(tree.modules[entry])
+        if large and entry not in taken and entry != 0:
+            found.append(entry)
+        elif entry not in taken and entry != 0:
+            left[tree.parents[entry]] += left[entry]
+    return sorted(found)
+
+
+def _has_params(tree: ModelTree, selection: Selection) -> bool:
+    return any(entry == 0 or tree.has_params(entry) for entry in selection.entries)
+
+
+def _no_match(text: str, tree: ModelTree, problem: str) -> str:
+    classes = dict.fromkeys(type(module).__name__ for module in tree.modules)
+    modules = [fqn for fqn in tree.fqns if fqn and fqn.count(".") < 2]
+    return message(
+        text,
+        problem,
+        f"Classes there are: {listing(classes)}. Modules there are: {listing(modules)}",
+        "Name one of these, or leave the rule out",
+    )
+
+
+def _claimed(rule: UnitRule, tree: ModelTree, found: Sequence[Selection], taken: Mapping[int, str]) -> str:
+    entries = [entry for new in found for entry in new.entries if entry in taken]
+    claims = [f"{tree.fqns[entry] or '(root)'} (by {taken[entry]})" for entry in entries]
+    return message(
+        rule.text,
+        f"claims what earlier rules claim: {listing(claims)}",
+        "A module is in one unit; for each module the first rule that matches it wins",
+        "Leave one of the rules out, or put the narrower one first",
+    )
+
+
+def _check_selection(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
+    for entry in selection.entries:
+        if not has_forward(tree.modules[entry]):
+            name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
+            raise PlanError(
+                message(
+                    name,
+                    f"{rule.text} matches it, a {kind} without forward",
+                    "A unit is gathered when its module is called, and this one never is",
+                    f'Take what is in it: by_name("{name}.*")',
+                )
+            )
+    unknown = sorted(set(selection.overrides) - set(_SETTINGS))
+    if unknown:
+        raise PlanError(
+            message(
+                rule.text,
+                f"unknown setting {listing(unknown)}",
+                f"A unit's settings are {listing(_SETTINGS)}",
+                "Use one of these",
+            )
+        )
+    check_settings(rule.text, selection.overrides)
+
+
+_SETTINGS: dict[str, type] = {
+    "reshard_after_forward": int,  # a bool is one; plan.check looks at the value
+    "mp_policy": MixedPrecisionPolicy,
+    "offload_policy": OffloadPolicy,
+    "checkpoint_activations": bool,
+    "compile": bool,
+}
+
+
+def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
+    """Raises PlanError where a setting has another type than torch's; None means the default."""
+    wrong = [
+        message(
+            f"{subject}, {name}" if subject else name,
+            repr(settings[name]),
+            f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks",
+            "Give it one",
+        )
+        for name, kind in _SETTINGS.items()
+        if name in settings and not isinstance(settings[name], (kind, type(None)))
+    ]
+    if wrong:
+        raise PlanError("\n".join(wrong))

@@ -1,0 +1,262 @@
+"""What an optimizer that knows nothing of sharding is told: which parameters were replaced, which gradients wait.
+
+An optimizer built before sharding holds parameters that are in no model any more, and one that steps while gradients
+wait to be reduced has none to apply. Both would train nothing, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardkit._fsdp import FSDPUnit, fsdp_units
+from shardkit._fsdp.gradients import (
+    NO_TORCH_FUNCTION,
+    around_backward,
+    before_reductions,
+    drop_unreduced_gradient,
+    is_reduce_scattered,
+    stand_in,
+    unreduced,
+    without_memory,
+)
+from shardkit._torch import local_tensor, tree_leaves, with_local
+from shardkit.errors import ShardkitError, listing, message
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+logger = logging.getLogger("shardkit")
+
+_replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced and somebody still holds
+_units: WeakSet[Any] = WeakSet()  # of the models that are watched
+_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many of an optimizer's groups were looked at
+_vouched: WeakSet[Optimizer] = WeakSet()  # those that may update in low precision
+_waiting: WeakKeyDictionary[Any, list[_Shown]] = WeakKeyDictionary()  # by FSDP2's own FSDPParam
+
+
+@contextmanager
+def replacing(model: nn.Module) -> Iterator[None]:
+    """In this context the model is sharded; optimizers that hold what it loses raise at their first step. Local.
+
+    Nothing is kept alive: what nobody else holds is forgotten as FSDP2 frees it.
+    """
+    before: Any = WeakIdKeyDictionary()
+    before.update({param: fqn for fqn, param in model.named_parameters()})
+    yield
+    now = set(model.parameters())
+    _replaced.update({param: fqn for param, fqn in before.items() if param not in now})
+    _known.clear()
+    watch_gradients(model)
+
+
+def watch_gradients(model: nn.Module) -> None:
+    """Let ``zero_grad()``, the model's or an optimizer's, drop gradients that wait to be reduced. Local, idempotent.
+
+    For any model sharded by ``fully_shard``. After a backward that does not reduce (``no_sync``,
+    ``set_requires_gradient_sync(False)``) the ``.grad`` of a sharded parameter is a :class:`WaitingGradient`, without
+    memory, until the next backward begins. If it was cleared by then, the gradient that waits is dropped. A step of
+    an optimizer that holds such a parameter raises.
+    """
+    new = [unit for unit in fsdp_units(model) if unit not in _units]
+    if not new:
+        return
+    _units.update(new)
+    around_backward(model, _unmark, _mark)
+    before_reductions(new, _unmark)
+    _hook()
+
+
+@functools.cache
+def _hook() -> None:
+    """Torch's own registry of what runs before any optimizer's step: entered once in a process."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
+    """No warning at their first step that parameters are updated in low precision."""
+    _vouched.update(optimizers)
+
+
+# Gradients that wait.
+
+
+class WaitingGradient(Tensor):
+    """Stands in for a gradient that is not reduced yet. It has no memory and can be zeroed; any other use raises.
+
+    Of a sharded parameter it is the local tensor of the DTensor in ``.grad``.
+    """
+
+    __torch_function__ = NO_TORCH_FUNCTION
+    param: ref[Tensor]  # which holds this one
+    reduced: Tensor | None  # what it had before, and has again when this one is taken away
+    is_zeroed: bool
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> WaitingGradient:
+        """Make one; a sparse one for a plain parameter, since autograd replaces those if it adds to them."""
+        sharded = isinstance(param, DTensor)
+        like = local_tensor(param) if isinstance(param, DTensor) else param
+        self = without_memory(cls, like, torch.strided if sharded else torch.sparse_coo)
+        self.param, self.reduced, self.is_zeroed = ref(param), param.grad, False
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Zero it, or add to it; anything else raises."""
+        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+        if name in ("zero_", "_foreach_zero_"):
+            for each in given:
+                each.become_zeros() if isinstance(each, WaitingGradient) else each.zero_()
+            return args[0] if name == "zero_" else None
+        if name == "add" and not isinstance(args[0], WaitingGradient):
+            return args[0].clone()  # autograd, outside of what FSDP2 knows of
+        shape = next(tuple(each.shape) for each in given if isinstance(each, WaitingGradient))
+        raise _waiting_error(f"a gradient, of which this rank has {shape}", name)
+
+    def become_zeros(self) -> None:
+        """Give the parameter an ordinary gradient of zeros."""
+        self.is_zeroed, param = True, self.param()
+        if param is not None:
+            zeros = torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            param.grad = zeros if self.reduced is None else self.reduced.zero_()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"WaitingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _waiting_error(what: str, use: str) -> ShardkitError:
+    return ShardkitError(
+        message(
+            use,
+            f"uses {what}, which this rank has accumulated and no rank has reduced yet",
+            "Only a backward with gradient sync reduces gradients: the last micro-batch of a step, not those under "
+            "accumulate(last=False), no_sync() or set_requires_gradient_sync(False)",
+            "Run the last micro-batch with accumulate(model, last=True), or drop the gradients with zero_grad()",
+        )
+    )
+
+
+def _mark(units: list[FSDPUnit]) -> None:
+    """After a backward: put marks where a gradient waits."""
+    for unit in units:
+        for param in [] if unit.reduce_grads and unit.all_reduce_grads else unreduced(unit):
+            whole = stand_in(param)
+            shown = [param.sharded_param] if whole is None or unit.is_sharded else [param.sharded_param, whole]
+            _waiting[param] = [_Shown(each) for each in shown]
+
+
+class _Shown:
+    """A parameter that the user sees while its gradient waits: sharded or, where it is kept, whole."""
+
+    def __init__(self, param: Tensor) -> None:
+        self._param = ref(param)
+        self.mark: WaitingGradient | None = None
+        self.grad: Tensor | None = None
+        if isinstance(param, DTensor):
+            self.mark = WaitingGradient(param)
+            self.grad = param.grad = with_local(param, self.mark)
+        elif param.grad is None:
+            self.mark = self.grad = param.grad = WaitingGradient(param)
+
+    @property
+    def param(self) -> Tensor:
+        param = self._param()
+        assert param is not None  # FSDP2 has it
+        return param
+
+    @property
+    def is_zeroed(self) -> bool:
+        return self.mark is not None and self.mark.is_zeroed
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether somebody took the gradient away, or zeroed it."""
+        return self.param.grad is None or self.is_zeroed
+
+    def unmark(self, cleared: bool) -> None:
+        """Take the mark away, if it is there; a gradient too if it was cleared elsewhere. Zeros stay."""
+        if cleared and not self.is_zeroed:
+            self.param.grad = None
+        elif self.mark is not None and self.param.grad is self.grad:
+            self.param.grad = self.mark.reduced
+
+
+def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:
+    """Before a backward or a reduction: take the marks away, and drop what waits where somebody cleared them."""
+    for unit in units if _waiting else ():
+        waiting = {param: _waiting[param] for param in unit.fsdp_params if param in _waiting}
+        cleared = {param for param, shown in waiting.items() if any(each.is_cleared for each in shown)}
+        if cleared and len(cleared) < len(waiting) and is_reduce_scattered(unit):
+            raise _partly_cleared_error(len(cleared), len(waiting))
+        for param in cleared if cleared_alone else waiting:
+            for each in _waiting.pop(param):
+                each.unmark(param in cleared)
+            if param in cleared:
+                drop_unreduced_gradient(unit, param)
+
+
+def _partly_cleared_error(cleared: int, waiting: int) -> ShardkitError:
+    return ShardkitError(
+        message(
+            "zero_grad()",
+            f"cleared the gradients of {cleared} of the {waiting} parameters of one unit",
+            "What a unit has reduce-scattered on an HSDP mesh waits for its all-reduce as one tensor",
+            "Clear the gradients of all parameters, as model.zero_grad() does, or accumulate without shard_gradients",
+        )
+    )
+
+
+# Before an optimizer's step.
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Look at an optimizer before its first step, and whenever a gradient waits."""
+    if torch.compiler.is_compiling():
+        return
+    groups = optimizer.param_groups
+    if _known.get(optimizer) != len(groups):
+        _check_held([param for group in groups for param in group["params"]], optimizer)
+        _known[optimizer] = len(groups)
+    _unmark(_units, cleared_alone=True)
+    held = {param for group in groups for param in group["params"]} if _waiting else set()
+    shapes = [str(tuple(s.param.shape)) for shown in _waiting.values() for s in shown if s.param in held]
+    if shapes:
+        what = f"gradients of {len(shapes)} parameters, of shapes {listing(dict.fromkeys(shapes), 5)}"
+        raise _waiting_error(what, f"{type(optimizer).__name__}.step()")
+
+
+def _check_held(params: list[Tensor], optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    replaced = [_replaced[param] for param in params if param in _replaced]
+    if replaced:
+        problem = f"holds {len(replaced)} parameters that sharding has replaced: {listing(replaced)}"
+        rule = "They are in no model any more, so a step has no effect"
+        raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
+    whole = {id(stand_in(param)) for unit in _units for param in unit.fsdp_params}
+    copies = [str(tuple(param.shape)) for param in params if id(param) in whole]
+    if copies:
+        problem = f"holds {len(copies)} gathered copies of parameters, of shapes {listing(copies, 5)}"
+        rule = "The next all-gather overwrites them, so a step has no effect"
+        fix = "Build the optimizer right after shard_model, or call model.reshard() before"
+        raise ShardkitError(message(name, problem, rule, fix))
+    low = [param for param in params if param.dtype in LOW_PRECISION and param.requires_grad]
+    if low and optimizer not in _vouched and any(isinstance(param, DTensor) for param in low):
+        dtypes = listing(dict.fromkeys(str(param.dtype) for param in low))
+        logger.warning(
+            "%s updates %d parameters in %s without float32 masters: updates smaller than half a unit in the last "
+            "place are lost. Load the model in float32 and compute in low precision with MixedPrecisionPolicy("
+            "param_dtype=...), or call check_optimizer(optimizer, model, low_precision=True).",
+            name, len(low), dtypes,
+        )  # fmt: skip
