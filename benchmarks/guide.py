@@ -1,6 +1,6 @@
 """The decision guide of docs/memory.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
 
-Run: ``python -m benchmarks.guide``; ``--write`` puts the tables into the page, and ``tests/test_memory_guide.py`` holds
+Run: ``python -m benchmarks.guide``; ``--write`` puts the tables into the page, and ``test_memory_guide.py`` holds
 that they are what the code says. Each answer is the fastest by the step-time model of what ``plan_for_budget`` chooses
 on every mesh: replicated (DDP), sharded over all ranks (FSDP), and sharded within a node of 8 (HSDP).
 """

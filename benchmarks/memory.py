@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.memory`` on one GPU: the ``fake`` process group gives rank 0 of 8 its real memory, though
 values are wrong. Measured are ``max_memory_allocated`` and ``max_memory_reserved`` of the third step with fused AdamW,
 goal: at most 5 and 10 % away. Without a GPU they stay "not yet measured". ``--tiny`` counts the storages of a tiny
-Llama on a CPU instead (``tests/memory_count.py``), goal: 3 %, and then without an optimizer. Both also time
+Llama on a CPU instead (``tests/helpers/memory_count.py``), goal: 3 %, and then without an optimizer. Both also time
 ``plan_for_budget`` for a 70B on 64 ranks, in CPU seconds of this process, goal: under 10. ``--out DIRECTORY`` gets
 ``memory.json`` and ``memory.png``.
 """

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from shardkit.checkpoint import cli as convert
 from shardkit.demo import cli as demo
 from shardkit.errors import ShardkitError
-from shardkit.fsdp1 import cli as translate
 from shardkit.fsdp1.audit import cli as audit
+from shardkit.fsdp1.translate import cli as translate
 from shardkit.memory import cli as plan
 
 

@@ -9,7 +9,7 @@ N: weights that take part in a product of matrices. Those are the linear layers,
 embedding's lookup multiplies nothing, and norms are no products of matrices. Each weight is 2 operations in forward,
 and 4 in backward. L: layers. W: heads times the width of one. S: the sequence's length. Attention is two products of
 2 W S in forward and four in backward. What is recomputed in backward is not counted: MFU, not HFU.
-``tests/test_benchmark_train.py`` compares the non-causal formula with ``torch.utils.flop_counter``, to the last digit.
+``test_benchmark_train.py`` compares the non-causal formula with ``torch.utils.flop_counter``, to the last digit.
 """
 
 from __future__ import annotations

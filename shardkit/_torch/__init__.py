@@ -1,6 +1,6 @@
 """Every private torch name and every torch version check, each with the reason it is needed.
 
-Nothing else in shardkit imports a torch name with an underscore (``tests/test_layers.py`` holds that rule).
+Nothing else in shardkit imports a torch name with an underscore (``tests/house/test_layers.py`` holds that rule).
 When a new torch breaks shardkit, this file is where to look first.
 """
 

@@ -18,7 +18,7 @@ class Row(NamedTuple):
     sentence: str
 
 
-# In the order of FullyShardedDataParallel.__init__; tests/test_fsdp1_translate.py pins the names to its signature.
+# In the order of FullyShardedDataParallel.__init__; test_fsdp1_translate.py pins the names to its signature.
 ARGUMENTS: dict[str, Row] = {
     "module": Row(
         "mapped",

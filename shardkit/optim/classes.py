@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.probe import difference
 
-# Not element-wise, but its step on DTensors is right (torch 2.13; tests/test_optim_classes.py). Adafactor, LBFGS, Lamb,
+# Not element-wise, but its step on DTensors is right (torch 2.13; test_optim_classes.py). Adafactor, LBFGS, Lamb,
 # CAME, Prodigy and bitsandbytes' optimizers fail there.
 RUNS_ON_DTENSORS = ("Muon",)
 

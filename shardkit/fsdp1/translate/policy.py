@@ -1,7 +1,7 @@
 """FSDP1's wrapping policies, asked exactly as FSDP1 asks them: what it would have wrapped.
 
 Source: ``_auto_wrap`` and ``_recursive_wrap`` of torch 2.13, which wrap as they go; here nothing is changed.
-``tests/test_fsdp1_units.py`` compares with real FSDP1 modules.
+``tests/fsdp1/translate/test_fsdp1_units.py`` compares with real FSDP1 modules.
 """
 
 from __future__ import annotations

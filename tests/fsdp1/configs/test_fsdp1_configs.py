@@ -1,0 +1,350 @@
+"""Configuration files of other tools: what each comes to, as a target and as a plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import yaml
+from small_models import Block, Decoder
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from shardkit import MeshSpec, apply_plan
+from shardkit.errors import TranslationError
+from shardkit.fsdp1.configs import from_config, read_config
+from shardkit.fsdp1.configs.script import script
+from shardkit.fsdp1.configs.target import Ranks, Wrap
+from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
+from shardkit.testing import comm_counts, fake_world
+
+CONFIGS = Path(__file__).parent / "files"
+FILES = sorted(CONFIGS.iterdir())
+BF16, FP32 = torch.bfloat16, torch.float32
+HYBRID = MeshSpec.hybrid(2, 8)
+
+
+def read(config, world=None, per_node=None, **options):
+    return read_config(config, Ranks(world, per_node), **options)
+
+
+def fates(reading):
+    return {note.argument.rpartition(".")[2]: note.fate for note in reading.notes}
+
+
+class Declaring(Decoder):
+    _no_split_modules = ("Block",)
+
+
+class Expert(nn.Linear):
+    pass
+
+
+# --- The example files ----------------------------------------------------------------------------------------------
+
+EXPECTED = {  # format, mesh, reshard_after_forward, units, param and reduce dtype, offload, recompute
+    "accelerate_fsdp1.yaml": ("accelerate", HYBRID, True, Wrap("classes", ("Block",)), (BF16, BF16), False, True),
+    "accelerate_short.yaml": ("accelerate", MeshSpec.sharded(2), True, Wrap("declared"), (BF16, BF16), False, False),
+    "accelerate_fsdp2_nd.yaml": (
+        *("accelerate", MeshSpec.hybrid(2, 2), True, Wrap("declared")),
+        *((BF16, BF16), False, False),
+    ),
+    "accelerate_deepspeed.yaml": ("accelerate", MeshSpec.sharded(4), True, Wrap("default"), (BF16, BF16), False, False),
+    "axolotl_fsdp1.yaml": (
+        "axolotl",
+        MeshSpec.sharded(16),
+        True,
+        Wrap("classes", ("Block",)),
+        (BF16, BF16),
+        True,
+        False,
+    ),
+    "axolotl_fsdp2_nd.yaml": (
+        *("axolotl", MeshSpec.hybrid(2, 4), True, Wrap("classes", ("Block",))),
+        *((BF16, BF16), False, False),
+    ),
+    "roll_pipeline.yaml": (
+        *("roll", HYBRID, True, Wrap("classes", ("Block", "Expert"), embeddings=True, head=True)),
+        *((BF16, FP32), True, True),
+    ),
+    "lightning_cli.yaml": (
+        *("lightning", MeshSpec.hybrid(4, 4), True, Wrap("classes", ("Block",))),
+        *((BF16, BF16), False, True),
+    ),
+    "deepspeed_zero3.json": ("deepspeed", MeshSpec.sharded(16), 8, Wrap("default"), (BF16, BF16), True, False),
+    "transformers_args.json": ("transformers", HYBRID, False, Wrap("classes", ("Block",)), (BF16, BF16), True, True),
+    "plain.yaml": ("plain", MeshSpec.hybrid(8, 1), False, Wrap("root"), (BF16, FP32), False, False),
+}
+WORLD = {"axolotl_fsdp1.yaml": 16, "deepspeed_zero3.json": 16, "transformers_args.json": 16}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_examples_are_read_whole(file):
+    reading = read(file, WORLD.get(file.name), 8 if file.name == "transformers_args.json" else None)
+    target = reading.target
+    precision = (target.precision.param, target.precision.reduce)
+    found = (reading.format, target.mesh, target.reshard_after_forward, target.wrap, precision)
+    assert (*found, target.offload, target.checkpoint_activations) == EXPECTED[file.name]
+    assert {note.fate for note in reading.notes} <= {"mapped", "implied", "noted", "elsewhere"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_examples_are_plans_that_can_be_applied(file):
+    world = WORLD.get(file.name)
+    model = Declaring()
+    model.layers[1].up = Expert(8, 16)
+    translation = from_config(file, model, world_size=world, ranks_per_node=8 if world else None)
+    plan = translation.plan
+    assert plan.mesh == EXPECTED[file.name][1]
+    with fake_world(plan.mesh.size):
+        apply_plan(model, plan)
+        with comm_counts() as counts:
+            model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
+    assert counts == plan.collectives()
+
+
+# --- accelerate -----------------------------------------------------------------------------------------------------
+
+NAMES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+MESHES = [MeshSpec.sharded(16), MeshSpec.sharded(16), MeshSpec.hybrid(16, 1), HYBRID, HYBRID]
+RESHARDS = [True, False, False, True, False]
+
+
+def accelerate(**fsdp):
+    section = {f"fsdp_{key}": value for key, value in fsdp.items()}
+    return {"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, "fsdp_config": section}
+
+
+def version_2(**fsdp):
+    return {"fsdp_config": accelerate(version=2, **fsdp)["fsdp_config"]}
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("key", ["sharding_strategy", "reshard_after_forward"])
+def test_each_strategy_of_version_1_keeps_its_mesh(number, key):
+    for written in (number, str(number), NAMES[number - 1], NAMES[number - 1].lower()):
+        target = read(accelerate(**{key: written})).target
+        assert (target.mesh, target.reshard_after_forward) == (MESHES[number - 1], RESHARDS[number - 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block, Linear"},
+        {"auto_wrap_policy": 2, "min_num_params": "1e2", "offload_params": True, "activation_checkpointing": "true"},
+        {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"},
+    ],
+)
+def test_what_is_written_for_version_2_reads_as_the_same(name, precision, more):
+    before = read(accelerate(sharding_strategy=name, **more) | {"mixed_precision": precision}).target
+    written = yaml.safe_load(accelerate2(before))
+    refused = [note for note in notes_on_accelerate(before) if note.fate == "refused"]
+    if name == "NO_SHARD":  # which version 2 cannot say: the same training is DistributedDataParallel, without a policy
+        assert written["distributed_type"] == "MULTI_GPU"
+        assert "fsdp_config" not in written
+        assert bool(refused) == (precision != "no")
+        return
+    assert not refused
+    after = read(written).target
+    assert written["fsdp_config"]["fsdp_version"] == 2
+    for field in ("mesh", "reshard_after_forward", "root_reshards", "wrap", "offload", "checkpoint_activations"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert (after.rank0_loads, after.state_dict_type or "sharded") == (
+        before.rank0_loads,
+        before.state_dict_type or "sharded",
+    )
+    assert (after.precision.param, after.precision.reduce) == (before.precision.param, before.precision.reduce)
+
+
+def test_both_spellings_of_a_key_at_once_are_an_error():
+    config = {"distributed_type": "FSDP", "fsdp_config": {"offload_params": True, "fsdp_offload_params": False}}
+    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_offload_params: given as offload_params too"):
+        read(config)
+
+
+def test_all_wrong_values_are_said_at_once():
+    config = accelerate(sharding_strategy=6, offload_params="perhaps", min_num_params=-1) | {"mixed_precision": "int8"}
+    with pytest.raises(TranslationError) as error:
+        read(config)
+    lines = str(error.value).splitlines()
+    subjects = [line.partition(":")[0] for line in lines]
+    assert sorted(subjects) == [
+        "fsdp_config.fsdp_min_num_params",
+        "fsdp_config.fsdp_offload_params",
+        "fsdp_config.fsdp_sharding_strategy",
+        "mixed_precision",
+    ]
+    assert "'perhaps'. It is true or false" in str(error.value)
+
+
+def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}
+    with pytest.raises(TranslationError, match="ranks_per_node"):
+        read(config, 16)
+    assert read(config, 16, 4).target.mesh == MeshSpec.hybrid(4, 4)
+    with pytest.raises(TranslationError, match="how many ranks there are"):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "fate"),
+    [
+        ({"mixed_precision": "fp8"}, "mixed_precision", "refused"),
+        ({"distributed_type": "MEGATRON_LM"}, "distributed_type", "refused"),
+        ({"distributed_type": "MULTI_GPU"}, "distributed_type", "noted"),
+        ({"fsdp_config": {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}}, "fsdp_state_dict_type", "refused"),
+        ({"fsdp_config": {"fsdp_ignored_modules": "norm"}}, "fsdp_ignored_modules", "refused"),
+        ({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_POST"}}, "fsdp_backward_prefetch", "noted"),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "HYBRID_SHARD"}},
+            "fsdp_sharding_strategy",
+            "refused",
+        ),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"}},
+            "fsdp_sharding_strategy",
+            "implied",
+        ),
+        (version_2(forward_prefetch=True), "fsdp_forward_prefetch", "refused"),
+        ({"dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "dynamo_backend", "noted"),
+        ({"deepspeed_config": {"zero_stage": 3}}, "zero_stage", "elsewhere"),
+        ({"fsdp_config": {"fsdp_shardign_strategy": "FULL_SHARD"}}, "fsdp_shardign_strategy", "unknown"),
+    ],
+)
+def test_what_becomes_of_a_key(change, key, fate):
+    assert fates(read(accelerate() | change))[key] == fate
+
+
+def test_an_unknown_key_is_told_what_it_may_have_been():
+    note = read(accelerate(shardign_strategy=1)).notes[-1]
+    assert note.sentence.endswith("Is it sharding_strategy?")
+
+
+def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
+    sizes = {"dp_shard_size": 2, "cp_size": 4, "tp_size": 2}
+    section = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    target = read(accelerate(version=2) | {"parallelism_config": section}).target
+    assert (target.mesh, target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
+    assert read(yaml.safe_load(accelerate2(target))).target == replace(target, state_dict_type="sharded")
+    with pytest.raises(TranslationError, match="make 16 ranks, and there are 8"):
+        read(accelerate(version=2) | {"parallelism_config": section, "num_processes": 8})
+
+
+# --- Refusing, and formats ------------------------------------------------------------------------------------------
+
+
+def test_a_refused_key_raises_unless_it_is_asked_not_to():
+    config = accelerate(state_dict_type="LOCAL_STATE_DICT")
+    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_state_dict_type: LOCAL_STATE_DICT is refused"):
+        from_config(config, Decoder())
+    translation = from_config(config, Decoder(), strict=False)
+    assert [note.argument for note in translation.refused] == ["fsdp_config.fsdp_state_dict_type"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "has none of the keys of a known format. Its keys are none"),
+        ({"lr": 1}, "Its keys are lr"),
+        ({"distributed_type": "FSDP", "zero_optimization": {}}, "accelerate .distributed_type., and of deepspeed"),
+        ({"fsdp_config": {"fsdp_offload_params": True}}, "has none of the keys of a known format"),
+    ],
+)
+def test_what_is_not_recognised_says_what_was_seen_and_what_is_known(config, said):
+    with pytest.raises(TranslationError, match=said) as error:
+        read(config)
+    assert "Formats and some of their keys are accelerate (distributed_type" in str(error.value)
+
+
+def test_a_format_can_be_named():
+    assert read({"fsdp_config": {"fsdp_offload_params": True}}, format="axolotl").target.offload
+    with pytest.raises(TranslationError, match="format: 'nemo'"):
+        read({}, format="nemo")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", "is no JSON"),
+        ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", "", "holds nothing"),
+        ("a.json", "[1]", "holds list"),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TranslationError, match=said):
+        read(tmp_path / name)
+    with pytest.raises(TranslationError, match="cannot be read"):
+        read(tmp_path / "absent.yaml")
+
+
+# --- With a model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_needs_the_ranks_and_classes_that_are_there():
+    with pytest.raises(TranslationError, match="world_size: neither the configuration"):
+        from_config({"fsdp": "full_shard", "fsdp_config": {}}, Decoder())
+    config = accelerate(auto_wrap_policy=1, transformer_layer_cls_to_wrap="LlamaDecoderLayer")
+    with pytest.raises(TranslationError, match=r"LlamaDecoderLayer not in the model\. Its classes are Block, Decoder"):
+        from_config(config, Decoder())
+
+
+def test_blocks_recompute_and_compile_and_the_rest_does_not():
+    wrap = {"auto_wrap_policy": 1, "transformer_layer_cls_to_wrap": "Block,Embedding"}
+    config = accelerate(activation_checkpointing=True, **wrap) | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    units = from_config(config, Decoder()).plan.units
+    blocks = {f"layers.{i}" for i in range(3)}
+    assert {unit.name for unit in units} == {"embed", "(root)", *blocks}
+    assert {unit.name for unit in units if unit.checkpoint_activations} == blocks
+    assert {unit.name for unit in units if unit.compile} == blocks
+
+
+def test_buffers_and_the_broadcast_are_of_the_translation():
+    model = Decoder()
+    model.register_buffer("scale", torch.ones(2))
+    translation = from_config(accelerate() | {"mixed_precision": "bf16"}, model)
+    assert translation.sync_module_states
+    assert translation.buffer_dtypes == {"scale": BF16}
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"auto_wrap_policy": 1, "transformer_layer_cls_to_wrap": "Block"},
+        {"auto_wrap_policy": 2, "min_num_params": 100},
+        {},
+    ],
+)
+def test_the_script_for_any_model_shards_as_the_plan_does(strategy, more):
+    config = accelerate(sharding_strategy=strategy, sync_module_states=False, **more) | {"mixed_precision": "bf16"}
+    by_plan, by_script = Decoder(), Decoder()
+    plan = from_config(config, by_plan).plan
+    namespace = {}
+    exec(script(read(config).target), namespace)
+    with fake_world(16):
+        apply_plan(by_plan, plan)
+        assert namespace["shard"](by_script) is by_script
+        assert sharded(by_script) == sharded(by_plan)
+        assert sharded(by_plan)
+        with comm_counts() as counts:
+            by_script(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
+    assert counts == plan.collectives()
+
+
+def sharded(model):
+    """What was sharded, with its policy."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._mp_policy
+            assert isinstance(policy, MixedPrecisionPolicy)
+            found[name] = policy
+    return found
+
+
+def test_the_example_block_is_what_the_files_name():
+    assert Block.__name__ == "Block"  # else the files' classes are nobody's

@@ -1,0 +1,180 @@
+"""``python -m shardkit translate``: what it prints, its exit codes, and that what it prints can be used."""
+
+import builtins
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from small_models import Decoder
+
+from shardkit.__main__ import main
+from shardkit.fsdp1.configs import read_config
+from shardkit.fsdp1.configs.target import Ranks
+from shardkit.planning.named import named_model
+from shardkit.testing import fake_world
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "files"
+FSDP1 = str(CONFIGS / "accelerate_fsdp1.yaml")
+
+
+def run(*arguments):
+    """The exit code of ``translate``."""
+    try:
+        return main(["translate", *map(str, arguments)])
+    except SystemExit as stop:  # argparse's own
+        return stop.code
+
+
+def config_file(directory, **values):
+    path = directory / "config.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_accelerates_file_of_version_2_is_the_default_and_yaml(capsys):
+    assert run(FSDP1) == 0
+    out = capsys.readouterr().out
+    written = yaml.safe_load(out)
+    assert written["fsdp_config"]["fsdp_version"] == 2
+    assert written["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    keys = [note.argument for note in read_config(FSDP1, Ranks()).notes]
+    notes = [line for line in out.splitlines() if line.startswith("# ")]
+    assert len(notes) == 1 + len(keys)
+    assert all(f" {key} " in line for key, line in zip(keys, notes[1:], strict=True))
+    assert "# accelerate (distributed_type, compute_environment, main_training_function and 4 more)" in notes[0]
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "small_models:Decoder")])
+def test_torch_code_runs(model, capsys):
+    assert run(FSDP1, "--to", "torch", *model) == 0
+    out = capsys.readouterr().out
+    namespace = {"model": Decoder()}
+    with fake_world(16):
+        exec(compile(out, "translated", "exec"), namespace)
+        shard = namespace.get("shard", lambda model: model)
+        shard(namespace["model"])
+        namespace["model"](torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
+    assert namespace["model"].layers[0].up.weight.to_local().shape == (2, 8)
+
+
+def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(tmp_path, capsys, monkeypatch):
+    file = config_file(
+        tmp_path,
+        distributed_type="FSDP",
+        num_processes=2,
+        mixed_precision="bf16",
+        fsdp_config={"sync_module_states": True},
+    )
+    monkeypatch.setattr(sys.modules["small_models"], "WithBuffer", WithBuffer, raising=False)
+    assert run(file, "--to", "torch", "--model", "small_models:WithBuffer") == 0
+    out = capsys.readouterr().out
+    model = WithBuffer()
+    with fake_world(2):
+        exec(compile(out, "translated", "exec"), {"model": model})
+    assert "dist.broadcast(value, 0)" in out
+    assert model.scale.dtype is torch.bfloat16
+
+
+class WithBuffer(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+
+
+def test_a_plan_of_a_model(capsys):
+    assert run(FSDP1, "--to", "plan", "--model", "small_models:Decoder") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ShardingPlan: 1,080 parameters in 4 units on mesh dp_replicate=2 x dp_shard=8")
+    assert "\nmapped    fsdp_config.fsdp_sharding_strategy " in out
+
+
+def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
+    model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(model))
+    file = config_file(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={}, num_train_epochs=1)
+    assert run(file, "--to", "plan", "--model", path, "--world", 4) == 0
+    assert "transformer.h.0 .. transformer.h.1" in capsys.readouterr().out
+
+
+def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
+    assert run(FSDP1, "--world", 32, "--ranks-per-node", 4) == 0
+    out = capsys.readouterr().out
+    written = yaml.safe_load(out)
+    assert (written["num_processes"], written["parallelism_config"]["parallelism_config_dp_shard_size"]) == (32, 4)
+    assert "16: 32 ranks in all were asked for instead." in out
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "said"),
+    [
+        ({"distributed_type": "FSDP", "mixed_precision": "fp8"}, (), "# refused   mixed_precision"),
+        ({"strategy_config": {"reduce_dtype": "fp32"}}, ("--world", 2), "# refused   --to accelerate2"),
+    ],
+)
+def test_what_was_refused_is_printed_and_the_exit_code_is_1(values, arguments, said, tmp_path, capsys):
+    assert run(config_file(tmp_path, **values), *arguments) == 1
+    out = capsys.readouterr().out
+    assert said in out
+    assert yaml.safe_load(out)["fsdp_config"]["fsdp_version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((FSDP1, "--to", "plan"), 2, "--to plan needs --model"),
+        ((FSDP1, "--world", "0"), 2, "0 is not a number of ranks"),
+        ((FSDP1, "--to", "jax"), 2, "invalid choice: 'jax'"),
+        ((), 2, "the following arguments are required: file"),
+        (("absent.yaml",), 1, "absent.yaml: cannot be read"),
+        ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model: small_models:Absent cannot be built"),
+        ((FSDP1, "--to", "plan", "--model", "small_models:Block.forward"), 1, "cannot be built"),
+        ((FSDP1, "--to", "plan", "--model", "builtins:dict"), 1, "model: builtins:dict gives a dict"),
+    ],
+)
+def test_the_exit_codes(arguments, code, said, capsys):
+    assert run(*arguments) == code
+    assert said in capsys.readouterr().err
+
+
+def test_json_holds_the_notes(capsys):
+    assert run(FSDP1, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["format"] == "accelerate"
+    assert yaml.safe_load(data["output"])["distributed_type"] == "FSDP"
+    assert {"argument", "value", "fate", "sentence"} == data["notes"][0].keys()
+    assert len(data["notes"]) == len(read_config(FSDP1, Ranks()).notes)
+
+
+def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, monkeypatch):
+    real = builtins.__import__
+
+    def without_yaml(name, *arguments, **options):
+        if name == "yaml":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    assert run(FSDP1) == 1
+    assert "PyYAML is not installed. YAML needs PyYAML" in capsys.readouterr().err
+    assert run(config_file(tmp_path, distributed_type="FSDP")) == 0
+
+
+def test_the_model_is_built_on_meta():
+    assert {param.device.type for param in named_model("small_models:Decoder").parameters()} == {"meta"}
+
+
+def test_it_is_a_command(tmp_path, monkeypatch, capsys):
+    """``python -m shardkit``, without a new process: tests/house/test_demo.py has one."""
+    file = config_file(tmp_path, fsdp=True, sharding_strategy="NO_SHARD", world_size=4)
+    monkeypatch.setattr(sys, "argv", ["shardkit", "translate", str(file)])
+    monkeypatch.delitem(sys.modules, "shardkit.__main__")  # runpy warns of a module that was imported before it runs
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("shardkit", run_name="__main__", alter_sys=True)
+    shown = capsys.readouterr()
+    assert (end.value.code, shown.err) == (0, "")
+    assert "distributed_type: MULTI_GPU" in shown.out

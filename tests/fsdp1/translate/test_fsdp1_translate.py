@@ -1,0 +1,367 @@
+"""translate_fsdp1: every argument of FSDP1 ends in the plan or in a note, or in one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp1_models import ConvNet, fsdp1
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import Block, Decoder, snapshot
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from shardkit import MeshSpec, apply_plan
+from shardkit.errors import TranslationError
+from shardkit.fsdp1 import FATES, Translation, parse_strategy, resolve_strategy, translate_fsdp1
+from shardkit.fsdp1.table import ARGUMENTS, FIELDS, OURS, ROWS, STRATEGIES, tables
+from shardkit.testing import fake_world
+
+BF16, F32 = torch.bfloat16, torch.float32
+PAGE = Path(__file__).parents[3] / "docs" / "migrating-from-fsdp1.md"
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def notes_by_argument(translation):
+    return {note.argument: note for note in translation.notes}
+
+
+# The table.
+
+
+def test_the_table_has_every_argument_field_and_strategy_of_fsdp1():
+    expected = [name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self"]
+    assert list(ARGUMENTS) == expected
+    fields = [("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)]
+    assert list(FIELDS) == [f"{name}.{field.name}" for name, kind in fields for field in dataclasses.fields(kind)]
+    assert list(STRATEGIES) == [strategy.name for strategy in ShardingStrategy]
+    assert {row.fate for row in (*ROWS.values(), *STRATEGIES.values())} <= FATES.keys()
+
+
+def test_the_arguments_are_fsdp1s_with_its_defaults():
+    theirs = dict(inspect.signature(FullyShardedDataParallel.__init__).parameters)
+    ours = dict(inspect.signature(translate_fsdp1).parameters)
+    assert list(ours) == ["model", *list(theirs)[2:], *OURS]
+    assert all(ours[name].default == theirs[name].default for name in list(theirs)[2:])
+
+
+def test_the_tables_of_the_page_are_rendered_from_the_table():
+    """When it fails: put what ``python -m shardkit.fsdp1.table`` prints in their places."""
+    text = PAGE.read_text()
+    for table in tables():
+        assert table in text, f"run python -m shardkit.fsdp1.table, and replace in {PAGE.name} the table of:\n{table}"
+    assert text.count(" | Fate | In FSDP2 |") == len(list(tables()))
+
+
+# Any arguments.
+
+DTYPES = st.sampled_from([None, BF16, torch.float16, F32])
+PRECISIONS = st.builds(
+    MixedPrecision,
+    DTYPES,
+    DTYPES,
+    DTYPES,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(nn.modules.batchnorm._BatchNorm,), (), (nn.LayerNorm, nn.Embedding)]),
+)
+POLICIES = st.sampled_from(
+    [
+        BLOCKS,
+        {Block},
+        functools.partial(size_based_auto_wrap_policy, min_num_params=50),
+        CustomPolicy(
+            lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if type(module) is Block else False
+        ),
+        CustomPolicy(lambda module: {"device_id": 0} if type(module) is Block else False),
+        CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)} if type(module) is Block else False),
+        "no policy",
+    ]
+)
+STRATEGY = st.sampled_from([*ShardingStrategy, "full_shard", "ShardingStrategy.NO_SHARD", 4, "5", 7, "zero"])
+ARGUMENTS_OF = {
+    "sharding_strategy": STRATEGY,
+    "cpu_offload": st.sampled_from([CPUOffload(True), CPUOffload(False), True]),
+    "auto_wrap_policy": POLICIES,
+    "backward_prefetch": st.sampled_from([None, *BackwardPrefetch, "pre"]),
+    "mixed_precision": PRECISIONS,
+    "ignored_modules": st.sampled_from(["module", "all", "outside", "parameter"]),
+    "param_init_fn": st.sampled_from([lambda module: module.to_empty(device="cpu"), 3]),
+    "device_id": st.sampled_from([0, torch.device("cpu"), "cuda:1", "no device", -1, True]),
+    "sync_module_states": st.sampled_from([True, False, 1]),
+    "forward_prefetch": st.booleans(),
+    "limit_all_gathers": st.booleans(),
+    "use_orig_params": st.booleans(),
+    "ignored_states": st.sampled_from(["module", "parameter", "both"]),
+    "ranks_per_node": st.sampled_from([1, 2, 3, 4, 0, "8"]),
+    "world_size": st.sampled_from([1, 2, 6, 8, 0]),
+}
+GRID = st.fixed_dictionaries({}, optional=ARGUMENTS_OF)
+
+
+def states_of(model, kind):
+    module, param = next(model.children()), next(model.parameters())
+    return {
+        "module": [module],
+        "parameter": [param],
+        "both": [module, param],
+        "all": model.children(),
+        "outside": [nn.Linear(2, 2)],
+    }[kind]
+
+
+@settings(max_examples=400, deadline=None)
+@given(GRID, st.sampled_from([Decoder, lambda: Decoder(tied=True), ConvNet]))
+def test_any_arguments_give_a_translation_or_its_error(drawn, build):
+    model = build()
+    for name in ("ignored_modules", "ignored_states"):
+        if name in drawn:
+            drawn[name] = states_of(model, drawn[name])
+    before = snapshot(model)
+    try:
+        translation = translate_fsdp1(model, **drawn)
+    except TranslationError:
+        translation = None
+    assert snapshot(model) == before
+    if translation is not None:
+        assert isinstance(translation, Translation)
+        translation.plan.check()
+        assert_nothing_dropped(translation, drawn)
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS_OF))
+def test_each_argument_alone_is_translated_with_some_value_and_none_is_always_refused(name):
+    """So that the test above is not satisfied by errors."""
+
+    @settings(max_examples=20, deadline=None)
+    @given(ARGUMENTS_OF[name])
+    def some(value):
+        model = Decoder()
+        value = states_of(model, value) if name.startswith("ignored") else value
+        node = {"ranks_per_node": 2} if name != "ranks_per_node" else {}
+        world = {"world_size": 8} if name != "world_size" else {}
+        try:
+            found.append(translate_fsdp1(model, **{name: value, **node, **world}))
+        except TranslationError as error:
+            assert name in str(error)  # noqa: PT017  the point is which argument it names
+
+    found: list[Translation] = []
+    some()
+    assert found
+
+
+def assert_nothing_dropped(translation, given):
+    """Each argument that is not FSDP1's default has a note of what became of it, and so has each field."""
+    notes = notes_by_argument(translation)
+    defaults = {name: each.default for name, each in inspect.signature(translate_fsdp1).parameters.items()}
+    for name, value in given.items():
+        if value is not defaults[name] and value != defaults[name]:
+            assert name in notes, name
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            if getattr(value, field.name) != field.default:
+                assert f"{name}.{field.name}" in notes
+    assert all(note.fate in FATES and note.argument in ROWS and note.sentence for note in notes.values())
+    assert all(str(note) in str(translation) for note in notes.values())
+    assert not translation.refused
+
+
+# Strategies.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "reshards"),
+    [
+        ("FULL_SHARD", MeshSpec.sharded(8), True),
+        ("SHARD_GRAD_OP", MeshSpec.sharded(8), False),
+        ("NO_SHARD", MeshSpec.hybrid(8, 1), False),
+        ("HYBRID_SHARD", MeshSpec.hybrid(2, 4), True),
+        ("_HYBRID_SHARD_ZERO2", MeshSpec.hybrid(2, 4), False),
+    ],
+)
+def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshards):
+    enum = ShardingStrategy[strategy]
+    plain = strategy.strip("_")
+    for form in (enum, strategy, plain.lower(), f"ShardingStrategy.{plain}", plain.replace("_", "-"), enum.value):
+        assert parse_strategy(form) is enum
+        plan = translate_fsdp1(
+            Decoder(), sharding_strategy=form, world_size=8, ranks_per_node=4, auto_wrap_policy=BLOCKS
+        ).plan
+        assert resolve_strategy(form, 8, 4) == (mesh, reshards) == (plan.mesh, plan.units[0].reshard_after_forward)
+        assert plan.units[-1].reshard_after_forward is False  # FSDP1 keeps its root
+
+
+def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(TranslationError, match=r"nothing says how many share a node.*ranks_per_node=8"):
+        translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    plan = translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16).plan
+    assert plan.mesh == MeshSpec.hybrid(4, 4)
+    with pytest.raises(TranslationError, match="3 does not divide 16"):
+        translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16, ranks_per_node=3)
+
+
+# Settings of units.
+
+
+def test_mixed_precision_is_a_policy_of_each_unit():
+    precision = MixedPrecision(BF16, F32)
+    plan = translate_fsdp1(Decoder(), mixed_precision=precision, auto_wrap_policy=BLOCKS).plan
+    assert {unit.mp_policy for unit in plan.units[:-1]} == {MixedPrecisionPolicy(BF16, F32, cast_forward_inputs=False)}
+    assert plan.units[-1].mp_policy == MixedPrecisionPolicy(BF16, F32)
+    precision = MixedPrecision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
+    plan = translate_fsdp1(Decoder(), mixed_precision=precision, auto_wrap_policy=BLOCKS).plan
+    assert {unit.mp_policy for unit in plan.units} == {MixedPrecisionPolicy(BF16, BF16)}  # FSDP1 reduced in param_dtype
+
+
+def test_batch_norm_is_a_unit_in_full_precision():
+    plan = translate_fsdp1(ConvNet(), mixed_precision=MixedPrecision(BF16), auto_wrap_policy={nn.Linear}).plan
+    policies = {unit.name: unit.mp_policy for unit in plan.units}
+    assert policies["body.0"] == policies["body.3"] == MixedPrecisionPolicy(F32, F32, output_dtype=BF16)
+    plan = translate_fsdp1(ConvNet(), mixed_precision=MixedPrecision(BF16)).plan  # without a policy FSDP1 does not
+    assert [unit.name for unit in plan.units] == ["(root)"]
+
+
+def test_buffers_follow_the_unit_around_them():
+    model = ConvNet()
+    model.register_buffer("scale", torch.ones(2))
+    model.stem.register_buffer("steps", torch.ones(2, dtype=torch.int64))
+    model.head.register_buffer("ignored", torch.ones(2))
+    translation = translate_fsdp1(
+        model,
+        mixed_precision=MixedPrecision(BF16, buffer_dtype=torch.float16),
+        auto_wrap_policy={nn.Conv2d},
+        ignored_modules=[model.head],
+    )
+    assert translation.buffer_dtypes == {"scale": torch.float16}  # BatchNorm keeps its statistics
+
+
+def test_cpu_offload_pins_only_for_an_accelerator():
+    for offload in (CPUOffload(True), CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)})):
+        name = "cpu_offload" if isinstance(offload, CPUOffload) else "auto_wrap_policy"
+        unit = translate_fsdp1(Decoder(), **{"auto_wrap_policy": BLOCKS, name: offload}).plan.units[0]
+        assert isinstance(unit.offload_policy, CPUOffloadPolicy)
+        assert unit.offload_policy.pin_memory == torch.accelerator.is_available()
+
+
+def test_what_a_custom_policy_cannot_have_alone_is_refused():
+    for own, match in (
+        ({"device_id": 1}, "device_id for embed alone"),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "NO_SHARD for embed in FULL_SHARD"),
+        ({"mixed_precision": "bf16"}, "mixed_precision: 'bf16'"),
+    ):
+        policy = CustomPolicy(lambda module, own=own: own if isinstance(module, nn.Embedding) else False)
+        with pytest.raises(TranslationError, match=match):
+            translate_fsdp1(Decoder(), auto_wrap_policy=policy)
+
+
+# Repairs.
+
+
+def test_what_fsdp2_cannot_have_is_repaired_and_noted():
+    model = Decoder(tied=True)
+    model.layers[0].norm.bfloat16()
+    translation = translate_fsdp1(model, auto_wrap_policy={nn.Embedding, nn.Linear, nn.ModuleList, Block})
+    units = [unit.name for unit in translation.plan.units]
+    assert "[embed, head]" in units
+    assert "layers" not in units
+    assert notes_by_argument(translation)["auto_wrap_policy"].fate == "noted"
+    assert any("share a parameter" in note for note in translation.plan.notes)
+    lone = translate_fsdp1(Decoder(), auto_wrap_policy={nn.ModuleList})
+    assert [unit.name for unit in lone.plan.units] == ["(root)"]
+    assert "layers: never called, since it has no forward" in lone.plan.notes[0]
+    mixed = translate_fsdp1(model, auto_wrap_policy=BLOCKS)  # FSDP1 has one dtype in a unit, and fails
+    assert "layers.0.norm" in [unit.name for unit in mixed.plan.units]
+
+
+# Errors.
+
+
+def test_what_fsdp1_has_wrapped_is_refused():
+    with fake_world(2):
+        model = Decoder()
+        model.layers[1] = fsdp1(model.layers[1])
+        with pytest.raises(TranslationError, match=r"layers.1: wrapped by FSDP1 already"):
+            translate_fsdp1(model)
+
+
+def test_evaluating_in_full_precision_is_refused(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    assert translate_fsdp1(Decoder())
+    with pytest.raises(TranslationError, match="FSDP_USE_FULL_PREC_IN_EVAL=1 is set"):
+        translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"ignored_modules": 3}, "ignored_modules: a int"),
+        ({"ignored_modules": ["layers"]}, "ignored_modules: str"),
+        ({"ignored_states": [], "ignored_modules": []}, "ignored_states: given together with ignored_modules"),
+        ({"cpu_offload": True, "forward_prefetch": 2}, r"cpu_offload: True.*\n.*forward_prefetch: 2"),
+    ],
+)
+def test_arguments_that_fsdp1_would_not_take_are_refused(arguments, match):
+    with pytest.raises(TranslationError, match=match):
+        translate_fsdp1(Decoder(), **arguments)
+
+
+def test_what_is_no_model_or_cannot_be_sharded_is_a_translation_error():
+    scalar = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
+    for model, match in ((3, "a int is not a module"), (nn.ReLU(), "no parameters"), (scalar, "can be sharded: 0")):
+        with pytest.raises(TranslationError, match=match):
+            translate_fsdp1(model)
+
+
+# The code.
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_the_code_of_a_translation_shards_the_same_model(strategy):
+    with fake_world(4):
+        arguments = {
+            "sharding_strategy": strategy,
+            "ranks_per_node": 2,
+            "auto_wrap_policy": BLOCKS,
+            "mixed_precision": MixedPrecision(BF16, F32, F32),
+            "forward_prefetch": True,
+            "cpu_offload": CPUOffload(strategy == "FULL_SHARD"),
+        }
+        by_plan, by_code = Decoder(tied=True), Decoder(tied=True)
+        translation = translate_fsdp1(by_plan, ignored_states=[by_plan.norm.bias], **arguments)
+        apply_plan(by_plan, translation.plan)
+        exec(translation.plan.to_python(), {"model": by_code})
+        assert described(by_code) == described(by_plan)
+
+
+def described(model):
+    params = [
+        (name, type(param), getattr(param, "placements", None), getattr(param, "device_mesh", None), param.dtype)
+        for name, param in model.named_parameters()
+    ]
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return params, [(state._mp_policy, state._auto_reshard_after_forward) for state in states]
+
+
+def test_a_mesh_of_one_axis_without_a_name_is_used_as_it_is():
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        translation = translate_fsdp1(Decoder(), device_mesh=mesh)
+        assert translation.device_mesh is mesh
+        assert translation.plan.mesh == MeshSpec.sharded(4)

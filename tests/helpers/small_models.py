@@ -1,0 +1,59 @@
+"""Small plain models for tests of planning; ``tests/helpers/zoo.py`` holds the ones that train."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head, as language models have them; 11 tokens, so that 4 ranks share unevenly."""
+
+    def __init__(self, layers: int = 3, dim: int = 8, vocabulary: int = 11, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).clone()  # torch 2.13 warns of modules that return a view
+
+
+def step(model: nn.Module, batch: int = 2) -> None:
+    """One forward and backward of a Decoder."""
+    torch.manual_seed(0)
+    model(torch.randint(0, 11, (batch, 5))).square().mean().backward()
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that torch gathers together for a sharded module: several a module since torch 2.12."""
+    state = module._get_fsdp_state()
+    single = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) else []
+    return getattr(state, "_fsdp_param_groups", single)
+
+
+def snapshot(model: nn.Module) -> list[object]:
+    """What sharding would change in a model, to show that nothing has."""
+    modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    values = [(name, id(param), param.stride(), param._version) for name, param in model.named_parameters()]
+    return [modules, hooks, values, ["forward" in vars(module) for module in model.modules()]]

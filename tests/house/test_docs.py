@@ -1,0 +1,190 @@
+"""Every code block of README.md and docs/*.md runs, and the commands they show exist.
+
+The blocks of one file run in order in one namespace, as if typed into one session of plain Python. A ``python``
+block with ``>>>`` is a doctest. One whose first line is ``# test_*.py`` is a file, and is given to pytest. After a
+line ``<!-- fake_world(8) -->`` the rest of the file runs in such a world, whatever it shards.
+"""
+
+import doctest
+import importlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardkit
+import shardkit.testing
+from shardkit.__main__ import main
+from shardkit.testing import fake_world
+
+ROOT = Path(__file__).parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
+WORLD = re.compile(r"^<!-- fake_world\((\d+)\) -->$", re.MULTILINE)
+FILE = re.compile(r"# (test_\w+\.py)\n")
+COMMAND = re.compile(r"^(?:\$ )?python -m shardkit +([a-z]\S*)", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its code, and the page's lines before it."""
+
+    language: str
+    code: str
+    line: int
+    offset: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for fence in FENCE.finditer(text):
+        indent = fence["indent"]
+        code = "".join(line.removeprefix(indent) for line in fence["code"].splitlines(keepends=True))
+        yield Block(fence["language"], code, text.count("\n", 0, fence.start("code")), fence.start())
+
+
+def run_page(text: str, name: str) -> None:
+    """Run the page's Python blocks that are not test files."""
+    namespace = {"__name__": "__main__"}
+    world = WORLD.search(text)
+    with ExitStack() as stack:
+        for block in blocks(text):
+            if block.language != "python" or FILE.match(block.code):
+                continue
+            if world is not None and block.offset > world.start():
+                stack.enter_context(fake_world(int(world[1])))
+                world = None
+            if block.code.startswith(">>> "):
+                run_session(block, name, namespace)
+            else:  # with the page's line numbers in tracebacks
+                exec(compile("\n" * block.line + block.code, name, "exec"), namespace)
+
+
+def run_session(block: Block, name: str, namespace: dict[str, object]) -> None:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    session = doctest.DocTestParser().get_doctest(block.code, namespace, name, name, block.line)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=options, verbose=False)
+    results = runner.run(session, out=report.append, clear_globs=False)
+    assert results.failed == 0, "".join(report)
+    namespace.update(session.globs)
+
+
+@pytest.fixture
+def no_world_left():
+    yield
+    if dist.is_initialized():  # shard_model makes a world of one where there is none
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_world_left")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # what a block saves goes there
+    run_page(page.read_text(), str(page))
+
+
+FILES = [
+    pytest.param(FILE.match(block.code)[1], block.code, id=f"{page.name}:{block.line}")
+    for page in PAGES
+    for block in blocks(page.read_text())
+    if block.language == "python" and FILE.match(block.code)
+]
+
+
+def run_pytest(directory: Path, name: str, code: str) -> subprocess.CompletedProcess[str]:
+    (directory / name).write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("name", "code"), FILES)
+def test_the_test_files_of_the_pages_pass(name, code, tmp_path):
+    run = run_pytest(tmp_path, name, code)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " skipped" not in run.stdout
+
+
+def unknown_commands(text: str) -> set[str]:
+    """The words after ``python -m shardkit`` in the text that its help does not know."""
+    shown = set(COMMAND.findall(text))
+    if not shown:
+        return set()
+    known = io.StringIO()
+    with redirect_stdout(known), pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    return {name for name in shown if not re.search(rf"\b{re.escape(name)}\b", known.getvalue())}
+
+
+def test_the_commands_of_the_pages_exist():
+    assert unknown_commands("\n".join(page.read_text() for page in PAGES)) == set()
+
+
+@pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "units"])
+def test_the_examples_of_docstrings_are_right(name):
+    module = importlib.import_module(f"shardkit.{name}")
+    names = vars(shardkit) | vars(shardkit.testing) | {"torch": torch, "nn": nn}
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = doctest.testmod(module, extraglobs=names, optionflags=options)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+# --- The checks above can fail --------------------------------------------------------------------------------------
+
+
+def fenced(*codes: str) -> str:
+    return "\n".join(f"Text.\n\n```python\n{code}\n```\n" for code in codes)
+
+
+def test_there_is_something_to_run():
+    assert (ROOT / "docs" / "testing-your-model.md") in PAGES
+    assert any(block.language == "python" for page in PAGES for block in blocks(page.read_text()))
+    assert FILES
+
+
+def test_a_failing_block_fails_with_the_line_of_the_page():
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(fenced("x = 1", "y = 2\nx / 0"), "page.md")
+    last = error.traceback[-1]
+    assert (str(last.path), last.lineno + 1) == ("page.md", 11)
+
+
+def test_blocks_share_a_namespace_and_sessions_too():
+    run_page(fenced("x = 1", ">>> x + 1\n2\n>>> y = 3", "assert y == 3"), "page.md")
+
+
+def test_a_wrong_answer_in_a_session_fails():
+    with pytest.raises(AssertionError, match=r"Expected:\s+3\s+Got:\s+2"):
+        run_page(fenced(">>> 1 + 1\n3"), "page.md")
+
+
+def test_blocks_inside_of_lists_are_found():
+    with pytest.raises(ZeroDivisionError):
+        run_page("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", "page.md")
+
+
+def test_the_rest_of_a_page_runs_in_the_world_it_asks_for():
+    size = "import torch.distributed as dist\nassert dist.is_initialized() is {}"
+    run_page(fenced(size.format(False)) + "\n<!-- fake_world(3) -->\n" + fenced(size.format(True)), "page.md")
+    assert not dist.is_initialized()
+
+
+def test_a_failing_test_file_fails(tmp_path):
+    assert run_pytest(tmp_path, "test_bad.py", "def test_bad():\n    assert False").returncode == 1
+
+
+@pytest.mark.skipif(not (ROOT / "shardkit" / "__main__.py").exists(), reason="there are no commands yet")
+def test_an_unknown_command_is_noticed():
+    assert unknown_commands("$ python -m shardkit frobnicate --fast\npython -m shardkit demo") == {"frobnicate"}

@@ -1,0 +1,234 @@
+"""The rules of the source tree: who imports whom, who may touch torch's insides, and how long things may be.
+
+Each rule is a function from a file's name and source to its violations, so that it can be shown to fail.
+"""
+
+import ast
+import graphlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "shardkit").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+MOST_FILE_LINES = 400
+MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to be
+
+# What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
+# A new module at the top needs a line here: put it where its imports allow.
+DECIDING = {"errors", "plan", "planning"}
+CORE = DECIDING | {"ranks", "shards", "held", "sharded", "apply", "api", "_fsdp"}
+STATE = {"errors", "ranks", "shards", "_fsdp"}
+ANY_FSDP2_MODEL = {"sharded", "meta", "grads", "optim", "state", "checkpoint"}
+EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "fsdp1"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "_torch": {"errors"},
+    "_fsdp": set(),
+    "plan": {"errors"},
+    "planning": {"errors", "plan"},
+    "held": set(),
+    "shards": set(),
+    "ranks": {"errors"},
+    "sharded": {"errors", "_fsdp", "shards"},
+    "memory": DECIDING | {"_fsdp"},
+    "apply": DECIDING | {"ranks", "held", "sharded", "_fsdp"},
+    "api": DECIDING | {"ranks", "memory", "apply"},
+    # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
+    "meta": STATE | {"held"},
+    "grads": STATE | {"sharded"},
+    "optim": STATE | {"sharded"},
+    "state": STATE | {"meta"},
+    "checkpoint": STATE | {"state", "meta"},
+    "fsdp1": EVERYTHING - {"fsdp1"},
+    "__init__": EVERYTHING,
+    "demo": EVERYTHING | {"__init__"},
+    "__main__": EVERYTHING | {"__init__", "demo"},
+    "testing": {"errors", "plan", "_fsdp", "api"},  # and nothing imports it
+}
+PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so
+
+# Underscored attributes that may be used elsewhere.
+PUBLIC_UNDERSCORES = {
+    "_exit": "os._exit, documented by Python",
+    "_asdict": "of every named tuple, documented by Python",
+    "_replace": "of every named tuple, documented by Python",
+    "_parameters": "nn.Module's registry, the only place that tells a registered None from nothing",
+    "_buffers": "likewise",
+    "_modules": "likewise",
+}
+
+MESH_BUILDERS = {"DeviceMesh", "init_device_mesh", "from_group"}
+
+
+def layer_of(path: str) -> str:
+    """The name in ``ALLOWED`` of a file, given by its path below ``shardkit/``."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def shardkit_imports(path: str, source: str) -> Iterator[str]:
+    """The layers that a file imports, its own among them, also inside functions and for types only."""
+    package = ["shardkit", *path.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "shardkit":
+                yield parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
+
+
+def forbidden_imports(path: str, source: str) -> list[str]:
+    layer = layer_of(path)
+    if layer not in ALLOWED:
+        return [f"{path}: the layer {layer!r} is not in ALLOWED. Add it, with what it may import"]
+    allowed = ALLOWED[layer] | {layer} | (set() if layer == "errors" else {"_torch"})
+    return [f"{path}: {layer} must not import {name}" for name in shardkit_imports(path, source) if name not in allowed]
+
+
+def private_torch_names(path: str, source: str) -> list[str]:
+    if path.startswith(PRIVATE_NAMES):
+        return []
+    return [f"{path}:{line}: {name} belongs into _torch.py" for line, name in underscored(ast.parse(source))]
+
+
+def underscored(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Underscored parts of imports from torch, and underscored attributes of anything but self and cls."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if not node.level else []
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PUBLIC_UNDERSCORES:
+            if ast.unparse(node.value) not in ("self", "cls"):
+                yield node.lineno, ast.unparse(node)
+            continue
+        else:
+            continue
+        for name in names:
+            if name.startswith("torch.") and any(map(is_private, name.split("."))):
+                yield node.lineno, name
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def calls_of(names: set[str], owners: set[str]) -> Callable[[str, str], list[str]]:
+    """The rule that only ``owners``, modules or packages by their paths, call these functions."""
+
+    def rule(path: str, source: str) -> list[str]:
+        if path.removesuffix(".py") in owners or layer_of(path) in owners:
+            return []
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        called = [(node.lineno, ast.unparse(node.func).split(".")[-1]) for node in calls]
+        return [f"{path}:{line}: only {sorted(owners)} may call {name}" for line, name in called if name in names]
+
+    return rule
+
+
+def too_long(path: str, source: str) -> list[str]:
+    lines = len(source.splitlines())
+    files = [f"{path}: {lines} lines, more than {MOST_FILE_LINES}"] if lines > MOST_FILE_LINES else []
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return files + [
+        f"{path}:{function.lineno}: {function.name} has {code_lines(function)} lines, more than {MOST_FUNCTION_LINES}"
+        for function in functions
+        if code_lines(function) > MOST_FUNCTION_LINES
+    ]
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring and decorators."""
+    first = function.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = first.end_lineno - first.lineno + 1 if is_docstring and ast.get_docstring(function) else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+only_apply_shards = calls_of({"fully_shard"}, {"apply/shard"})
+only_mesh_builds_meshes = calls_of(MESH_BUILDERS, {"apply/mesh", "testing"})
+
+
+@pytest.mark.parametrize(
+    "rule", [forbidden_imports, private_torch_names, only_apply_shards, only_mesh_builds_meshes, too_long]
+)
+def test_the_library_keeps_the_rule(rule):
+    assert len(SOURCES) > 10  # found the library
+    violations = [v for path in SOURCES for v in rule(path.relative_to(ROOT / "shardkit").as_posix(), path.read_text())]
+    assert not violations, "\n".join(violations)
+
+
+def test_the_tests_are_not_too_long_either():
+    violations = [violation for path in TESTS for violation in too_long(path.name, path.read_text())]
+    assert not violations, "\n".join(violations)
+
+
+def test_the_table_of_layers_has_no_cycle_and_no_unknown_name():
+    assert {name for allowed in ALLOWED.values() for name in allowed} <= ALLOWED.keys()
+    graphlib.TopologicalSorter(ALLOWED).prepare()
+
+
+def test_what_works_on_any_model_cannot_reach_a_plan():
+    reached, new = set(), set(ANY_FSDP2_MODEL)
+    while new:
+        reached |= new
+        new = {name for layer in new for name in ALLOWED[layer]} - reached
+    assert not {"plan", "planning", "apply"} & reached
+    assert not any("testing" in allowed for allowed in ALLOWED.values())
+
+
+# Each rule can fail: the rule, a file, its source, and what the violation says; and sources that are fine.
+BAD = [
+    (forbidden_imports, "errors.py", "import shardkit.plan", "errors must not import plan"),
+    (forbidden_imports, "errors.py", "from shardkit import _torch", "errors must not import _torch"),
+    (forbidden_imports, "grads.py", "from .plan import ShardUnit", "grads must not import plan"),
+    (forbidden_imports, "meta/tape.py", "from ..plan.types import ShardUnit", "meta must not import plan"),
+    (forbidden_imports, "meta/tape.py", "def f():\n    from shardkit import shard_model", "must not import __init__"),
+    (forbidden_imports, "api.py", "from shardkit.testing import RankPool", "api must not import testing"),
+    (forbidden_imports, "novel.py", "", "'novel' is not in ALLOWED"),
+    (private_torch_names, "api.py", "import torch._dynamo", "torch._dynamo"),
+    (private_torch_names, "api.py", "from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
+    (private_torch_names, "api.py", "from torch import _foreach_norm", "torch._foreach_norm"),
+    (private_torch_names, "api.py", "import torch\ntorch._foreach_norm([])", "api.py:2: torch._foreach_norm"),
+    (private_torch_names, "api.py", "model._get_fsdp_state()", "model._get_fsdp_state"),
+    (only_apply_shards, "api.py", "fsdp.fully_shard(model)", "may call fully_shard"),
+    (only_apply_shards, "fsdp1/dropin/module.py", "fully_shard(model)", "may call fully_shard"),
+    (only_mesh_builds_meshes, "apply/shard.py", "init_device_mesh('cpu', (2,))", "may call init_device_mesh"),
+    (only_mesh_builds_meshes, "apply/shard.py", "DeviceMesh('cpu', [0])", "may call DeviceMesh"),
+    (only_mesh_builds_meshes, "apply/shard.py", "DeviceMesh.from_group(group, 'cpu')", "may call from_group"),
+    (too_long, "api.py", "\n" * (MOST_FILE_LINES + 1), "401 lines"),
+    (too_long, "api.py", "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES, "f has 61 lines"),
+]
+GOOD = [
+    (forbidden_imports, "api.py", "from shardkit.plan import ShardingPlan\nfrom . import planning\nimport torch"),
+    (forbidden_imports, "plan/table.py", "from .types import ShardUnit\nfrom shardkit.plan import check"),
+    (private_torch_names, "_torch/__init__.py", "import torch._dynamo"),
+    (private_torch_names, "api.py", "from ._torch import x\nself._x = cls._y = os._exit\nmodel.__dict__"),
+    (only_apply_shards, "apply/shard.py", "fully_shard(model)"),
+    (only_apply_shards, "api.py", "from torch.distributed.fsdp import fully_shard"),
+    (only_mesh_builds_meshes, "apply/mesh.py", "init_device_mesh('cpu', (2,))"),
+    (only_mesh_builds_meshes, "apply/shard.py", "def f(mesh: DeviceMesh) -> None: ..."),
+    (too_long, "api.py", 'def f():\n    """' + "\n" * MOST_FUNCTION_LINES + '    """\n    return 1'),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source", "said"), BAD)
+def test_the_rule_can_fail(rule, path, source, said):
+    violations = rule(path, source)
+    assert len(violations) == 1
+    assert said in violations[0]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), GOOD)
+def test_the_rule_lets_good_code_pass(rule, path, source):
+    assert rule(path, source) == []

@@ -1,0 +1,88 @@
+"""What torch offers and shardkit answers for, on the torch that is installed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_layers import PRIVATE_NAMES
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from shardkit import ShardkitError, _torch, zero_grad
+from shardkit._fsdp import fsdp_units
+from shardkit.testing import fake_world
+from shardkit.testing.torch_names import NAMES, Name, main, missing
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "torch-versions.md"
+# Underscored names that are no attributes of torch's objects to begin with: marks that one side sets for the other,
+# Python's own, a package that is only named for import, and a group that FSDP1's tensors carry.
+OURS = {"self", "_fsdp", "watch", "hold"}
+NOT_TORCHS = {
+    "_getframe",
+    "_dynamo",
+    "_in_backward_optimizers",
+    "_opt_called",
+    "_step_supports_amp_scaling",
+    "_wrapped_by_lr_sched",
+    "_process_group",
+    "_registered",
+}
+
+
+def offered() -> set[str]:
+    """Every argument of ``fully_shard`` and its policies, and every public method of ``FSDPModule``."""
+    names = {f"fully_shard({name})" for name in inspect.signature(fully_shard).parameters}
+    for policy in (MixedPrecisionPolicy, CPUOffloadPolicy):
+        names |= {f"{policy.__name__}({field.name})" for field in dataclasses.fields(policy)}
+    return names | {f"FSDPModule.{name}" for name in vars(FSDPModule) if not name.startswith("_")}
+
+
+def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
+    answered = set(re.findall(r"^\| `([^`]+)` \| .+ \|$", PAGE.read_text(), re.MULTILINE))
+    assert len(answered) > 30
+    assert offered() <= answered, f"new in this torch, add a row: {sorted(offered() - answered)}"
+
+
+def private_names() -> set[str]:
+    """The underscored attributes and imports in the files for private names of torch, and such names as strings."""
+    found = set()
+    for path in (path for name in PRIVATE_NAMES for path in (ROOT / "shardkit" / name).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OURS:
+                found.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value.rpartition(".")[2])
+    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - NOT_TORCHS
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    listed = {part for name in NAMES for part in name.path.split(".")}
+    assert private_names() <= listed, f"add to shardkit/testing/torch_names.py: {sorted(private_names() - listed)}"
+
+
+def test_none_is_missing_and_a_missing_one_is_found() -> None:
+    gone = Name("FSDPParamGroup._renamed", "nothing", "accumulate")
+    assert missing((*NAMES, gone)) == [gone]
+    printed: list[str] = []
+    assert main(printed.append) == 0
+    assert len(printed) == 1 + len(NAMES)
+
+
+def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
+    with fake_world(2):
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model)
+        unit = fsdp_units(model)[0]
+        monkeypatch.delattr(unit, "reduce_grads")
+        with pytest.raises(ShardkitError, match=r"^FSDPParamGroup\.reduce_grads: torch 2\..* does not have it"):
+            zero_grad(model)
+    with pytest.raises(ShardkitError, match=r"^torch\._renamed: torch 2\..* does not have it"):
+        _torch._private("torch._renamed")(1)

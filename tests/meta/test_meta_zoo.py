@@ -1,0 +1,81 @@
+"""Meta init on models as people have them: the whole zoo, and constructions of transformers that are special.
+
+``python tests/helpers/sweep_meta.py`` does the same for all causal LMs of transformers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from meta_check import check_same_as_ordinary, differences, shard
+from sweep_meta import builder
+from zoo import ZOO
+
+from shardkit.meta import init_on_meta, materialize
+from shardkit.testing import fake_world
+
+# What each is here for: trunc_normal_ (ViT, ModernBERT), copies of it with own loops (Swin), storages made by
+# hand (RWKV), activations with parameters (Apertus), state-space initialisers (Mamba, Jamba), experts, encoders
+# with sinusoids (Whisper, Pegasus), other attention (DeBERTa), composite models (CLIP), recurrent blocks.
+SPECIAL = [
+    "ViTForImageClassification", "ModernBertForMaskedLM", "ModernBertDecoderForCausalLM", "SwinModel",
+    "RwkvForCausalLM", "ApertusForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "DeepseekV3ForCausalLM",
+    "PegasusModel", "DebertaV2Model", "RecurrentGemmaForCausalLM", "Gemma3ForCausalLM", "BloomForCausalLM",
+    "FalconForCausalLM", "XLNetLMHeadModel", "CLIPModel", "BeitModel", "Wav2Vec2Model", "xLSTMForCausalLM",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fake_world(3, rank=2):
+        yield
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - {"channels_last"}))
+def test_zoo(name):
+    check_same_as_ordinary(ZOO[name].build)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_transformers(name):
+    check_same_as_ordinary(builder(name))
+
+
+def test_transformers_in_bfloat16():
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=31,
+        dtype="bfloat16",
+    )
+    model = check_same_as_ordinary(lambda: transformers.AutoModelForCausalLM.from_config(config))
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "mamba", "bert"])
+def test_transformers_built_under_plain_meta(name):
+    """What its own reset_parameters and _init_weights compute, rotary buffers included."""
+    with torch.device("meta"):
+        model = shard(ZOO[name].build())
+    torch.manual_seed(3)
+    materialize(model)
+    plain = ZOO[name].build()
+
+    def reset(module):
+        module._is_hf_initialized = False
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    torch.manual_seed(3)
+    plain.apply(reset).init_weights()
+    assert differences(plain, model) == []
+
+
+def test_a_recording_of_transformers_is_not_taken_for_a_meta_model():
+    """transformers leaves out its initialisers on meta, by several kinds of tests; none may succeed."""
+    with init_on_meta():
+        model = ZOO["llama"].build()
+        assert all(getattr(module, "_is_hf_initialized", False) for module in model.modules())
