@@ -98,7 +98,7 @@ def forbidden_imports(path: str, source: str) -> list[str]:
 def private_torch_names(path: str, source: str) -> list[str]:
     if path.startswith(PRIVATE_NAMES):
         return []
-    return [f"{path}:{line}: {name} belongs into _torch.py" for line, name in underscored(ast.parse(source))]
+    return [f"{path}:{line}: {name} belongs in _torch/" for line, name in underscored(ast.parse(source))]
 
 
 def underscored(tree: ast.AST) -> Iterator[tuple[int, str]]:
