@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, mesh, plan_model, shard_model
+from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model
+from shardkit.apply import mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
 

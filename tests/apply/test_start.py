@@ -22,9 +22,9 @@ from shardkit import (
     plan_model,
     shard_like_fsdp1,
     shard_model,
-    start,
 )
 from shardkit._torch import FakeTensorMode
+from shardkit.apply import start
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 
 

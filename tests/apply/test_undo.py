@@ -16,7 +16,8 @@ from small_models import Block, Decoder, step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from shardkit import PlanError, ShardUnit, apply, apply_plan, init_on_meta, plan_model, shard_model
+from shardkit import PlanError, ShardUnit, apply_plan, init_on_meta, plan_model, shard_model
+from shardkit.apply import shard as apply
 from shardkit.testing import distributed, fake_world
 
 

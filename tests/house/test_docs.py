@@ -131,7 +131,7 @@ def test_the_commands_of_the_pages_exist():
     assert unknown_commands("\n".join(page.read_text() for page in PAGES)) == set()
 
 
-@pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "units"])
+@pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "planning.rules"])
 def test_the_examples_of_docstrings_are_right(name):
     module = importlib.import_module(f"shardkit.{name}")
     names = vars(shardkit) | vars(shardkit.testing) | {"torch": torch, "nn": nn}

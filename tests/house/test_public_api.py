@@ -125,7 +125,7 @@ def implicit_exports(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["", "checkpoint", "fsdp1", "grads", "memory", "meta", "optim", "plan", "state_dict", "testing"]
+    "package", ["", "checkpoint", "fsdp1", "grads", "memory", "meta", "optim", "plan", "state", "testing"]
 )
 def test_exports_are_explicit(package):
     assert implicit_exports((ROOT / "shardkit" / package / "__init__.py").read_text()) == []

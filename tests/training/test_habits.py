@@ -30,9 +30,9 @@ from shardkit import (
     full_state_dict,
     init_on_meta,
     load_full_state_dict,
-    root,
     shard_model,
 )
+from shardkit.sharded import root
 from shardkit.testing import distributed, fake_world
 
 # What is left as torch has it: what becomes of the habit, and why shardkit does not change it.

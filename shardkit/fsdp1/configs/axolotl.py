@@ -100,7 +100,7 @@ def _axes(config: Reader, ranks: Ranks, version: int) -> Axes:
     config.note("ring_attn_func", "elsewhere", "It is for context parallelism, which is yours.")
     config.note("heads_k_stride", "elsewhere", "It is for context parallelism, which is yours.")
     if version == 1 and axes.given:
-        key = next(key for key in AXES.values() if config.raw(key) not in (None, 1))
+        key = next((key for key in AXES.values() if config.raw(key) not in (None, 1)), "context_parallel")
         config.problem(key, "with fsdp_version 1", "Meshes of several axes are for version 2", "Say fsdp_version: 2")
     return axes
 
