@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from shardkit.checkpoint import cli as convert
-from shardkit.demo import cli as demo
 from shardkit.errors import ShardkitError
-from shardkit.fsdp1.audit import cli as audit
-from shardkit.fsdp1.translate import cli as translate
-from shardkit.memory import cli as plan
+
+COMMANDS = {  # the module of each, in the order of --help
+    "demo": "shardkit.demo.cli",
+    "plan": "shardkit.memory.cli",
+    "translate": "shardkit.fsdp1.translate.cli",
+    "audit": "shardkit.fsdp1.audit.cli",
+    "convert": "shardkit.checkpoint.cli",
+}
 
 
 class Command(Protocol):
@@ -25,12 +29,11 @@ class Command(Protocol):
         """Run it and return its exit code; a ShardkitError is printed, and the exit code is 1."""
 
 
-COMMANDS: tuple[Command, ...] = (demo, plan, translate, audit, convert)  # in the order of --help
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` (by default the process's) name, and return its exit code."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS  # all of them for --help
+    options = _parser(named).parse_args(arguments)
     try:
         return int(options.run(options))
     except ShardkitError as error:
@@ -41,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells count
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shardkit", description=sys.modules["shardkit"].__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    for name in names:
+        command: Command = importlib.import_module(COMMANDS[name])
         command.add_parser(commands).set_defaults(run=command.run)
     return parser
 

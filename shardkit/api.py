@@ -18,8 +18,6 @@ from shardkit.apply.fit import check_unsharded
 from shardkit.apply.mesh import spec_of
 from shardkit.apply.shard import apply_decided
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory import plan_for_budget
-from shardkit.memory.dry_run import plan_checked
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.rules import Rule
@@ -96,7 +94,11 @@ def plan_model(
     def make() -> ShardingPlan:
         return build_plan(tree, spec_of(mesh), _rules(units), settings, ignored, prefetch, methods)
 
-    return make() if example_batch is None else plan_checked(tree, make, example_batch, is_default=units is None)
+    if example_batch is None:
+        return make()
+    from shardkit.memory.dry_run import plan_checked
+
+    return plan_checked(tree, make, example_batch, is_default=units is None)
 
 
 # FSDP1's arguments, and what takes their place.
@@ -201,6 +203,8 @@ def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any)
     if batch is None:
         fix = "Pass example_batch=, one rank's micro-batch as the model takes it"
         raise PlanError(message("memory_budget", "given without example_batch", "Activations depend on the batch", fix))
+    from shardkit.memory import plan_for_budget
+
     choice = plan_for_budget(model, budget, plan=plan, batch=batch)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)

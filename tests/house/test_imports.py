@@ -1,0 +1,89 @@
+"""What an import costs: names are loaded when they are asked for, and the core loads nothing beyond itself."""
+
+import ast
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardkit
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 8_000
+MOST_CPU_SECONDS = 0.08  # 0.006 seen; it was 0.33 when every name was loaded at once
+PROGRAM = """
+import json, sys, time
+import torch, torch.distributed.fsdp, torch.distributed.tensor
+
+def loaded():
+    return sorted(name for name in sys.modules if name not in before)
+
+before, began = set(sys.modules), time.process_time()
+import shardkit
+report = {"cpu": time.process_time() - began, "import": loaded()}
+from shardkit import shard_model
+report["name"] = loaded()
+shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+report["shard_model"] = loaded()
+from shardkit.__main__ import _parser
+_parser(["convert"])
+report["command"] = loaded()
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def lines_of(modules: list[str]) -> int:
+    ours = [name.replace(".", "/") for name in modules if name.split(".")[0] == "shardkit"]
+    files = [path for name in ours for path in (ROOT / f"{name}.py", ROOT / name / "__init__.py") if path.exists()]
+    assert len(files) == len(ours) > 0
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def test_importing_shardkit_is_cheap(report) -> None:
+    assert lines_of(report["import"]) < 1000
+    assert lines_of(report["name"]) <= MOST_LINES
+    assert report["cpu"] < MOST_CPU_SECONDS
+
+
+def packages(modules: list[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith("shardkit.")}
+
+
+def test_the_core_loads_nothing_beyond_itself(report) -> None:
+    assert "apply" in packages(report["shard_model"])
+    beyond = {"fsdp1", "memory", "checkpoint", "testing", "state", "meta", "grads", "optim", "demo"}
+    assert not packages(report["shard_model"]) & beyond
+    assert not [name for name in report["shard_model"] if name.startswith("torch.distributed.checkpoint")]
+
+
+def test_a_command_loads_its_own_package_only(report) -> None:
+    assert "checkpoint" in packages(report["command"])
+    assert not packages(report["command"]) & {"fsdp1", "memory", "demo"}
+
+
+def test_editors_see_the_names_that_programs_get() -> None:
+    tree = ast.parse((ROOT / "shardkit" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [(node.module, alias.name) for node in block.body for alias in node.names]
+    assert sorted(name for _, name in imports) == sorted(shardkit.__all__)
+    for module, name in imports:
+        assert getattr(shardkit, name) is getattr(importlib.import_module(module), name)
+
+
+def test_attributes_of_the_package() -> None:
+    assert set(shardkit.__all__) <= set(dir(shardkit))
+    assert shardkit.planning.rules.by_class is shardkit.by_class  # a submodule that nobody imported
+    for name in ("shard_modle", "_no_such", "__wrapped__"):
+        assert not hasattr(shardkit, name)
+    for value in (shardkit.by_name, shardkit.ShardingPlan, shardkit.MeshSpec.sharded(2), shardkit.PlanError("a")):
+        assert type(pickle.loads(pickle.dumps(value))) is type(value)
