@@ -15,7 +15,7 @@ from shardkit.fsdp1.audit.names import CLASS_CALLS, FATES, FSDP, Fate, Topic
 from shardkit.fsdp1.audit.resolve import classes_of, is_constructor, keyword_entries, value_of
 from shardkit.fsdp1.audit.uses import Use
 from shardkit.fsdp1.audit.values import Path, Scope, Setting, public_name
-from shardkit.fsdp1.table import ARGUMENTS, FIELDS
+from shardkit.fsdp1.instead import ARGUMENTS, FIELDS
 
 Text = Callable[[ast.expr], str]
 

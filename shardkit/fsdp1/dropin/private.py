@@ -21,35 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
+from shardkit.fsdp1.instead import PRIVATE, private
 
 # Parameters of functions that work on what FSDP2 does not have.
 _FSDP1S_OWN = {"state", "fsdp_state", "handle", "handles", "fsdp_param_info", "flat_param"}
-
-# What to use instead, by name.
-_SUMMON = "Use FullyShardedDataParallel.summon_full_params(model)"
-_OPTIM = "Use FullyShardedDataParallel.optim_state_dict or optim_state_dict_to_load"
-_STATE_DICT = "Use FullyShardedDataParallel.state_dict_type(model, ...) and model.state_dict()"
-_RESHARD = "FSDP2 does so by itself; FSDPModule.reshard and unshard of model.module do it by hand"
-_INSTEAD = {
-    "_set_fsdp_extensions": "Pass a 2D device_mesh: FSDP2 shards what tensor parallelism sharded without extensions",
-    "_unshard_params": _SUMMON,
-    "_unshard_params_for_summon": _SUMMON,
-    "_unshard_fsdp_state_params": _SUMMON,
-    "_optim_state_dict": _OPTIM,
-    "_flatten_optim_state_dict": _OPTIM,
-    "_rekey_sharded_optim_state_dict": _OPTIM,
-    "_unflatten_optim_state": _OPTIM,
-    "_shard_orig_param_state": _OPTIM,
-    "_set_optim_use_dtensor": "Leave it out: optimizer state of FSDP2 is DTensors",
-    "_set_use_dtensor": "Leave it out: state dicts of FSDP2 are DTensors",
-    "_replace_with_full_state_dict_type": _STATE_DICT,
-    "_enter_unshard_params_ctx": _SUMMON,
-    "_exit_unshard_params_ctx": _SUMMON,
-    "_unshard": _RESHARD,
-    "_reshard": _RESHARD,
-    "_prefetch_handle": "Use set_modules_to_forward_prefetch of FSDPModule",
-    "_init_param_handle_from_module": "Use shardkit.shard_model, or FullyShardedDataParallel",
-}
 
 
 def resolve(module: str, name: str) -> Any:
@@ -96,7 +71,8 @@ class _Private(ModuleType):
 def _served(name: str, original: Any) -> Any:
     if name in _ANSWERS:
         return functools.partial(_ANSWERS[name], original)
-    if isinstance(original, FunctionType) and (name in _INSTEAD or _FSDP1S_OWN & _parameters(original)):
+    refused = name in PRIVATE and PRIVATE[name].fate == "refused"
+    if isinstance(original, FunctionType) and (refused or _FSDP1S_OWN & _parameters(original)):
         return _refusing(name, original)
     return original
 
@@ -106,13 +82,11 @@ def _parameters(function: FunctionType) -> set[str]:
 
 
 def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
-    fix = _INSTEAD.get(name, "Use a public method of FullyShardedDataParallel, or of FSDPModule on model.module")
-
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         problem = f"a private function of torch's FSDP1 ({original.__module__})"
         rule = "It works on FlatParameters and their handles, which FSDP2 does not have"
-        raise TranslationError(message(name, problem, rule, fix))
+        raise TranslationError(message(name, problem, rule, private(name).fix()))
 
     return refuse
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit.errors import listing
-from shardkit.fsdp1.table import ROWS
+from shardkit.fsdp1.instead import ROWS
 from shardkit.fsdp1.translate.arguments import Arguments, shown
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
 from shardkit.fsdp1.translate.strategy import HYBRID
@@ -45,7 +45,7 @@ def notes_on(decided: Decided) -> tuple[Note, ...]:
 
 
 def _notes(decided: Decided, name: str, value: Any) -> Iterator[Note]:
-    fate, sentence = ROWS[name]
+    fate, sentence = ROWS[name][:2]
     told = _TELL[name](decided, value) if name in _TELL else None
     if told is not None:
         fate, sentence = told
@@ -60,7 +60,7 @@ def _fields(argument: str, value: Any) -> Iterator[Note]:
         name, given = f"{argument}.{item.name}", getattr(value, item.name)
         differs = item.name == "cast_forward_inputs" and value.param_dtype is not None
         if given != item.default or differs:
-            yield Note(name, _shown_field(given), *ROWS[name])
+            yield Note(name, _shown_field(given), *ROWS[name][:2])
 
 
 def _shown_field(value: Any) -> str:

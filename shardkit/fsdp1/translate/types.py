@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardkit.fsdp1.instead import Fate as Fate
 from shardkit.plan import ShardingPlan
 
-Fate: TypeAlias = Literal["mapped", "implied", "noted", "refused", "elsewhere", "unknown"]
 ParamInitFn: TypeAlias = Callable[[nn.Module], object]
-
-FATES: dict[Fate, str] = {
-    "mapped": "FSDP2 does the same, and the plan or the translation says so",
-    "implied": "FSDP2 does so unasked",
-    "noted": "FSDP2 differs in memory, time or form, not in what is trained",
-    "refused": "FSDP2 cannot do so, and a near thing would be another program",
-    # Of keys of a configuration only: an argument is always FSDP1's.
-    "elsewhere": "not about sharding, so it is left to what reads it now",
-    "unknown": "no key that shardkit knows, so nothing was done with it",
-}
 
 
 @dataclass(frozen=True)
