@@ -14,13 +14,13 @@ from shardkit.fsdp1.dropin import private as private
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 from shardkit.fsdp1.instead import FATES as FATES
 from shardkit.fsdp1.instead import Fate as Fate
-from shardkit.fsdp1.translate.shard import shard_like_fsdp1 as shard_like_fsdp1
+from shardkit.fsdp1.translate.notes import Note as Note
+from shardkit.fsdp1.translate.shard import Translation as Translation
 from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
+from shardkit.fsdp1.translate.translate import shard_like_fsdp1 as shard_like_fsdp1
 from shardkit.fsdp1.translate.translate import translate_fsdp1 as translate_fsdp1
-from shardkit.fsdp1.translate.types import Note as Note
-from shardkit.fsdp1.translate.types import Translation as Translation
 
 if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

@@ -20,8 +20,8 @@ from shardkit.fsdp1.configs.files import load
 from shardkit.fsdp1.configs.reader import Reader
 from shardkit.fsdp1.configs.recognise import FORMATS, recognise
 from shardkit.fsdp1.configs.target import Ranks, Reading
+from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import check_ranks
-from shardkit.fsdp1.translate.types import Translation
 
 
 def from_config(

@@ -14,8 +14,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.configs.target import Ranks, Target, Wrap
+from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
-from shardkit.fsdp1.translate.types import Note, Translation
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.rules import Rule, by_class, by_name, by_size
 from shardkit.ranks import accelerator

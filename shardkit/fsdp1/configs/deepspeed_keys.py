@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardkit.fsdp1.configs.reader import Answers, Reader
 from shardkit.fsdp1.configs.values import BOOLEAN
-from shardkit.fsdp1.translate.types import Fate
+from shardkit.fsdp1.instead import Fate
 
 _LOOP = "The training loop does so."
 _CPU = "It is about DeepSpeed's own optimizers."

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.values import Kind, short
-from shardkit.fsdp1.translate.types import Fate, Note
+from shardkit.fsdp1.instead import Fate
+from shardkit.fsdp1.translate.notes import Note
 
 T = TypeVar("T")
 Answers: TypeAlias = Mapping[str, tuple[Fate, str]]

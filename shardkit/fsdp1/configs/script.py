@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.fsdp1.configs.build import mp_policy, offload_policy
 from shardkit.fsdp1.configs.target import Target
-from shardkit.fsdp1.translate.types import Note
+from shardkit.fsdp1.translate.notes import Note
 from shardkit.plan.python import quoted
 
 _BLOCKS = '''

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardkit.fsdp1.translate.types import Note
+from shardkit.fsdp1.translate.notes import Note
 from shardkit.plan import MeshSpec
 
 

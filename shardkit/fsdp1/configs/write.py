@@ -8,7 +8,8 @@ import torch
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target
-from shardkit.fsdp1.translate.types import Fate, Note
+from shardkit.fsdp1.instead import Fate
+from shardkit.fsdp1.translate.notes import Note
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
 _POLICIES |= {"size": "SIZE_BASED_WRAP", "root": "NO_WRAP"}

@@ -21,11 +21,9 @@ from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin.names import outermost
 from shardkit.fsdp1.dropin.record import Record
 from shardkit.fsdp1.translate.arguments import Arguments
-from shardkit.fsdp1.translate.place import groups_to_agree
-from shardkit.fsdp1.translate.shard import mesh_for, shard_translated
-from shardkit.fsdp1.translate.strategy import HYBRID, parse_strategy
+from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
+from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
 from shardkit.fsdp1.translate.translate import translate
-from shardkit.fsdp1.translate.types import Translation
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import (
 from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.fsdp1.dropin.names import WRAPPED
 from shardkit.fsdp1.translate.arguments import Arguments
+from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import parse_strategy
-from shardkit.fsdp1.translate.types import Translation
 
 if TYPE_CHECKING:
     from shardkit.fsdp1.dropin.module import FullyShardedDataParallel

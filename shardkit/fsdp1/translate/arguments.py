@@ -1,4 +1,4 @@
-"""The arguments of FSDP1's constructor together, and what must hold of each alone."""
+"""The arguments of FSDP1's constructor, and what must hold of each alone."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Arguments:
             if isinstance(getattr(self, name), Iterator):
                 object.__setattr__(self, name, list(getattr(self, name)))
 
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Arguments:
+        """From the local variables of a function that has them all as parameters, or some."""
+        return cls(**{item.name: given[item.name] for item in fields(cls) if item.name in given})
+
     def changed(self) -> dict[str, Any]:
-        """Those that are not at their default."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        defaults = {item.name: item.default for item in fields(self)}
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not defaults[name] and (defaults[name] is None or value != defaults[name])
-        }
+        """Those that are not at their default, in the order of the signature."""
+        values = ((item.name, item.default, getattr(self, item.name)) for item in fields(self))
+        return {name: v for name, default, v in values if v is not default and (default is None or v != default)}
 
     def told(self) -> dict[str, Any]:
         """What FSDP1 tells a policy object of the root's arguments."""
@@ -71,14 +71,10 @@ def check_arguments(given: Arguments) -> None:
     if given.ranks_per_node is not None:
         check_ranks("ranks_per_node", given.ranks_per_node)
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
-        raise TranslationError(
-            message(
-                "mixed_precision",
-                "FSDP_USE_FULL_PREC_IN_EVAL=1 is set",
-                "FSDP2 evaluates in param_dtype too, so losses in eval mode would differ",
-                "Unset it, or evaluate without mixed_precision",
-            )
-        )
+        problem = "FSDP_USE_FULL_PREC_IN_EVAL=1 is set"
+        rule = "FSDP2 evaluates in param_dtype too, so losses in eval mode would differ"
+        fix = "Unset it, or evaluate without mixed_precision"
+        raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
 def check_unwrapped(tree: ModelTree) -> None:
@@ -89,14 +85,9 @@ def check_unwrapped(tree: ModelTree) -> None:
         if isinstance(module, FullyShardedDataParallel)
     ]
     if wrapped:
-        raise TranslationError(
-            message(
-                listing(wrapped, 6),
-                "wrapped by FSDP1 already",
-                "A translation starts from the plain model, since FSDP1 has flattened its parameters",
-                "Leave out FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself",
-            )
-        )
+        rule = "A translation starts from the plain model, since FSDP1 has flattened its parameters"
+        fix = "Leave out FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
+        raise TranslationError(message(listing(wrapped, 6), "wrapped by FSDP1 already", rule, fix))
 
 
 def device_of(device_id: Any) -> torch.device | None:

@@ -14,7 +14,8 @@ from shardkit.fsdp1.configs.recognise import FORMATS
 from shardkit.fsdp1.configs.script import after_sharding, before_sharding, notes_on_script, script
 from shardkit.fsdp1.configs.target import Ranks, Reading
 from shardkit.fsdp1.configs.write import accelerate2, comments, notes_on_accelerate
-from shardkit.fsdp1.translate.types import Note, Translation
+from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.shard import Translation
 from shardkit.planning.named import named_model
 
 USAGE = 2  # as argparse's own

@@ -11,17 +11,36 @@ import torch
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit.errors import listing
-from shardkit.fsdp1.instead import ROWS
+from shardkit.fsdp1.instead import ROWS, Fate
 from shardkit.fsdp1.translate.arguments import Arguments, shown
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
-from shardkit.fsdp1.translate.strategy import HYBRID
-from shardkit.fsdp1.translate.types import Fate, Note
+from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING
 from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 
 # FSDP1 reduced a unit's gradients as one flat tensor, with zeros for parameters that a rank did not use. FSDP2 leaves
 # these out, which hangs or aborts where ranks use different ones, until torch 2.13 has a switch.
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of one argument of FSDP1, or of one key of a configuration.
+
+    Attributes:
+        argument: its name, with a dot for a field of it: ``"mixed_precision.buffer_dtype"``.
+        value: its value in short, as text.
+        fate: one of ``FATES``.
+        sentence: what was done, or why it was not.
+    """
+
+    argument: str
+    value: str
+    fate: Fate
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.value}: {self.fate}. {self.sentence}"
 
 
 @dataclass(frozen=True)
@@ -38,29 +57,24 @@ class Decided:
 
 def notes_on(decided: Decided) -> tuple[Note, ...]:
     """The notes, in the order of FSDP1's arguments; pure."""
-    changed = {"module": decided.tree.modules[0], "sharding_strategy": decided.strategy}
-    changed |= {"use_orig_params": decided.given.use_orig_params}
-    changed |= {name: value for name, value in decided.given.changed().items() if name != "sharding_strategy"}
+    changed = decided.given.changed() | {
+        "module": decided.tree.modules[0],
+        "sharding_strategy": decided.strategy,
+        "use_orig_params": decided.given.use_orig_params,
+    }
     return tuple(note for name in ROWS if name in changed for note in _notes(decided, name, changed[name]))
 
 
 def _notes(decided: Decided, name: str, value: Any) -> Iterator[Note]:
-    fate, sentence = ROWS[name][:2]
-    told = _TELL[name](decided, value) if name in _TELL else None
-    if told is not None:
-        fate, sentence = told
-    yield Note(name, shown(value) if not dataclasses.is_dataclass(value) else type(value).__name__, fate, sentence)
-    if dataclasses.is_dataclass(value):
-        yield from _fields(name, value)
-
-
-def _fields(argument: str, value: Any) -> Iterator[Note]:
-    """A note for each field that is set, and for the default that FSDP2 does not share."""
-    for item in dataclasses.fields(value):
-        name, given = f"{argument}.{item.name}", getattr(value, item.name)
-        differs = item.name == "cast_forward_inputs" and value.param_dtype is not None
+    fate, sentence = _TOLD[name](decided, value) if name in _TOLD else ROWS[name][:2]
+    is_dataclass = dataclasses.is_dataclass(value)
+    yield Note(name, type(value).__name__ if is_dataclass else shown(value), fate, sentence)
+    for item in dataclasses.fields(value) if is_dataclass else ():
+        given = getattr(value, item.name)
+        differs = item.name == "cast_forward_inputs" and value.param_dtype is not None  # FSDP2 has another default
         if given != item.default or differs:
-            yield Note(name, _shown_field(given), *ROWS[name][:2])
+            field = f"{name}.{item.name}"
+            yield Note(field, _shown_field(given), *ROWS[field][:2])
 
 
 def _shown_field(value: Any) -> str:
@@ -71,7 +85,7 @@ def _shown_field(value: Any) -> str:
 
 def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
     if REDUCES_UNUSED:
-        return "mapped", ROWS["module"].sentence
+        return ROWS["module"][:2]
     return "noted", (
         "Sharded in place and returned, not wrapped; before torch 2.13 FSDP2 leaves out parameters that a rank did not "
         "use, so all ranks must use the same"
@@ -79,11 +93,10 @@ def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
 
 
 def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Fate, str]:
-    reshards = value.name in ("FULL_SHARD", "HYBRID_SHARD")
-    alone = " FSDP1 takes NO_SHARD for one rank, which is the same" if decided.plan.mesh.size == 1 else ""
+    alone = ". FSDP1 takes NO_SHARD for one rank, which is the same" if decided.plan.mesh.size == 1 else ""
     return "mapped", (
-        f"mesh {decided.plan.mesh}, reshard_after_forward={reshards}; the root stays gathered after forward, as "
-        f"FSDP1's did.{alone}".rstrip(".")
+        f"mesh {decided.plan.mesh}, reshard_after_forward={value.name in RESHARDING}; the root stays gathered after "
+        f"forward, as FSDP1's did{alone}"
     )
 
 
@@ -92,22 +105,7 @@ def _policy(decided: Decided, value: Any) -> tuple[Fate, str]:
     own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
     said = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
     said += f", some with {listing(own)} of their own" if own else ""
-    repaired = bool(decided.plan.notes)
-    return ("noted", f"{said}; the plan's notes say what FSDP2 has otherwise") if repaired else ("mapped", said)
-
-
-def _prefetch(decided: Decided, value: Any) -> tuple[Fate, str]:
-    return "noted", (
-        "FSDP2 gathers the next unit before a unit's backward, as BACKWARD_PRE; one more unit may be gathered at a "
-        "time than FSDP1 would hold"
-    )
-
-
-def _limit(decided: Decided, value: Any) -> tuple[Fate, str]:
-    return (
-        "noted",
-        "FSDP2 bounds what is gathered at a time without holding up the CPU, so there is no limit to take off",
-    )
+    return ("noted", f"{said}; the plan's notes say what differs in FSDP2") if decided.plan.notes else ("mapped", said)
 
 
 def _orig_params(decided: Decided, value: bool) -> tuple[Fate, str]:
@@ -134,12 +132,20 @@ def _per_node(decided: Decided, value: int) -> tuple[Fate, str]:
     return "implied", f"{decided.strategy.name} does not look at nodes"
 
 
-_TELL = {
+# Where the value of an argument decides: only values other than the default are told.
+_TOLD = {
     "module": _module,
     "sharding_strategy": _strategy,
     "auto_wrap_policy": _policy,
-    "backward_prefetch": _prefetch,
-    "limit_all_gathers": _limit,
+    "backward_prefetch": lambda decided, value: (
+        "noted",
+        "FSDP2 gathers the next unit before a unit's backward, as BACKWARD_PRE; one more unit may be gathered at a "
+        "time than FSDP1 would hold",
+    ),
+    "limit_all_gathers": lambda decided, value: (
+        "noted",
+        "FSDP2 bounds what is gathered at a time without blocking the CPU, so there is no limit to take off",
+    ),
     "use_orig_params": _orig_params,
     "ignored_modules": _ignored,
     "ignored_states": _ignored,

@@ -1,4 +1,4 @@
-"""FSDP1's wrapping policies, asked exactly as FSDP1 asks them: what it would have wrapped.
+"""What FSDP1 would have wrapped: its wrapping policies, asked exactly as FSDP1 asks them; and what it would ignore.
 
 Source: ``_auto_wrap`` and ``_recursive_wrap`` of torch 2.13, which wrap as they go; here nothing is changed.
 ``tests/fsdp1/translate/test_fsdp1_units.py`` compares with real FSDP1 modules.
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_policy
-from shardkit.errors import TranslationError, message
+from shardkit.errors import TranslationError, listing, message
 from shardkit.planning.tree import ModelTree
 
 Predicate: TypeAlias = Callable[..., bool]
@@ -62,7 +62,7 @@ def wrapped_by(
         arguments: FSDP1's other arguments, which a policy object is told.
 
     Raises:
-        TranslationError: it is no policy, or it raised.
+        TranslationError: it is not a policy, or it raised.
     """
     if policy is None:
         return []
@@ -75,14 +75,10 @@ def wrapped_by(
             asked = policy if mixed_precision is None else _either(policy, classes)
             found = {module: {} for module in _ask_each(tree.modules[0], asked, ignored)}
     except Exception as error:  # whatever a user's policy raises
-        raise TranslationError(
-            message(
-                "auto_wrap_policy",
-                f"{policy!r} raised {type(error).__name__}: {error}",
-                "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)",
-                "Bind its other arguments with functools.partial",
-            )
-        ) from error
+        problem = f"{policy!r} raised {type(error).__name__}: {error}"
+        rule = "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)"
+        fix = "Bind its other arguments with functools.partial"
+        raise TranslationError(message("auto_wrap_policy", problem, rule, fix)) from error
     first = {id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}
     entries = {first[id(module)]: (module, own) for module, own in found.items() if id(module) in first}
     return [
@@ -96,14 +92,8 @@ def _as_policy(policy: Any) -> Any:
         return ModuleWrapPolicy(set(classes))
     if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
         return policy
-    raise TranslationError(
-        message(
-            "auto_wrap_policy",
-            repr(policy),
-            "It is ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes",
-            "Use ModuleWrapPolicy({MyBlock})",
-        )
-    )
+    rule = "It is ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
+    raise TranslationError(message("auto_wrap_policy", repr(policy), rule, "Use ModuleWrapPolicy({MyBlock})"))
 
 
 def _is_module_class(given: object) -> bool:
@@ -153,3 +143,62 @@ def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[
 
     visit(root)
     return found
+
+
+# What is ignored.
+
+
+def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """What FSDP1 would leave alone: the modules with all below them, and their or the given parameters.
+
+    Raises:
+        TranslationError: both are given, or hold something else, or leave nothing to shard.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        rule = "Cannot pass both ignored_modules and ignored_states at the same time"
+        raise _error("ignored_states", "given together with ignored_modules", "Pass ignored_states alone", rule)
+    modules = _listed("ignored_modules", ignored_modules, nn.Module)
+    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter))
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    if params and len(params) < len(states):
+        rule = f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
+        raise _error("ignored_states", "parameters and modules", "Pass either parameters or modules", rule)
+    modules += [state for state in states if isinstance(state, nn.Module)]
+    below = frozenset(inner for module in modules for inner in module.modules())
+    ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
+    if tree.params and ignored.params.issuperset(tree.params.values()):
+        name = "ignored_modules" if ignored_modules is not None else "ignored_states"
+        raise _error(name, "every parameter of the model", "Leave some parameters to shard")
+    return ignored
+
+
+def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:
+    """The FQNs of the ignored parameters of the model."""
+    return frozenset(fqn for fqn, param in tree.params.items() if param in ignored.params)
+
+
+def _listed(argument: str, given: Any, kinds: Any) -> list[Any]:
+    if given is None:
+        return []
+    what = "modules" if kinds is nn.Module else "parameters or modules"
+    if not isinstance(given, Iterable) or isinstance(given, (str, nn.Module)):
+        raise _error(argument, f"a {type(given).__name__}", f"Pass a list of {what}")
+    states = list(given)
+    wrong = dict.fromkeys(type(state).__name__ for state in states if not isinstance(state, kinds))
+    if wrong:
+        rule = f"{argument} expects {_KINDS[argument]} list elements but got types {_types(states)}"
+        raise _error(argument, listing(wrong), f"Pass a list of {what}", rule)
+    return states
+
+
+# The rules that follow a subject are in FSDP1's words, which programs may look for.
+_KINDS = {"ignored_modules": "nn.Module", "ignored_states": "all nn.Parameter or all nn.Module"}
+_RULE = "What is ignored is a list of modules, or of parameters, and not all of the model"
+
+
+def _types(states: Iterable[object]) -> list[type]:
+    return sorted({type(state) for state in states}, key=repr)
+
+
+def _error(argument: str, problem: str, fix: str, rule: str = _RULE) -> TranslationError:
+    return TranslationError(message(argument, problem, rule, fix))

@@ -1,70 +1,104 @@
-"""shard_like_fsdp1: translate and shard. Collective, and the only part of ``fsdp1`` that changes a model."""
+"""A translation, and how a model is sharded by it: the only part of ``translate`` that changes a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
 from shardkit.apply.shard import carry_out, check_applicable
-from shardkit.apply.start import check_same_start, facts_of
-from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
-from shardkit.fsdp1.translate.place import groups_to_agree
-from shardkit.fsdp1.translate.states import Sources, UnitStates, cast_buffers, check_initialisers
-from shardkit.fsdp1.translate.translate import translate_fsdp1
-from shardkit.fsdp1.translate.types import Translation
-from shardkit.meta import materialize
-from shardkit.plan import ShardingPlan
-from shardkit.ranks import Groups, accelerator, device_type
+from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of
+from shardkit.errors import TranslationError, listing, message
+from shardkit.fsdp1.translate.notes import REDUCES_UNUSED, Note
+from shardkit.fsdp1.translate.strategy import groups_to_agree
+from shardkit.meta import is_recorded, materialize
+from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.ranks import Groups, accelerator, device_type, gather_by_rank, together
+
+ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 
 
-def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
-    """Shards ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)`` would, and returns it.
+@dataclass(frozen=True)
+class Translation:
+    """A plan, a note for every argument that was not left at its default, and what a plan cannot hold.
 
-    ``translate_fsdp1(model, **arguments).apply(model)``, where an error of one rank is raised by all.
-    Collective: every rank must call, with the same arguments. Build the optimizer afterwards, since sharding replaces
-    the model's parameters. A model on the meta device gets its values as FSDP1 gave them: each unit is made whole by
-    ``param_init_fn``, or by ``reset_parameters``, right before it is sharded; one that every rank built under
-    ``init_on_meta`` is materialized from its recording instead.
+    Plain data, made without changing the model; ``print(translation)`` shows the plan's table and the notes.
 
-    Args:
-        model: the whole model, not wrapped.
-        arguments: those of ``translate_fsdp1``: FSDP1's own, ``ranks_per_node`` and ``world_size``.
-
-    Raises:
-        TranslationError: on every rank, with the model unchanged: an argument is none that FSDP1 takes, or FSDP2
-            cannot do what it says. Also when ``param_init_fn`` fails, which leaves the model half made.
-        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan fits not all of them.
+    Attributes:
+        plan: the ``fully_shard`` calls.
+        notes: what became of each argument, in the order of FSDP1's signature.
+        device_mesh: FSDP1's ``device_mesh``, where it can be used as it is; None builds one of ``plan.mesh``.
+        process_groups: FSDP1's groups, one for each axis of ``plan.mesh``, so the replicating one first; empty for
+            all ranks.
+        device: FSDP1's ``device_id``, where the model is sharded and computes; None is the accelerator.
+        param_init_fn: gives a meta module its values before it is sharded, as FSDP1 called it.
+        sync_module_states: whether parameters and buffers are broadcast from the first rank before sharding.
+        buffer_dtypes: what FSDP1 casts a floating-point buffer to at the first forward, by FQN.
+        ignored_modules: FQNs of the modules that FSDP1 leaves alone.
+        wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the arguments that a
+            CustomPolicy gave for it.
+        apart: FQNs of modules that are wrapped already, which stay as they are; the plan ignores their parameters.
     """
-    groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
-    translation, _ = shard_translated(model, lambda: translate_fsdp1(model, **arguments), groups)
-    cast_buffers(model, translation)
-    return model
 
+    plan: ShardingPlan
+    notes: tuple[Note, ...] = ()
+    device_mesh: DeviceMesh | None = None
+    process_groups: tuple[dist.ProcessGroup, ...] = ()
+    device: torch.device | None = None
+    param_init_fn: ParamInitFn | None = None
+    sync_module_states: bool = False
+    buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    ignored_modules: tuple[str, ...] = ()
+    wrapped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
-def apply_translation(model: nn.Module, translation: Translation) -> nn.Module:
-    """``Translation.apply``."""
-    groups = groups_to_agree(translation.process_groups or None, translation.device_mesh)
-    shard_translated(model, lambda: translation, groups)
-    cast_buffers(model, translation)
-    return model
+    @property
+    def refused(self) -> tuple[Note, ...]:
+        """The notes on what FSDP2 cannot do; of a configuration file only, since arguments raise."""
+        return tuple(note for note in self.notes if note.fate == "refused")
 
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Shards ``model`` in place and returns it, as ``shard_like_fsdp1`` does. Collective.
 
-def materialize_translated(
-    model: nn.Module, translation: Translation, device: torch.device | str | None = None, seed: int | None = None
-) -> nn.Module:
-    """``Translation.materialize``."""
-    materialize(model, device, seed, init=translation.param_init_fn)
-    cast_buffers(model, translation)
-    return model
+        Raises:
+            TranslationError, PlanError: as ``shard_like_fsdp1``.
+        """
+        groups = groups_to_agree(self.process_groups or None, self.device_mesh)
+        shard_translated(model, lambda: self, groups)
+        cast_buffers(model, self)
+        return model
+
+    def materialize(
+        self, model: nn.Module, device: torch.device | str | None = None, seed: int | None = None
+    ) -> nn.Module:
+        """Gives a meta model that ``apply_plan(model, translation.plan)`` has sharded its values. Collective.
+
+        For those who shard by the plan alone; ``apply`` gives a model its values itself. ``param_init_fn``, if there
+        is one, is called as ``shardkit.materialize`` calls ``init``, so it must write in place. Ends with the casts
+        of ``buffer_dtypes``. ``device``, ``seed`` and errors are those of ``shardkit.materialize``.
+        """
+        materialize(model, device, seed, init=self.param_init_fn)
+        cast_buffers(model, self)
+        return model
+
+    def ignored_in(self, model: nn.Module) -> set[nn.Module]:
+        """The modules of ``ignored_modules``."""
+        return {model.get_submodule(fqn) for fqn in self.ignored_modules}
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.plan), "", *(f"{note}" for note in self.notes)])
 
 
 def shard_translated(
@@ -102,48 +136,25 @@ def shard_translated(
 
     with real_tensors():  # as in apply_decided
         plan = agree_on_plan(decide_and_check, groups, facts)
-        if not (any_start or decided[0].sync_module_states):
+        translation = decided[0]
+        if not (any_start or translation.sync_module_states):
             check_same_start(model, plan.ignored, groups, sync_module_states=False)
-        sources = Sources(model, decided[0], groups)
-        mesh = (mesh_of or mesh_for)(decided[0])
-    needed = decided[0].sync_module_states or sources.anywhere_on_meta
-    carry_out(model, plan, mesh, UnitStates(model, decided[0], mesh) if needed and not sources.recorded else None)
-    if sources.recorded:
+        recorded, anywhere_on_meta = _sources(model, translation, groups)
+        mesh = (mesh_of or mesh_for)(translation)
+    needed = (translation.sync_module_states or anywhere_on_meta) and not recorded
+    carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None)
+    if recorded:
         materialize(model)
     if REDUCES_UNUSED:
         reduce_unused_beside_used(model)
-    return decided[0], mesh
+    return translation, mesh
 
 
-def _check(model: nn.Module, translation: Translation) -> None:
-    """What can be refused while the model is untouched."""
-    device = translation.device
-    if device is not None and device.type not in ("cpu", accelerator()):
-        raise TranslationError(
-            message(
-                "device_id", str(device), f"This process has {accelerator()!r}", "Leave it out, or use another device"
-            )
-        )
-    mesh = translation.device_mesh
-    if mesh is not None and device is not None and mesh.device_type != device.type:
-        raise TranslationError(
-            message(
-                "device_id",
-                f"{device} with a device_mesh on {mesh.device_type!r}",
-                "A model is sharded on the mesh's device",
-                "Leave device_id out",
-            )
-        )
-    if not translation.process_groups:
-        check_mesh(mesh, translation.plan.mesh)
-    check_applicable(model, translation.plan, mesh, _device_type(translation), translation.apart)
-    check_initialisers(model, translation)
-
-
-def _device_type(translation: Translation) -> str:
-    if translation.device_mesh is not None:
-        return str(translation.device_mesh.device_type)
-    return translation.device.type if translation.device is not None else device_type()
+def cast_buffers(model: nn.Module, translation: Translation) -> None:
+    """Casts the buffers to their ``buffer_dtype``, in place; local."""
+    for fqn, dtype in translation.buffer_dtypes.items():
+        buffer = model.get_buffer(fqn)
+        buffer.data = buffer.to(dtype)
 
 
 def mesh_for(translation: Translation) -> DeviceMesh:
@@ -153,7 +164,146 @@ def mesh_for(translation: Translation) -> DeviceMesh:
         torch.accelerator.set_device_index(device.index)  # FSDP2 shards on the current device
     if translation.device_mesh is not None:
         return translation.device_mesh
-    kind, spec = _device_type(translation), translation.plan.mesh
-    return (
-        mesh_of_groups(spec, translation.process_groups, kind) if translation.process_groups else build_mesh(spec, kind)
-    )
+    kind, spec, groups = _device_type(translation), translation.plan.mesh, translation.process_groups
+    return mesh_of_groups(spec, groups, kind) if groups else build_mesh(spec, kind)
+
+
+def _device_type(translation: Translation) -> str:
+    if translation.device_mesh is not None:
+        return str(translation.device_mesh.device_type)
+    return translation.device.type if translation.device is not None else device_type()
+
+
+def _check(model: nn.Module, translation: Translation) -> None:
+    """What can be refused while the model is untouched."""
+    device, mesh = translation.device, translation.device_mesh
+    if device is not None and device.type not in ("cpu", accelerator()):
+        problem, fix = f"This process has {accelerator()!r}", "Leave it out, or use another device"
+        raise TranslationError(message("device_id", str(device), problem, fix))
+    if mesh is not None and device is not None and mesh.device_type != device.type:
+        problem, rule = (
+            f"{device} with a device_mesh on {mesh.device_type!r}",
+            "A model is sharded on the mesh's device",
+        )
+        raise TranslationError(message("device_id", problem, rule, "Leave device_id out"))
+    if not translation.process_groups:
+        check_mesh(mesh, translation.plan.mesh)
+    check_applicable(model, translation.plan, mesh, _device_type(translation), translation.apart)
+    without = [] if translation.param_init_fn is not None or is_recorded(model) else _uninitialised(model, translation)
+    if without:
+        problem = "on the meta device, and without reset_parameters"
+        rule = "FSDP1 gives a meta module its values by param_init_fn, or else by reset_parameters"
+        fix = "Pass param_init_fn, or build the model under shardkit.init_on_meta()"
+        raise TranslationError(message(listing(without, 6), problem, rule, fix))
+
+
+# The values of a unit before it is sharded, as FSDP1 gave them: made from meta, then broadcast from the first rank. One
+# unit at a time, so that no rank ever holds more than its shards and one whole unit.
+
+
+def _own_states(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with tensors of their own on meta, without ignored ones."""
+    ignored = translation.ignored_in(model)
+    for fqn, module in model.named_modules():
+        if module not in ignored and any(state.is_meta for state in _own_states(module)):
+            yield fqn, module
+
+
+def _uninitialised(model: nn.Module, translation: Translation) -> list[str]:
+    on_meta = _on_meta(model, translation)
+    return [fqn or "(root)" for fqn, each in on_meta if not callable(getattr(each, "reset_parameters", None))]
+
+
+def _sources(model: nn.Module, translation: Translation, groups: Groups) -> tuple[bool, bool]:
+    """Whether every rank built it under ``init_on_meta``, and whether some rank has to make values. Collective."""
+    on_meta = any(True for _ in _on_meta(model, translation))
+    recorded = on_meta and translation.param_init_fn is None and is_recorded(model)
+    answers = gather_by_rank((on_meta, recorded), groups).values()
+    return all(recorded for _, recorded in answers), any(on_meta for on_meta, _ in answers)
+
+
+class _UnitStates:
+    """Called with each unit right before it is sharded: makes and broadcasts its values. Collective.
+
+    Broadcasts run over the axes of ``mesh``, from the first rank of each, the replicating axis first.
+    """
+
+    def __init__(self, model: nn.Module, translation: Translation, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._translation = translation
+        self._mesh = mesh
+        self._ignored = translation.ignored_in(model)
+        self._synced: dict[int, Tensor] = {}  # kept, so that an id is of one buffer only
+
+    def __call__(self, unit: ShardUnit) -> None:
+        with together(self._mesh.get_all_groups(), TranslationError):
+            self._materialize(unit)
+            states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
+            if any(state.is_meta for state in states):
+                problem = f"buffers of an ignored module in {unit.name} are on meta"
+                rule = "What is broadcast is real on every rank, and FSDP1 makes no ignored module"
+                fix = "Materialize the ignored modules first"
+                raise TranslationError(message("sync_module_states", problem, rule, fix))
+        broadcast_from_first(states, self._mesh.get_all_groups(), self._mesh.device_type)
+
+    def _materialize(self, unit: ShardUnit) -> None:
+        modules = self._modules(unit)
+        if any(state.is_meta for module in modules for state in _own_states(module)):
+            for module in modules:
+                self._initialise(module)
+            self._tie(unit)
+        self._check_made(unit, modules)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """FSDP1 calls ``param_init_fn`` with every module of the unit, or empties and resets those with states."""
+        if self._translation.param_init_fn is not None:
+            self._translation.param_init_fn(module)
+        elif any(state.is_meta for state in _own_states(module)):
+            with torch.no_grad():
+                module.to_empty(device=self._translation.device or self._mesh.device_type, recurse=False)
+                module.reset_parameters()  # type: ignore[operator]  # checked before
+
+    def _modules(self, unit: ShardUnit) -> list[nn.Module]:
+        """The modules of the unit, breadth first as in FSDP1, without inner units and ignored modules."""
+        found: dict[nn.Module, None] = {}
+        pending = deque(self._model.get_submodule(fqn) for fqn in unit.modules)
+        while pending:
+            module = pending.popleft()
+            if module not in found and module not in self._ignored and not isinstance(module, FSDPModule):
+                found[module] = None
+                pending.extend(module.children())
+        return list(found)
+
+    def _tie(self, unit: ShardUnit) -> None:
+        """Making a tied parameter from meta makes one for each of its names; FSDP1 let them part."""
+        for spec in self._translation.plan.specs_of(unit):
+            for alias in spec.aliases:
+                owner, _, name = alias.rpartition(".")
+                setattr(self._model.get_submodule(owner), name, self._model.get_parameter(spec.fqn))
+
+    def _unsynced(self, unit: ShardUnit) -> Iterator[Tensor]:
+        """The buffers at and below the unit that none before it had, those of ignored modules too, and its params."""
+        for fqn in unit.modules:
+            for _, buffer in sorted(self._model.get_submodule(fqn).named_buffers()):
+                if id(buffer) not in self._synced:
+                    self._synced[id(buffer)] = buffer
+                    yield buffer
+        yield from (self._model.get_parameter(fqn) for fqn in unit.params)
+
+    def _check_made(self, unit: ShardUnit, modules: list[nn.Module]) -> None:
+        pairs = [(spec, self._model.get_parameter(spec.fqn)) for spec in self._translation.plan.specs_of(unit)]
+        wrong = [
+            spec.fqn
+            for spec, param in pairs
+            if (tuple(param.shape), param.dtype, param.requires_grad) != (spec.shape, spec.dtype, spec.trainable)
+            or param.is_meta
+        ]
+        if wrong or any(buffer.is_meta for module in modules for buffer in module.buffers(recurse=False)):
+            problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or with another shape or dtype"
+            rule = "It gives each module that it is called with its values, as module.to_empty(...) does"
+            fix = "Make it write all of a module's own parameters and buffers"
+            raise TranslationError(message("param_init_fn", problem, rule, fix))

@@ -1,16 +1,22 @@
-"""FSDP1's sharding strategies, in whatever form they are written, as a mesh and ``reshard_after_forward``."""
+"""Where and how FSDP1 would have sharded: strategies in any form, process groups and meshes, as a MeshSpec."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from shardkit.apply.mesh import spec_of
 from shardkit.errors import TranslationError, listing, message
 from shardkit.plan import MeshSpec
+from shardkit.ranks import Groups
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # after forward, but for the root
 
 
 class Resolved(NamedTuple):
@@ -44,14 +50,8 @@ def parse_strategy(given: Any) -> ShardingStrategy:
     text = str(given).strip() if isinstance(given, (str, int)) else ""
     found = by_number.get(text) or by_name.get(text.rpartition(".")[2].upper().replace("-", "_").strip("_"))
     if found is None:
-        raise TranslationError(
-            message(
-                "sharding_strategy",
-                repr(given),
-                f"It is a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5",
-                "Use ShardingStrategy.FULL_SHARD",
-            )
-        )
+        rule = f"It is a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
+        raise _error("sharding_strategy", repr(given), rule, "Use ShardingStrategy.FULL_SHARD")
     return found
 
 
@@ -73,7 +73,7 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
     """
     strategy = parse_strategy(given)
     check_ranks("world_size", world_size)
-    reshard = strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+    reshard = strategy.name in RESHARDING
     if strategy.name in HYBRID:
         per_node = _node_size(strategy, world_size, ranks_per_node)
         return Resolved(MeshSpec.hybrid(world_size // per_node, per_node), reshard)
@@ -85,7 +85,7 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
 def check_ranks(argument: str, value: Any) -> None:
     """Raises TranslationError unless ``value`` is a number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TranslationError(message(argument, repr(value), "It is a number of ranks, at least 1", "Use an int"))
+        raise _error(argument, repr(value), "It is a number of ranks, at least 1", "Use an int")
 
 
 def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int | None) -> int:
@@ -93,22 +93,151 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
     if ranks_per_node is None and launched.isdecimal():
         ranks_per_node = int(launched)
     if ranks_per_node is None:
-        raise TranslationError(
-            message(
-                "sharding_strategy",
-                f"{strategy.name} on {world_size} ranks, and nothing says how many share a node",
-                "It shards inside of a node and replicates across nodes; FSDP1 counted this node's devices",
-                "Pass ranks_per_node=8, a device_mesh or the pair of process groups, or start with torchrun",
-            )
-        )
+        problem = f"{strategy.name} on {world_size} ranks, and nothing says how many share a node"
+        rule = "It shards inside of a node and replicates across nodes; FSDP1 counted this node's devices"
+        fix = "Pass ranks_per_node=8, a device_mesh or the pair of process groups, or start with torchrun"
+        raise _error("sharding_strategy", problem, rule, fix)
     check_ranks("ranks_per_node", ranks_per_node)
     if world_size % ranks_per_node:
-        raise TranslationError(
-            message(
-                "ranks_per_node",
-                f"{ranks_per_node} does not divide {world_size} ranks",
-                f"{strategy.name} shards over the ranks of a node, as many on each",
-                f"Use a divisor of {world_size}",
-            )
-        )
+        rule = f"{strategy.name} shards over the ranks of a node, equally many on each"
+        problem = f"{ranks_per_node} does not divide {world_size} ranks"
+        raise _error("ranks_per_node", problem, rule, f"Use a divisor of {world_size}")
     return ranks_per_node
+
+
+# Process groups and meshes.
+
+
+@dataclass(frozen=True)
+class Place:
+    """The mesh of a translation.
+
+    Attributes:
+        spec: shape, in ranks, and axis names.
+        device_mesh: the given one, where FSDP2 takes it as it is.
+        groups: for a mesh that is made of process groups, as for ``Translation.process_groups``.
+    """
+
+    spec: MeshSpec
+    device_mesh: DeviceMesh | None = None
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+
+def place_of(
+    strategy: ShardingStrategy,
+    process_group: Any = None,
+    device_mesh: Any = None,
+    ranks_per_node: int | None = None,
+    world_size: int | None = None,
+) -> Place:
+    """The mesh on which FSDP1 would have sharded; local.
+
+    Raises:
+        TranslationError: they contradict each other or the strategy, or this rank is in none of them.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise _error("device_mesh", "given together with process_group", "Both say the same", "Pass one of them")
+    if device_mesh is not None:
+        place = _of_mesh(strategy, device_mesh)
+    elif process_group is not None:
+        place = _of_groups(strategy, process_group)
+    else:
+        size = spec_of(None).size if world_size is None else world_size
+        return Place(resolve_strategy(strategy, size, ranks_per_node).mesh)
+    _check_sizes(strategy, place.spec, ranks_per_node, world_size)
+    return place
+
+
+def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
+    """The groups that reach all ranks which shard together; the world where the arguments are not what they must be.
+
+    Raises:
+        TranslationError: this rank is in none of them, so that no other rank waits for it.
+    """
+    if isinstance(device_mesh, DeviceMesh):
+        _check_member("device_mesh", device_mesh.get_coordinate() is not None)
+        return device_mesh.get_all_groups()
+    groups = process_group if isinstance(process_group, (tuple, list)) else (process_group,)
+    if all(isinstance(group, dist.ProcessGroup) for group in groups) and groups:
+        _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
+        return list(groups)
+    return [None]
+
+
+def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
+    if not isinstance(mesh, DeviceMesh):
+        raise _error("device_mesh", f"a {type(mesh).__name__}", "It is a DeviceMesh", "Use init_device_mesh")
+    _check_member("device_mesh", mesh.get_coordinate() is not None)
+    if strategy.name in HYBRID:
+        return _hybrid_of_mesh(strategy, mesh)
+    if any(size > 1 for size in mesh.shape[1:]):
+        rule = "FSDP1 sharded over the first axis, and let the ranks along the others train apart"
+        fix = "Pass the one axis that shards, as in mesh['dp'], or use HYBRID_SHARD"
+        raise _error("device_mesh", f"shape {tuple(mesh.shape)} for {strategy.name}", rule, fix)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return _of_group(strategy, mesh.get_group(0))
+    return Place(spec_of(mesh), mesh) if mesh.ndim == 1 else _of_group(strategy, mesh.get_group(0))
+
+
+def _hybrid_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Place:
+    if mesh.ndim != 2:
+        problem, fix = (
+            f"shape {tuple(mesh.shape)} for {strategy.name}",
+            "Use init_device_mesh(device, (nodes, ranks_per_node))",
+        )
+        raise _error("device_mesh", problem, "It has two axes, which replicate and shard", fix)
+    if mesh.mesh_dim_names:
+        return Place(spec_of(mesh), mesh)
+    # FSDP1 took a mesh without names, and torch can add none: the same groups in a mesh that has them.
+    return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
+
+
+def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
+    groups = given if isinstance(given, tuple) else (given,)
+    hybrid = strategy.name in HYBRID
+    if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        tuple_of = "a tuple of " if isinstance(given, tuple) else ""
+        problem = f"{tuple_of}{', '.join(type(each).__name__ for each in groups)} for {strategy.name}"
+        wanted = "Tuple[dist.ProcessGroup, dist.ProcessGroup]" if hybrid else "one dist.ProcessGroup of this rank"
+        rule = f"Expected process_group to be passed in as either None or {wanted}"
+        fix = "Pass (shard_group, replicate_group)" if hybrid else "Pass one of them"
+        raise _error("process_group", problem, rule, fix)
+    _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
+    if not hybrid:
+        return _of_group(strategy, groups[0])
+    shard, replicate = groups
+    shared = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
+    if shared != {dist.get_rank()}:
+        problem = f"the groups that shard and replicate share ranks {sorted(shared)}"
+        rule, fix = (
+            "A row and a column of a table of ranks share one, this rank",
+            "Make them as dist.new_subgroups does",
+        )
+        raise _error("process_group", problem, rule, f"{fix}, or pass a device_mesh")
+    return Place(MeshSpec.hybrid(replicate.size(), shard.size()), groups=(replicate, shard))
+
+
+def _of_group(strategy: ShardingStrategy, group: dist.ProcessGroup) -> Place:
+    """One group is all of the mesh; NO_SHARD adds a shard axis of this rank alone."""
+    spec = resolve_strategy(strategy, group.size()).mesh
+    return Place(spec) if group == dist.group.WORLD else Place(spec, groups=(group,))
+
+
+def _check_sizes(strategy: ShardingStrategy, spec: MeshSpec, per_node: int | None, world_size: int | None) -> None:
+    for name, given, found in (("ranks_per_node", per_node, spec.shard_size), ("world_size", world_size, spec.size)):
+        matters = name == "world_size" or strategy.name in HYBRID
+        if given is not None:
+            check_ranks(name, given)
+        if given is not None and matters and given != found:
+            problem = f"{given}, and the mesh or process group has {found}"
+            raise _error(name, problem, "They say how many ranks there are", "Leave it out")
+
+
+def _check_member(argument: str, inside: bool) -> None:
+    if not inside:
+        problem, fix = f"rank {dist.get_rank()} is not in it", "Shard on its ranks only"
+        raise _error(argument, problem, "Every rank that shards is in it", fix)
+
+
+def _error(argument: str, problem: str, rule: str, fix: str) -> TranslationError:
+    return TranslationError(message(argument, problem, rule, fix))

@@ -1,4 +1,4 @@
-"""translate_fsdp1: every argument of FSDP1's constructor, as a plan and a note for each."""
+"""translate_fsdp1 and shard_like_fsdp1: FSDP1's arguments as a plan, with a note for each, and as a sharded model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,11 @@ from torch.distributed.fsdp import (
 from shardkit.apply.fit import check_unsharded
 from shardkit.errors import PlanError, TranslationError
 from shardkit.fsdp1.translate.arguments import Arguments, check_arguments, check_unwrapped, device_of
-from shardkit.fsdp1.translate.ignored import ignored_fqns, ignored_of
 from shardkit.fsdp1.translate.notes import Decided, notes_on
-from shardkit.fsdp1.translate.place import place_of
-from shardkit.fsdp1.translate.policy import wrapped_by
-from shardkit.fsdp1.translate.precision import buffer_dtypes
-from shardkit.fsdp1.translate.settings import unit_settings
-from shardkit.fsdp1.translate.strategy import parse_strategy
-from shardkit.fsdp1.translate.types import ParamInitFn, Translation
-from shardkit.fsdp1.translate.units import select_wrapped
+from shardkit.fsdp1.translate.policy import ignored_fqns, ignored_of, wrapped_by
+from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffers, shard_translated
+from shardkit.fsdp1.translate.strategy import groups_to_agree, parse_strategy, place_of
+from shardkit.fsdp1.translate.units import buffer_dtypes, select_wrapped, unit_settings
 from shardkit.planning.build import Settings, plan_of
 from shardkit.planning.tree import ModelTree
 
@@ -55,7 +51,7 @@ def translate_fsdp1(
     ranks_per_node: int | None = None,
     world_size: int | None = None,
 ) -> Translation:
-    """What ``FullyShardedDataParallel(model, ...)`` would do, as a plan for FSDP2 and a note for each argument.
+    """Says what ``FullyShardedDataParallel(model, ...)`` would do, as a plan for FSDP2 and a note for each argument.
 
     Pure and local: nothing of the model changes, and it may be on the meta device. Without a process group it
     translates for ``world_size`` ranks, as on a laptop for a cluster.
@@ -70,7 +66,7 @@ def translate_fsdp1(
         world_size: ranks to plan for; None is those of the process group, or torchrun's ``WORLD_SIZE``, or 1.
 
     Raises:
-        TranslationError: an argument is none that FSDP1 takes, or FSDP2 cannot do what it says.
+        TranslationError: FSDP1 would not take an argument either, or FSDP2 cannot do what it says.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -78,36 +74,35 @@ def translate_fsdp1(
         >>> str(translation.plan.mesh)
         'dp_replicate=4 x dp_shard=1'
     """
-    given = Arguments(
-        process_group=process_group,
-        sharding_strategy=sharding_strategy,
-        cpu_offload=cpu_offload,
-        auto_wrap_policy=auto_wrap_policy,
-        backward_prefetch=backward_prefetch,
-        mixed_precision=mixed_precision,
-        ignored_modules=ignored_modules,
-        param_init_fn=param_init_fn,
-        device_id=device_id,
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
-        use_orig_params=use_orig_params,
-        ignored_states=ignored_states,
-        device_mesh=device_mesh,
-        ranks_per_node=ranks_per_node,
-        world_size=world_size,
-    )
-    return translate(model, given)
+    return translate(model, Arguments.of(locals()))
+
+
+def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
+    """Shards ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)`` would, and returns it.
+
+    ``translate_fsdp1(model, **arguments).apply(model)``, where an error of one rank is raised by all.
+    Collective: every rank must call, with the same arguments. Build the optimizer afterwards, since sharding replaces
+    the model's parameters. A model on the meta device gets its values as FSDP1 gave them: each unit is made whole by
+    ``param_init_fn``, or by ``reset_parameters``, right before it is sharded; one that every rank built under
+    ``init_on_meta`` is materialized from its recording instead.
+
+    Args:
+        model: the whole model, not wrapped.
+        arguments: those of ``translate_fsdp1``: FSDP1's own, ``ranks_per_node`` and ``world_size``.
+
+    Raises:
+        TranslationError: on every rank, with the model unchanged: FSDP1 would not take an argument either, or FSDP2
+            cannot do what it says. Also when ``param_init_fn`` fails, which leaves the model half made.
+        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit one of them.
+    """
+    groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
+    translation, _ = shard_translated(model, lambda: translate_fsdp1(model, **arguments), groups)
+    cast_buffers(model, translation)
+    return model
 
 
 def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -> Translation:
-    """``translate_fsdp1`` of arguments taken together.
-
-    Args:
-        model: the model; parts of it may be wrapped already, by the drop-in.
-        given: FSDP1's arguments.
-        apart: FQNs of those parts, outermost first.
-    """
+    """``translate_fsdp1`` of a model of which the drop-in has wrapped the parts ``apart``, FQNs, outermost first."""
     try:
         return _translate(model, given, tuple(apart))
     except PlanError as error:

@@ -1,15 +1,154 @@
-"""From the modules that FSDP1 would wrap to units that FSDP2 can gather, with a note for each difference."""
+"""From the modules that FSDP1 would wrap to units of FSDP2, with their settings and a note for each difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from shardkit.errors import listing
-from shardkit.fsdp1.translate.policy import Wrapped
+import torch
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from shardkit.errors import TranslationError, listing, message
+from shardkit.fsdp1.translate.arguments import Arguments, check_arguments, device_of
+from shardkit.fsdp1.translate.policy import Ignored, Wrapped
+from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
 from shardkit.planning.ownership import assign
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Overrides, Selection, has_forward
 from shardkit.planning.tree import ModelTree
+
+# What a CustomPolicy may give for one module: the settings of a unit, and what FSDP2 does its own way anyway.
+_OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
+_FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+_ONE_MESH = "A plan has one mesh, one device and one way of initialising; a unit has reshard_after_forward and policies"
+
+
+# Settings.
+
+
+def unit_settings(
+    tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: ShardingStrategy
+) -> Callable[[Wrapped | None], Overrides]:
+    """A function from a wrapped module, or None for the root, to the settings of its unit.
+
+    Raises:
+        TranslationError: a CustomPolicy gives a module what FSDP2 can only have for the whole model.
+    """
+    for each in wrapped:
+        _check_own(tree, each, strategy)
+    by_entry = {each.entry: each for each in wrapped}
+
+    def precision(entry: int) -> MixedPrecision | None:
+        """That of the innermost unit at or around ``entry`` which does not run in full precision."""
+        while entry > 0:
+            if entry in by_entry and not by_entry[entry].full_precision:
+                return by_entry[entry].arguments.get("mixed_precision", given.mixed_precision)  # type: ignore[no-any-return]
+            entry = tree.parents[entry]
+        return given.mixed_precision  # type: ignore[no-any-return]
+
+    def settings(each: Wrapped | None) -> Overrides:
+        own = each.arguments if each else {}
+        around = precision(each.entry if each else 0)
+        full = each is not None and each.full_precision
+        return Overrides(
+            # FSDP1 never reshards its root after forward, since backward needs it at once.
+            reshard_after_forward=each is not None and _reshards(own.get("sharding_strategy", strategy)),
+            mp_policy=_full_precision(around) if full else _mp_policy(around, root=each is None),
+            offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), device_of(given.device_id)),
+        )
+
+    return settings
+
+
+def _reshards(strategy: Any) -> bool:
+    return parse_strategy(strategy).name in RESHARDING
+
+
+def _axes(strategy: Any) -> str:
+    """Strategies of one kind shard on the same mesh."""
+    name = parse_strategy(strategy).name
+    return "hybrid" if "HYBRID" in name else "none" if name == "NO_SHARD" else "full"
+
+
+def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> None:
+    own = {name: value for name, value in each.arguments.items() if name in (*_OF_A_UNIT, *_FSDP2S_OWN)}
+    others = [name for name in each.arguments if name not in own]
+    if others:
+        problem = f"{listing(others)} for {tree.fqns[each.entry]} alone"
+        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, "Give it to all"))
+    check_arguments(Arguments(**own))
+    if _axes(own.get("sharding_strategy", strategy)) != _axes(strategy):
+        named = parse_strategy(own["sharding_strategy"]).name
+        problem = f"{named} for {tree.fqns[each.entry]} in {strategy.name}"
+        fix = "Use strategies of one mesh, or call fully_shard on these modules with a mesh of their own"
+        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, fix))
+
+
+def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPrecisionPolicy:
+    """FSDP1 reduces in ``param_dtype`` where ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15."""
+    if mixed_precision is None or mixed_precision.param_dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
+    return MixedPrecisionPolicy(
+        param_dtype=mixed_precision.param_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
+        cast_forward_inputs=casts_inputs(mixed_precision, root),
+    )
+
+
+def casts_inputs(mixed_precision: MixedPrecision, root: bool) -> bool:
+    """FSDP1 casts the inputs of the root only, unless it is told to cast those of every unit."""
+    return bool(mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs))
+
+
+def _full_precision(around: MixedPrecision | None) -> MixedPrecisionPolicy:
+    """For BatchNorm: inputs are cast to float32 and outputs back, by hooks in FSDP1 and by the policy in FSDP2."""
+    if around is None or around.param_dtype in (None, torch.float32):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=around.param_dtype)
+
+
+def _offload_policy(cpu_offload: CPUOffload | None, device: torch.device | None) -> OffloadPolicy:
+    """Memory is pinned for copies to an accelerator only, and raises where there is none."""
+    if cpu_offload is None or not cpu_offload.offload_params:
+        return OffloadPolicy()
+    on_accelerator = torch.accelerator.is_available() and (device is None or device.type != "cpu")
+    return CPUOffloadPolicy(pin_memory=on_accelerator)
+
+
+def buffer_dtypes(
+    tree: ModelTree, wrapped: list[Wrapped], mixed_precision: MixedPrecision | None, ignored: Ignored
+) -> dict[str, torch.dtype]:
+    """What FSDP1 casts each floating-point buffer to at the first forward, by its first FQN.
+
+    A buffer follows the innermost unit around it; those of ignored modules stay as they are.
+    """
+    own = {
+        each.entry: None if each.full_precision else each.arguments.get("mixed_precision", mixed_precision)
+        for each in wrapped
+    }
+    around: list[MixedPrecision | None] = []
+    found: dict[str, torch.dtype] = {}
+    seen: set[int] = set()
+    for entry, module in enumerate(tree.modules):
+        around.append(own.get(entry, around[tree.parents[entry]] if entry else mixed_precision))
+        precision = around[entry]
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) in seen or module in ignored.modules:
+                continue
+            seen.add(id(buffer))
+            if precision is not None and precision.buffer_dtype is not None and buffer.is_floating_point():
+                found[f"{tree.fqns[entry]}.{name}".lstrip(".")] = precision.buffer_dtype
+    return found
+
+
+# Units.
 
 
 def select_wrapped(
@@ -76,4 +215,4 @@ def _without_params(
     ]
     names = listing((tree.fqns[entry] for each in empty for entry in each.entries), 4)
     kept = [selection for selection in selections if selection not in empty]
-    return kept, [f"{names}: wrapped by FSDP1 and without parameters of its own, so no unit"] if empty else []
+    return kept, [f"{names}: wrapped by FSDP1 and without parameters of its own, so not a unit"] if empty else []

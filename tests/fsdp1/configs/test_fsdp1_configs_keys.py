@@ -12,7 +12,7 @@ from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
-from shardkit.fsdp1.translate.types import FATES
+from shardkit.fsdp1.instead import FATES
 
 UNKNOWN = st.dictionaries(st.sampled_from(["zz", "q_x", "Qqq", "0", "zz.top"]), st.integers(), max_size=3)
 
