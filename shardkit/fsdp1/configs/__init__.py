@@ -1,8 +1,7 @@
 """Configuration files of other tools, translated: ``from_config``.
 
-Read ``recognise`` (whose file is it), then one of the formats, ``accelerate``, ``transformers``, ``axolotl``, ``roll``,
-``lightning``, ``deepspeed`` or ``plain``, each of which makes a ``target`` of the keys that a ``reader`` gives it, and
-``build``, which makes a plan of a target and a model.
+``recognise`` says whose file it is. That format's tables answer for its keys, which a ``reader`` walks, and make a
+``target`` of them. ``build`` makes a plan of a target and a model, ``write`` a file or code.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch.nn as nn
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.build import build
-from shardkit.fsdp1.configs.files import load
-from shardkit.fsdp1.configs.reader import Reader
+from shardkit.fsdp1.configs.reader import Reader, load
 from shardkit.fsdp1.configs.recognise import FORMATS, recognise
 from shardkit.fsdp1.configs.target import Ranks, Reading
 from shardkit.fsdp1.translate.shard import Translation

@@ -7,162 +7,134 @@ its settings to accelerate and transformers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit.fsdp1.configs.axes import Axes, read_axes
-from shardkit.fsdp1.configs.axolotl_keys import is_elsewhere
-from shardkit.fsdp1.configs.keys import POLICIES, STATE_DICTS, STRATEGIES, VERSION, VERSION_ANSWER, Given, read_fsdp
-from shardkit.fsdp1.configs.reader import Reader
+from shardkit.fsdp1.configs.axes import CONTEXT, Axes, read_axes
+from shardkit.fsdp1.configs.keys import BY_CLASS, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
+from shardkit.fsdp1.configs.reader import NAMES, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
-from shardkit.fsdp1.configs.transformers import options, read_compile, read_precision
-from shardkit.fsdp1.configs.values import ANYTHING, BOOLEAN, NAMES, choice
-from shardkit.fsdp1.translate.strategy import parse_strategy
+from shardkit.fsdp1.configs.transformers import TRAINER, named_strategy, read_compile, read_precision, read_words
 
-AXES = {
+_FINAL = Key(
+    choice(("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
+    "noted: What is saved at the end: full_state_dict(model), or save_checkpoint for shards.",
+)
+_KEYS: Table = {  # from its schemas (0.16) and its examples
+    **TRAINER,
+    """
+    adam_* adapter alpha attention attn_implementation auto_resume_from_checkpoints base_model* batch_size beta
+    bnb_config_kwargs chat_template* cosine_* curriculum_* cut_cross_entropy dataloader_* dataset*
+    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug device device_map dpo_*
+    eager_attention early_stopping_patience embedding_lr eval* excess_length_strategy flash_* flex_* float32
+    gpu_memory* gptq gradient_accumulation_steps gradient_checkpointing_kwargs group_by* hf_use_auth_token hub_*
+    image_size include_tokens_per_second is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
+    jagged_* kto_* learning_rate liger_* load_best_model_at_end local_rank logging_steps lora* loss_* lr_* max_*
+    micro_batch_size min_sample_len mlflow_* model model_* neftune_noise_alpha noisy_embedding_alpha num_epochs
+    optim_args optim_target_modules orpo_* output_dir overrides_* pad_to_sequence_len peft_* plugins
+    pretraining_dataset process_reward_model processor_type profiler_steps push_dataset_to_hub random_init_weights
+    relora* remove_unused_columns report_to resume_* reward_model revision_of_model rl_* s2_attention sample_pack*
+    save_* saves_* sdp_attention seed sequence_len shuffle_* skip_prepare_dataset special_* streaming strict
+    test_datasets tokenizer_* tokens torchdistx_path train_on_inputs trainer_* trl trust_* type_of_model unfrozen_*
+    unsloth_cross_entropy_loss use_comet use_mlflow use_tensorboard use_wandb val_set_* vllm wandb_* warmup_*
+    weight_decay xformers_*
+    """: "elsewhere: It is about the model, the data or the training loop.",
+    "rl": "elsewhere: It is for the training loop.",
+    "ring_attn_func heads_k_stride": CONTEXT,
+    "fp8_enable_fsdp_float8_all_gather": "noted: torchao's Float8 weights gather in fp8 by themselves.",
+    "fp32_norms": switch(
+        "refused: Give shardkit by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(...float32...)) before the blocks, "
+        "so that norms are units of their own."
+    ),
+    "fp32_norm_classes": Key(NAMES, lambda names: f"noted: The classes of fp32_norms: {', '.join(names)}.", ()),
+    "fp8": given("refused: Convert layers with torchao before sharding.", "implied: Off."),
+    "qat": given("noted: Prepare it before sharding.", "implied: Off."),
+    "fsdp_version": VERSION,
+    "fsdp_final_state_dict_type": _FINAL,
+}
+_SECTION: Table = {"version": VERSION, "final_state_dict_type": _FINAL}
+_AXES = {
     "dp_shard": "dp_shard_size",
     "dp_replicate": "dp_replicate_size",
     "tp": "tensor_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_parallel_size",
 }
-_PREFERENCE = ("dpo", "kto", "orpo", "ipo")
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
     """The target of a whole file."""
     section = config.section("fsdp_config", prefix="fsdp_")
-    version = _version(config, section)
-    words = options(config, "fsdp")
+    values, inside = config.read(_KEYS), section.read(_SECTION)
+    version = _version(config, section, values["fsdp_version"], inside["version"])
+    words = read_words(config) or ()
     strategy = _strategy(config, words, section, version)
     axes = _axes(config, ranks, version)
-    _refusals(config, version)
-    given = Given(
-        version,
-        ranks,
-        read_precision(config, version),
-        strategy,
-        offload="offload" in (words or ()),
-        mesh=axes.mesh,
+    _quantized(config, version)
+    target = Target(
+        axes.mesh,
+        precision=read_precision(config, version),
+        offload="offload" in words,
         axes=axes.others,
-        root=True,  # axolotl hands reshard_after_forward to the root too
-        policy=POLICIES[0] if version == 2 or "auto_wrap" in (words or ()) else POLICIES[2],
         compile=read_compile(config),
     )
-    target = read_fsdp(section, given)
-    target = replace(target, state_dict_type=_final_state_dict(config, section) or target.state_dict_type)
-    for key in config:
-        if is_elsewhere(key):
-            config.note(key, "elsewhere", "It is about the model, the data or the training loop.")
-    return target
+    policy = BY_CLASS if version == 2 or "auto_wrap" in words else ROOT_ONLY
+    # axolotl hands reshard_after_forward to the root too.
+    target = read_fsdp(section, version, ranks, target, strategy, policy, root=True)
+    final = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}.get(
+        inside["final_state_dict_type"] or values["fsdp_final_state_dict_type"]
+    )
+    return replace(target, state_dict_type=final or target.state_dict_type)
 
 
-def _version(config: Reader, section: Reader) -> Literal[1, 2]:
+def _version(config: Reader, section: Reader, outside: str | None, inside: str | None) -> int:
     """Beside ``fsdp_config``, or in it; without one, of keys that only version 1 has."""
-    outside, inside = config.find("fsdp_version", VERSION), section.find("version", VERSION)
     if outside and inside and outside != inside:
         config.problem("fsdp_version", outside, f"fsdp_config says {inside}", "Leave one of them out")
-    config.note("fsdp_version", *VERSION_ANSWER)
-    section.note("version", *VERSION_ANSWER)
-    if outside or inside:
-        return 1 if (outside or inside) == "1" else 2
+    if version := outside or inside:
+        return int(version)
     old = config.raw("fsdp") or any(key in section for key in ("sharding_strategy", "use_orig_params"))
     return 1 if old or "reshard_after_forward" not in section else 2
 
 
-def _strategy(config: Reader, words: tuple[str, ...] | None, section: Reader, version: int) -> ShardingStrategy | None:
-    named = [word for word in words or () if word.upper() in STRATEGIES]
-    odd = [word for word in words or () if word not in (*named, "offload", "auto_wrap")]
-    if odd or len(named) > 1:
-        rule = f"It lists one of {', '.join(name.lower() for name in STRATEGIES)}, and offload and auto_wrap"
-        config.problem("fsdp", ", ".join(words or ()), rule, "Use full_shard and auto_wrap")
-        return None
-    strategy = parse_strategy(named[0]) if named else None
-    hybrid = strategy is not None and strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP")
-    if version == 2 and hybrid:
-        config.note("fsdp", "refused", f"Version 2 has no {named[0]}: give dp_shard_size and dp_replicate_size.")
-        return None
-    if section.raw("sharding_strategy") is not None and strategy is not None and version == 1:
-        config.note("fsdp", "noted", "fsdp_config.sharding_strategy goes before it.")
-        return None
-    sentence = STRATEGIES[strategy.name.lstrip("_")] if strategy else "It names no strategy."
-    config.note("fsdp", "mapped" if strategy else "noted", sentence)
+def _strategy(config: Reader, words: tuple[str, ...], section: Reader, version: int) -> ShardingStrategy | None:
+    strategy = named_strategy(config, words)
+    name = strategy.name.lstrip("_") if strategy else ""
+    if version == 2 and name not in ("", "FULL_SHARD", "SHARD_GRAD_OP"):
+        told = f"refused: Version 2 has no {name.lower()}: give dp_shard_size and dp_replicate_size."
+        strategy = None
+    elif strategy and version == 1 and section.raw("sharding_strategy") is not None:
+        told = "noted: fsdp_config.sharding_strategy goes before it."
+        strategy = None
+    else:
+        told = STRATEGIES[name] if strategy else "noted: It names no strategy."
+    config.note("fsdp", told)
     return strategy
 
 
 def _axes(config: Reader, ranks: Ranks, version: int) -> Axes:
-    axes = read_axes(config, ranks, AXES, "all", _context(config))
-    old = config.raw("sequence_parallel_degree")
-    if old not in (None, 1):
-        config.note("sequence_parallel_degree", "refused", "It is context_parallel_size since axolotl 0.12: say so.")
-    config.note("sequence_parallel_degree", "implied", "None.") if old in (None, 1) else None
-    config.note("ring_attn_func", "elsewhere", "It is for context parallelism, which is yours.")
-    config.note("heads_k_stride", "elsewhere", "It is for context parallelism, which is yours.")
+    """The sizes of a mesh; newer versions have ``context_parallel: {size: 8}`` beside ``context_parallel_size``."""
+    context = config.section("context_parallel")
+    axes = read_axes(config, ranks, _AXES, "all", context)
+    context.read({"*": CONTEXT})
+    old = config.raw("sequence_parallel_degree") not in (None, 1)
+    told = "refused: It is context_parallel_size since axolotl 0.12: say so."
+    config.note("sequence_parallel_degree", told if old else "implied: None.")
     if version == 1 and axes.given:
-        key = next((key for key in AXES.values() if config.raw(key) not in (None, 1)), "context_parallel")
+        key = next((key for key in _AXES.values() if config.raw(key) not in (None, 1)), "context_parallel")
         config.problem(key, "with fsdp_version 1", "Meshes of several axes are for version 2", "Say fsdp_version: 2")
     return axes
 
 
-def _context(config: Reader) -> Reader:
-    """``context_parallel: {size: 8}``, which newer versions have beside ``context_parallel_size``."""
-    section = config.section("context_parallel")
-    for key in section:
-        if key != "size":
-            section.note(key, "elsewhere", "It is for context parallelism, which is yours.")
-    return section
-
-
-def _refusals(config: Reader, version: int) -> None:
-    """What axolotl itself refuses, and other engines."""
-    quantized = [key for key in ("load_in_8bit", "load_in_4bit") if config.get(key, BOOLEAN, False)]
+def _quantized(config: Reader, version: int) -> None:
+    """Weights and optimizer states of few bits, some of which axolotl itself refuses."""
     preference = str(config.raw("rl") or "").lower()
-    for key in ("load_in_8bit", "load_in_4bit"):
-        if key not in quantized:
-            config.note(key, "implied", "Off.")
-        elif version == 2 and preference in _PREFERENCE:
-            sentence = (
-                f"Version 2 cannot train quantized weights with rl: {preference}, which also needs a frozen copy."
-            )
-            config.note(key, "refused", sentence)
-        else:
-            sentence = "Quantized weights are not floating-point: pass them as ignored_params, or they are refused."
-            config.note(key, "noted", sentence)
-    config.note("rl", "elsewhere", "It is for the training loop.")
-    optimizer = str(config.raw("optimizer") or "")
-    broken = version == 2 and optimizer in ("adamw_8bit", "adamw_bnb_8bit")
-    sentence = "bitsandbytes' kernels do not take DTensors. Use adamw_torch_8bit."
-    config.note("optimizer", "refused" if broken else "elsewhere", sentence if broken else "Built after sharding.")
-    _norms(config)
-    deepspeed = config.raw("deepspeed")
-    told = "Translate that DeepSpeed configuration instead; one model has one engine."
-    config.note("deepspeed", "refused" if deepspeed else "implied", told if deepspeed else "None.")
-    for key, what in (("fp8", "Convert layers with torchao before sharding."), ("qat", "Prepare it before sharding.")):
-        on = config.raw(key) not in (None, False)
-        config.note(key, "refused" if on and key == "fp8" else "noted" if on else "implied", what if on else "Off.")
-    config.note("fp8_enable_fsdp_float8_all_gather", "noted", "torchao's Float8 weights gather in fp8 by themselves.")
-    checkpointing = config.raw("gradient_checkpointing") not in (None, False)
-    told = "The model recomputes by itself. Under FSDP use fsdp_config.activation_checkpointing instead."
-    config.note("gradient_checkpointing", "noted" if checkpointing else "implied", told if checkpointing else "Off.")
-
-
-def _norms(config: Reader) -> None:
-    wanted = config.get("fp32_norms", BOOLEAN, False)
-    classes = config.find("fp32_norm_classes", NAMES)
-    sentence = (
-        "Give shardkit by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(...float32...)) before the blocks, so that "
-        "norms are units of their own."
-    )
-    config.note("fp32_norms", "refused" if wanted else "implied", sentence if wanted else "Off.")
-    config.note("fp32_norm_classes", "noted", f"The classes of fp32_norms: {', '.join(classes or ())}.")
-
-
-def _final_state_dict(config: Reader, section: Reader) -> str | None:
-    found = None
-    for reader, key in ((section, "final_state_dict_type"), (config, "fsdp_final_state_dict_type")):
-        kind = reader.find(key, choice(*STATE_DICTS))
-        reader.note(key, "noted", "What is saved at the end: full_state_dict(model), or save_checkpoint for shards.")
-        found = found or {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}.get(kind or "")
-    config.find("fsdp_final_state_dict_type", ANYTHING)
-    return found
+    told = "noted: Quantized weights are not floating-point: pass them as ignored_params, or they are refused."
+    if version == 2 and preference in ("dpo", "kto", "orpo", "ipo"):
+        told = (
+            f"refused: Version 2 cannot train quantized weights with rl: {preference}, which also needs a frozen copy."
+        )
+    config.read(dict.fromkeys(("load_in_8bit", "load_in_4bit"), switch(told)))
+    broken = version == 2 and str(config.raw("optimizer")) in ("adamw_8bit", "adamw_bnb_8bit")
+    told = "refused: bitsandbytes' kernels do not take DTensors. Use adamw_torch_8bit."
+    config.note("optimizer", told if broken else "elsewhere: Built after sharding.")

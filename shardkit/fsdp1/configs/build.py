@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.configs.target import Ranks, Target, Wrap
+from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
@@ -36,47 +35,36 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
         PlanError: the model cannot be sharded so.
     """
     if target.mesh is None:
-        raise TranslationError(
-            message(
-                "world_size",
-                "neither the configuration nor an argument says how many ranks there are",
-                "A plan is made for a number of ranks",
-                "Pass world_size=8, or --world 8",
-            )
-        )
+        problem = "neither the configuration nor an argument says how many ranks there are"
+        rule = "A plan is made for a number of ranks"
+        raise TranslationError(message("world_size", problem, rule, "Pass world_size=8, or --world 8"))
     if target.fsdp1 is None:
         return _of_fsdp2(target, model, notes)
-    return _of_fsdp1(target, model, notes, ranks)
-
-
-def _of_fsdp1(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Ranks) -> Translation:
-    """By FSDP1's own arguments, so that units, dtypes and buffers are as FSDP1 has them."""
-    assert target.fsdp1 is not None
-    assert target.mesh is not None
+    # By FSDP1's own arguments, so that units, dtypes and buffers are as FSDP1 has them.
     precision = target.precision
+    mixed = MixedPrecision(precision.param, precision.reduce, precision.buffer) if precision != Precision() else None
     arguments: dict[str, Any] = {
         "auto_wrap_policy": _policy(target.wrap, model),
         "cpu_offload": CPUOffload(offload_params=True) if target.offload else None,
-        "mixed_precision": None
-        if precision.param is precision.reduce is precision.buffer is None
-        else MixedPrecision(precision.param, precision.reduce, precision.buffer),
+        "mixed_precision": mixed,
         **target.fsdp1,
     }
     per_node = target.mesh.shard_size if target.mesh.replicates and target.mesh.shard_size > 1 else ranks.per_node
     made = translate_fsdp1(model, **arguments, world_size=target.mesh.size, ranks_per_node=per_node)
     more = tuple(note for note in made.notes if note.fate == "noted" and note.argument not in arguments)
-    plan = _with_blocks(made.plan, model, target)
-    return replace(made, plan=plan, notes=(*notes, *more))
+    return replace(made, plan=_with_blocks(made.plan, model, target), notes=(*notes, *more))
 
 
 def _of_fsdp2(target: Target, model: nn.Module, notes: tuple[Note, ...]) -> Translation:
+    reshard = target.reshard_after_forward
     plan = plan_model(
         model,
         units=_rules(target, model),
         mesh=target.mesh,
-        reshard_after_forward=_reshard(target),
+        # None lets the default rule keep what backward needs at once.
+        reshard_after_forward=None if target.wrap.by == "default" and reshard is True else reshard,
         mp_policy=mp_policy(target),
-        offload_policy=offload_policy(target),
+        offload_policy=_offload_policy(target),
         checkpoint_activations=target.checkpoint_activations,
         compile=target.compile,
         prefetch=target.prefetch,
@@ -93,64 +81,44 @@ def mp_policy(target: Target) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
 
 
-def offload_policy(target: Target) -> OffloadPolicy:
-    """torch's policy for a target, which pins where there is an accelerator unless it is told not to."""
-    if not target.offload:
-        return OffloadPolicy()
-    there = accelerator() != "cpu"
-    return CPUOffloadPolicy(pin_memory=there if target.pin_memory is None else target.pin_memory and there)
-
-
-def _reshard(target: Target) -> bool | int | None:
-    """None lets the default rule keep what backward needs at once; named units have the one that was asked for."""
-    return (
-        None if target.wrap.by == "default" and target.reshard_after_forward is True else target.reshard_after_forward
-    )
+def _offload_policy(target: Target) -> OffloadPolicy:
+    """torch's policy, which pins where there is an accelerator unless it is told not to."""
+    pin = target.pin_memory is not False and accelerator() != "cpu"
+    return CPUOffloadPolicy(pin_memory=pin) if target.offload else OffloadPolicy()
 
 
 def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
     wrap = target.wrap
     if wrap.by == "default":
         return None
-    rules: list[Rule] = []
-    if wrap.embeddings:
-        rules.append(by_name(_embedding(model)))
-    if wrap.head:
-        rules.append(by_name(_head(model)))
-    if wrap.by in ("classes", "declared"):
-        rules.append(by_class(*classes_of(wrap, model)))
-    elif wrap.by == "size":
+    rules: list[Rule] = [by_name(_embedding(model))] if wrap.embeddings else []
+    rules += [by_name(_head(model))] if wrap.head else []
+    if wrap.by == "size":
         rules.append(by_size(wrap.min_num_params))
+    elif wrap.by != "root":
+        rules.append(by_class(*_classes_of(wrap, model)))
     return [*rules, by_name("", reshard_after_forward=target.root_reshards)]
 
 
-def classes_of(wrap: Wrap, model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of a model that a wrap names or the model declares.
-
-    Raises:
-        TranslationError: the model has no module of a class that is named, or of any that it declares.
-    """
+def _classes_of(wrap: Wrap, model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes of a model that a wrap names or the model declares."""
     there = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wrap.classes if name not in there]
     declared = tuple(getattr(model, "_no_split_modules", None) or ()) if wrap.by == "declared" else ()
     found = dict.fromkeys(there[name] for name in (*declared, *wrap.classes) if name in there)
     if missing or not found:
         what = f"{listing(missing)} not in the model" if missing else "the model declares no blocks that it has"
-        raise TranslationError(
-            message(
-                "transformer_layer_cls_to_wrap",
-                what,
-                f"Its classes are {listing(sorted(there))}",
-                "Name those of the repeated blocks",
-            )
-        )
+        rule, fix = f"Its classes are {listing(sorted(there))}", "Name those of the repeated blocks"
+        raise TranslationError(message("transformer_layer_cls_to_wrap", what, rule, fix))
     return tuple(found)
 
 
 def _policy(wrap: Wrap, model: nn.Module) -> Any:
     """FSDP1's auto_wrap_policy."""
+    if wrap.policy is not None:
+        return wrap.policy
     if wrap.by in ("classes", "declared"):
-        return set(classes_of(wrap, model))
+        return set(_classes_of(wrap, model))
     if wrap.by == "size":
         return functools.partial(size_based_auto_wrap_policy, min_num_params=wrap.min_num_params)
     return None
@@ -158,15 +126,14 @@ def _policy(wrap: Wrap, model: nn.Module) -> Any:
 
 def _with_blocks(plan: ShardingPlan, model: nn.Module, target: Target) -> ShardingPlan:
     """The plan with the settings of blocks and of the whole that FSDP1's arguments do not have."""
-    modules = dict(model.named_modules())
 
     def settled(unit: ShardUnit) -> ShardUnit:
-        block = unit.modules != ("",) and any(True for fqn in unit.modules for _ in modules[fqn].children())
+        block = unit.modules != ("",) and any([*model.get_submodule(fqn).children()] for fqn in unit.modules)
         return replace(
             unit,
             checkpoint_activations=block and target.checkpoint_activations,
             compile=block and target.compile,
-            offload_policy=offload_policy(target) if unit.offloads else unit.offload_policy,
+            offload_policy=_offload_policy(target) if unit.offloads else unit.offload_policy,
         )
 
     return replace(plan, units=tuple(map(settled, plan.units)))
@@ -174,37 +141,29 @@ def _with_blocks(plan: ShardingPlan, model: nn.Module, target: Target) -> Shardi
 
 def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     """The plan in which the units of a vision encoder take their inputs as they are."""
-    towers = tuple(_vision(model))
+    names = ("visual", "vision_tower", "vision_model", "vision_encoder")  # of transformers' models, and of others
+    towers = tuple(f"{fqn}." for fqn, _ in model.named_modules() if fqn.rpartition(".")[2] in names)
 
     def settled(unit: ShardUnit) -> ShardUnit:
-        inside = all(fqn.startswith(towers) for fqn in unit.modules) if towers else False
+        inside = all(fqn.startswith(towers) for fqn in unit.modules)
         return replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False)) if inside else unit
 
     return replace(plan, units=tuple(map(settled, plan.units)))
 
 
-def _vision(model: nn.Module) -> Iterable[str]:
-    """The FQNs of what transformers calls vision towers, and other models visual encoders."""
-    for fqn, _ in model.named_modules():
-        if fqn.rpartition(".")[2] in ("visual", "vision_tower", "vision_model", "vision_encoder"):
-            yield f"{fqn}."
-
-
 def _embedding(model: nn.Module) -> str:
-    found = getattr(model, "get_input_embeddings", lambda: None)()
-    names = [fqn for fqn, module in model.named_modules() if module is found] if found is not None else []
-    names = names or [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return names[0] if names else _none(model, "wrap_embeddings", "nn.Embedding")
+    named = getattr(model, "get_input_embeddings", lambda: None)()
+    own = [fqn for fqn, module in model.named_modules() if module is named]
+    found = own or [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return found[0] if found else _none(model, "wrap_embeddings", "nn.Embedding")
 
 
 def _head(model: nn.Module) -> str:
     names = [fqn for fqn, _ in model.named_modules()]
-    named = [fqn for head in ("lm_head", "head") for fqn in names if fqn.rpartition(".")[2] == head]
-    return named[0] if named else _none(model, "wrap_lm_output", "lm_head")
+    found = [fqn for head in ("lm_head", "head") for fqn in names if fqn.rpartition(".")[2] == head]
+    return found[0] if found else _none(model, "wrap_lm_output", "lm_head")
 
 
 def _none(model: nn.Module, key: str, what: str) -> str:
-    names = [name for name, _ in model.named_children()]
-    raise TranslationError(
-        message(key, f"the model has no {what}", f"Its children are {listing(names)}", f"Leave {key} out")
-    )
+    rule = f"Its children are {listing(name for name, _ in model.named_children())}"
+    raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))

@@ -3,58 +3,66 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch.distributed.fsdp import MixedPrecision
 
-from shardkit.fsdp1.configs.accelerate import told_ranks
-from shardkit.fsdp1.configs.keys import POLICIES, Given, read_fsdp
-from shardkit.fsdp1.configs.mixed import precision_of, read_mixed_precision
-from shardkit.fsdp1.configs.reader import Reader
-from shardkit.fsdp1.configs.target import Ranks, Target
-from shardkit.fsdp1.configs.values import BOOLEAN, DTYPE, NAMES, NUMBER, RANKS
+from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, read_fsdp
+from shardkit.fsdp1.configs.reader import DTYPE, NAMES, NUMBER, RANKS, Key, Reader, Table, switch
+from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 
 _NODE = ("ranks_per_node", "gpus_per_node", "nproc_per_node", "num_gpus_per_node", "local_world_size")
-_WORDS = """
-batch_size data dataset dropout epochs gradient_accumulation_steps learning_rate log_dir lr max_steps model model_name
-num_epochs num_workers optimizer output_dir save_dir scheduler seed weight_decay
-"""
-_LOOP = frozenset(_WORDS.split())
+_KEYS: Table = {
+    "fsdp": switch(
+        "mapped: FSDP1, with its other arguments beside it.", "refused: It is off, so there is no sharding.", True
+    ),
+    """
+    batch_size data dataset dropout epochs gradient_accumulation_steps learning_rate log_dir lr max_steps model
+    model_name num_epochs num_workers optimizer output_dir save_dir scheduler seed weight_decay
+    """: "elsewhere: It is for the training loop.",
+}
+_DEFAULT = "implied: FSDP1's default."
+_CASTS = "mapped: MixedPrecisionPolicy(cast_forward_inputs=...), unit by unit."
+_MIXED: Table = {
+    "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype=...)."),
+    "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype=...)."),
+    "buffer_dtype": Key(DTYPE, "mapped: Once before the first forward."),
+    "keep_low_precision_grads": switch("refused: FSDP2 gives gradients the parameters' dtype. Leave it out.", _DEFAULT),
+    "cast_forward_inputs": switch(_CASTS, _DEFAULT),
+    "cast_root_forward_inputs": switch(_DEFAULT, _CASTS, True),
+}
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
     """The target of a whole file."""
-    on = config.get("fsdp", BOOLEAN, True)
-    sentence = "FSDP1, with its other arguments beside it." if on else "It is off, so there is no sharding."
-    config.note("fsdp", "mapped" if on else "refused", sentence)
-    classes = config.find("transformer_layer_cls_to_wrap", NAMES)
-    least = config.get("min_num_params", NUMBER, 0)
-    policy = POLICIES[0] if classes else POLICIES[1] if least else POLICIES[2]
+    config.read(_KEYS)
     mixed = _mixed_precision(config)
-    given = Given(1, _ranks(config, ranks), precision_of(mixed), policy=policy)
-    target = read_fsdp(config, given)
-    for key in config:
-        if key in _LOOP:
-            config.note(key, "elsewhere", "It is for the training loop.")
-    return with_fsdp1s_defaults(config, target, mixed)
+    by_size = BY_SIZE if config.get("min_num_params", NUMBER, 0) else ROOT_ONLY
+    policy = BY_CLASS if config.get("transformer_layer_cls_to_wrap", NAMES) else by_size
+    world: int | None = config.get("world_size", RANKS)
+    config.note("world_size", ranks.told(world))
+    per_node = ranks.per_node
+    for key in _NODE:
+        config.note(key, ranks.told_of_a_node(config.get(key, RANKS)))
+        per_node = per_node or config.get(key, RANKS)
+    return read_as_fsdp1(config, Ranks(ranks.world_size or world, per_node), mixed, Target(None), policy)
 
 
-def with_fsdp1s_defaults(config: Reader, target: Target, mixed: MixedPrecision | None) -> Target:
-    """The target with the defaults of FSDP1's own arguments, where accelerate has others."""
-    sync = target.sync_module_states if "sync_module_states" in config else False
-    casts = mixed is not None and mixed.cast_forward_inputs
+def read_as_fsdp1(
+    config: Reader, ranks: Ranks, mixed: MixedPrecision | None, target: Target, policy: str | None = None
+) -> Target:
+    """``read_fsdp`` with the defaults of FSDP1's own arguments, where accelerate has others."""
+    target = read_fsdp(config, 1, ranks, replace(target, precision=precision_of(mixed)), policy=policy)
+    sync = target.sync_module_states and "sync_module_states" in config
     arguments = {**(target.fsdp1 or {}), "sync_module_states": sync, "mixed_precision": mixed}
+    casts = mixed is not None and mixed.cast_forward_inputs
     return replace(target, sync_module_states=sync, fsdp1=arguments, casts="all" if casts else "root")
 
 
-def _ranks(config: Reader, ranks: Ranks) -> Ranks:
-    world = config.find("world_size", RANKS)
-    config.note("world_size", *told_ranks("ranks in all", world, ranks.world_size))
-    per_node = None
-    for key in _NODE:
-        found = config.find(key, RANKS)
-        config.note(key, *told_ranks("ranks of a node", found, ranks.per_node))
-        per_node = per_node or found
-    return Ranks(ranks.world_size or world, ranks.per_node or per_node)
+def precision_of(mixed: MixedPrecision | None) -> Precision:
+    """The dtypes of torch's object."""
+    return Precision(mixed.param_dtype, mixed.reduce_dtype, None, mixed.buffer_dtype) if mixed else Precision()
 
 
 def _mixed_precision(config: Reader) -> MixedPrecision | None:
@@ -62,8 +70,14 @@ def _mixed_precision(config: Reader) -> MixedPrecision | None:
     value = config.raw("mixed_precision")
     if isinstance(value, dict):
         return read_mixed_precision(config.section("mixed_precision"))
-    off = value in (None, False, "no", "none")
-    dtype = None if off else config.find("mixed_precision", DTYPE)
-    sentence = f"MixedPrecisionPolicy with {dtype} for parameters, gradients and buffers." if dtype else "None."
-    config.note("mixed_precision", "mapped", sentence)
+    dtype = None if value in (False, "no", "none") else config.get("mixed_precision", DTYPE)
+    told = f"MixedPrecisionPolicy with {dtype} for parameters, gradients and buffers." if dtype else "None."
+    config.note("mixed_precision", f"mapped: {told}")
     return read_mixed_precision(config, dtype)
+
+
+def read_mixed_precision(section: Reader, default: torch.dtype | None = None) -> MixedPrecision | None:
+    """FSDP1's ``MixedPrecision`` as a section writes it; ``default`` is the dtype of the three that are not given."""
+    values: dict[str, Any] = {key: default if value is None else value for key, value in section.read(_MIXED).items()}
+    given = any(isinstance(value, torch.dtype) for value in values.values())
+    return MixedPrecision(**{**values, "keep_low_precision_grads": False}) if given else None

@@ -1,55 +1,139 @@
-"""Reading a configuration so that every key of it is answered for, exactly once."""
+"""Reading a configuration: its file, kinds of values, and tables that answer for every key of it, exactly once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.configs.values import Kind, short
 from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
 
-T = TypeVar("T")
-Answers: TypeAlias = Mapping[str, tuple[Fate, str]]
+_FALSE = ("false", "no", "off", "0")
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(_FALSE, False)
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp64", "float64"), torch.float64),
+}
 
 
-@dataclass
-class Ledger:
-    """What all readers of one configuration write into."""
+class Kind(NamedTuple):
+    """A kind of value: what it takes, one that it takes, and what makes it Python's; others raise ValueError."""
 
-    notes: list[Note] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    rule: str
+    fix: str
+    parse: Callable[[Any], Any]
+
+
+def choice(names: Iterable[str], numbered: bool = False) -> Kind:
+    """One of ``names`` in any case; where ``numbered`` also its place among them, from 1, as accelerate asks for it."""
+    names = tuple(names)
+    by_text = {name.lower(): name for name in names}
+    by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
+    places = f", or their number from 1 to {len(names)}" if numbered else ""
+    # Of an enum's member the name alone.
+    parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())
+    return Kind(f"It is one of {', '.join(names)}{places}", f"Use {names[0]}", parse)
+
+
+def _lookup(table: Mapping[str, Any], text: Callable[[Any], str]) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if text(value) not in table:
+            raise ValueError
+        return table[text(value)]
+
+    return parse
+
+
+def _integer(value: Any, least: int = 0) -> int:
+    number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
+    if number < least or not number.is_integer():  # YAML reads 1e8 as text
+        raise ValueError
+    return int(number)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple, set, frozenset)) or not all(isinstance(item, str) for item in items):
+        raise ValueError
+    names = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
+    if not names:
+        raise ValueError
+    return names
+
+
+BOOLEAN = Kind("It is true or false", "Use true", _lookup(_BOOLEANS, lambda value: str(value).strip().lower()))
+NUMBER = Kind("It is a whole number, 0 or more", "Use 100000000", _integer)
+RANKS = Kind("It is a number of ranks, at least 1", "Use 8", lambda value: _integer(value, 1))
+DTYPE = Kind(
+    f"It is a dtype: {', '.join(_DTYPES)}",
+    "Use bf16",
+    _lookup(_DTYPES, lambda value: str(value).lower().removeprefix("torch.")),
+)
+NAMES = Kind("It is a name, names with commas between them, or a list of names", "Use LlamaDecoderLayer", _names)
+GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
+# A switch, or a section that is one as soon as it has a key.
+SWITCH = BOOLEAN._replace(parse=lambda value: bool(value) if isinstance(value, dict) else BOOLEAN.parse(value))
+
+# An answer is "fate: sentence", where {} stands for the value.
+Answer: TypeAlias = str
+Table: TypeAlias = Mapping[str, "Key | Answer"]
+
+
+class Key(NamedTuple):
+    """What a table says of a key: its kind of value; the answer, one for each value, or what makes one; its default."""
+
+    kind: Kind
+    answers: Answer | Mapping[Any, Answer] | Callable[[Any], Answer]
+    default: Any = None
+
+
+def one_of(answers: Mapping[str, Answer], default: str, numbered: bool = False) -> Key:
+    """A key that takes a few names, each with its answer."""
+    return Key(choice(answers, numbered), answers, default)
+
+
+def switch(on: Answer, off: Answer = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
+    """A key that is true or false."""
+    return Key(kind, {True: on, False: off}, default)
+
+
+def given(on: Answer, off: Answer = "implied: None.") -> Key:
+    """A key of which only matters whether it is set."""
+    return switch(on, off, kind=GIVEN)
+
+
+def several(on: Answer, off: Answer = "implied: None.", kind: Kind = RANKS) -> Key:
+    """A size, of which only matters whether it is more than 1."""
+    return Key(kind, lambda size: on if size > 1 else off, 1)
 
 
 class Reader:
     """The keys of one section of a configuration.
 
-    A format asks for the keys it knows with ``get``, answers for each with ``note``, and calls ``finish``, which
-    lists the rest as unknown. What is wrong with a value is collected and raised by ``finish`` of the whole.
-
-    Attributes:
-        path: where the section is, ``""`` for the whole.
-        ledger: the notes and problems so far, of the whole configuration.
+    A format reads the keys that it knows, by a table or one by one, and answers for each. What is wrong with a value is
+    collected, and ``finish`` raises all of it. Keys that nothing has answered for are unknown.
     """
 
-    def __init__(self, section: Mapping[Any, Any], path: str = "", prefix: str = "") -> None:
-        """
-        Args:
-            section: the keys and their values.
-            path: where the section is, ``""`` for the whole.
-            prefix: what its keys may start with and need not, as in ``fsdp_offload_params``.
-        """
-        self.path = path
+    def __init__(
+        self, section: Mapping[Any, Any], path: str = "", prefix: str = "", problems: list[str] | None = None
+    ) -> None:
+        """Of a section at ``path``, whose keys may start with ``prefix``, as in ``fsdp_offload_params``."""
+        self._path = path
         self._values = {str(key): value for key, value in section.items()}
         self._prefix = prefix
-        self.ledger = Ledger()
+        self._problems = [] if problems is None else problems
         self._asked: dict[str, None] = {}
-        self._answered: set[str] = set()
-        self._wrong: set[str] = set()
-        self._sections: list[Reader] = []
+        self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
+        self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
         self._beside: list[Reader] = []
 
     def __contains__(self, key: str) -> bool:
@@ -59,17 +143,12 @@ class Reader:
         """The keys as they are written."""
         return iter(self._values)
 
-    def where(self, key: str) -> str:
-        """The key's place in the whole configuration, as notes and errors name it."""
-        spelling = self._spelling(key) or key
-        return f"{self.path}.{spelling}" if self.path else spelling
-
     def raw(self, key: str) -> Any:
         """What the file says, None where it has no such key."""
         spelling = self._spelling(key)
         return None if spelling is None else self._values[spelling]
 
-    def get(self, key: str, kind: Kind[T], default: T) -> T:
+    def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """The value of a key, or ``default`` where it is absent, null, or not of its kind, which is a problem."""
         value = self.raw(key)
         if value is None:
@@ -80,54 +159,63 @@ class Reader:
             self.problem(key, repr(value), kind.rule, kind.fix)
             return default
 
-    def find(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of a key, or None where it is absent, null or not of its kind."""
-        return None if self.raw(key) is None else self.get(key, kind, None)
+    def take(self, key: str, row: Key) -> Any:
+        """The value of a key, which is answered for as the table says."""
+        value, answers = self.get(key, row.kind, row.default), row.answers
+        if callable(answers):
+            self.note(key, answers(value))
+        else:
+            shown = " and ".join(value) if isinstance(value, tuple) else value
+            self.note(key, (answers if isinstance(answers, str) else answers[value]).format(shown))
+        return value
 
-    def note(self, key: str, fate: Fate, sentence: str) -> None:
+    def read(self, table: Table) -> dict[str, Any]:
+        """Answers for all keys of a table, and gives the values of those that have a kind.
+
+        A line of a table is for one word or several. What ends in ``*`` is the beginning of keys that nothing else
+        answers for.
+        """
+        rows = [(word, row) for words, row in table.items() for word in words.split()]
+        for word, row in rows:
+            if isinstance(row, str) and word.endswith("*"):
+                self._beginnings[word[:-1]] = row
+            elif isinstance(row, str):
+                self.note(word, row)
+        return {word: self.take(word, row) for word, row in rows if isinstance(row, Key)}
+
+    def note(self, key: str, answer: Answer) -> None:
         """Answer for a key; nothing where it is absent or already a problem."""
         spelling = self._spelling(key)
-        if spelling is None or spelling in self._wrong:
+        if spelling is None or self._answers.get(spelling, ...) is None:
             return
-        assert spelling not in self._answered, f"{self.where(key)} is answered for twice"
-        self._answered.add(spelling)
-        self.ledger.notes.append(Note(self.where(key), short(self._values[spelling]), fate, sentence))
-
-    def settle(self, answers: Answers) -> None:
-        """Answer for the keys whose answer does not depend on their value."""
-        for key, (fate, sentence) in answers.items():
-            self.note(key, fate, sentence)
+        self._answer(spelling, self._noted(spelling, answer))
 
     def section(self, key: str, prefix: str = "") -> Reader:
         """The keys below ``key``; an empty reader where there is no such section or nothing in it."""
         value = self.raw(key)
         filled = isinstance(value, Mapping) and len(value) > 0
-        inner = Reader(value if filled else {}, self.where(key), prefix)
-        inner.ledger = self.ledger
+        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self._problems)
         if filled:
-            self._answered.add(self._spelling(key) or key)
-            self._sections.append(inner)
+            self._answer(self._spelling(key) or key, inner)
         elif value is None or isinstance(value, Mapping):
-            self.note(key, "elsewhere", "It is empty.")
+            self.note(key, "elsewhere: It is empty.")
         else:
             self.problem(key, repr(value), "It is a section of keys and values", "Indent its keys below it")
         return inner
 
     def beside(self, values: Mapping[Any, Any], path: str, prefix: str = "") -> Reader:
         """A reader of keys that stand in a file of their own, answered for with these."""
-        other = Reader(values, path, prefix)
-        other.ledger = self.ledger
-        self._beside.append(other)
-        return other
+        self._beside.append(Reader(values, path, prefix, self._problems))
+        return self._beside[-1]
 
     def problem(self, key: str, problem: str, rule: str, fix: str) -> None:
         """Record what ``finish`` will raise; it answers for the key."""
-        self._wrong.add(self._spelling(key) or key)
-        self.ledger.problems.append(message(self.where(key), problem, rule, fix))
+        self._answers[self._spelling(key) or key] = None
+        self._problems.append(message(self._place(self._spelling(key) or key), problem, rule, fix))
 
     def trouble(self, error: TranslationError) -> None:
         """Record an error that is not of one value; ``finish`` raises it."""
-        self.ledger.problems.append(str(error))
+        self._problems.append(str(error))
 
     def finish(self) -> tuple[Note, ...]:
         """A note for every key, in the order of the file.
@@ -135,53 +223,87 @@ class Reader:
         Raises:
             TranslationError: everything that is wrong with the values, at once.
         """
-        self.list_unknown()
-        if self.ledger.problems:
-            raise TranslationError("\n".join(dict.fromkeys(self.ledger.problems)))
-        places = {path: place for place, path in enumerate(self.paths())}
-        return tuple(sorted(self.ledger.notes, key=lambda note: places[note.argument]))
+        notes = tuple(self._notes())
+        if self._problems:
+            raise TranslationError("\n".join(dict.fromkeys(self._problems)))
+        return notes
 
-    def paths(self) -> Iterator[str]:
-        """The places of all keys, in the order of the file; a section that was entered gives those of its keys."""
-        entered = {section.path: section for section in self._sections}
-        for key in self._values:
-            path = f"{self.path}.{key}" if self.path else key
-            if path in entered:
-                yield from entered[path].paths()
-            else:
-                yield path
-        for other in self._beside:
-            yield from other.paths()
-
-    def list_unknown(self) -> None:
-        """A note for each key here and below that nothing answered for."""
+    def _notes(self) -> Iterator[Note]:
         absent = [key for key in self._asked if self._spelling(key) is None]
         for key in self._values:
-            if key not in self._answered | self._wrong:
+            answer = self._answers.get(key, ...)
+            if isinstance(answer, Reader):
+                yield from answer._notes()
+            elif isinstance(answer, Note):
+                yield answer
+            elif answer is ...:
                 near = get_close_matches(key.removeprefix(self._prefix), absent, n=1)
                 hint = f" Is it {near[0]}?" if near else ""
-                path = f"{self.path}.{key}" if self.path else key
-                sentence = f"No key that shardkit knows here; nothing was done with it.{hint}"
-                self.ledger.notes.append(Note(path, short(self._values[key]), "unknown", sentence))
-        for section in (*self._sections, *self._beside):
-            section.list_unknown()
+                unknown = f"unknown: No key that shardkit knows here; nothing was done with it.{hint}"
+                begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
+                yield self._noted(key, next(begun, unknown))
+        for other in self._beside:
+            yield from other._notes()
+
+    def _noted(self, spelling: str, answer: Answer) -> Note:
+        fate, _, sentence = answer.partition(": ")
+        value = self._values[spelling]
+        text = value if isinstance(value, str) else repr(value)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        return Note(self._place(spelling), text, cast(Fate, fate), sentence)
+
+    def _answer(self, spelling: str, answer: Note | Reader) -> None:
+        assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"
+        self._answers[spelling] = answer
+
+    def _place(self, spelling: str) -> str:
+        """Where a key is in the whole configuration, as notes and errors name it."""
+        return f"{self._path}.{spelling}" if self._path else spelling
 
     def _spelling(self, key: str) -> str | None:
         """The key as it is written, with the prefix or without; both at once is a problem."""
         self._asked[key] = None
         with_prefix = f"{self._prefix}{key}"
-        if key in self._values and self._prefix and with_prefix in self._values:
-            self._twice(key, with_prefix)
+        if self._prefix and key in self._values and with_prefix in self._values and with_prefix not in self._answers:
+            self._answers[with_prefix] = None
+            rule = "Both are the same key, and which one wins differs between versions"
+            subject, fix = self._place(with_prefix), "Leave one of them out"
+            self._problems.append(message(subject, f"given as {key} too", rule, fix))
         return key if key in self._values else with_prefix if with_prefix in self._values else None
 
-    def _twice(self, key: str, with_prefix: str) -> None:
-        if with_prefix not in self._wrong:
-            self._wrong.add(with_prefix)
-            self.ledger.problems.append(
-                message(
-                    f"{self.path}.{with_prefix}".lstrip("."),
-                    f"given as {key} too",
-                    "Both are the same key, and which one wins differs between versions",
-                    "Leave one of them out",
-                )
-            )
+
+def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    """The keys and values of a file.
+
+    Raises:
+        TranslationError: it cannot be read, is neither JSON nor YAML, holds no keys, or is YAML without PyYAML.
+    """
+    file = Path(path)
+    try:
+        found = _parse(file, file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give the path of a file")) from None
+    if not isinstance(found, Mapping):
+        held = type(found).__name__ if found is not None else "nothing"
+        rule = "A configuration is keys and values"
+        raise TranslationError(
+            message(str(file), f"holds {held}", rule, "Give the file that the training script reads")
+        )
+    return found
+
+
+def _parse(file: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        if file.suffix == ".json":
+            raise TranslationError(message(str(file), f"is no JSON: {error}", "", "Mend it")) from None
+    try:
+        import yaml
+    except ImportError:
+        problem, rule = "is no JSON, and PyYAML is not installed", "YAML needs PyYAML, which shardkit does not"
+        raise TranslationError(message(str(file), problem, rule, "pip install pyyaml, or give JSON")) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TranslationError(message(str(file), f"is no YAML: {error}", "", "Mend it")) from None

@@ -14,22 +14,16 @@ from shardkit.plan import MeshSpec
 
 @dataclass(frozen=True)
 class Wrap:
-    """Which modules become units, besides the root.
+    """Which modules become units, besides the root."""
 
-    Attributes:
-        by: ``"classes"`` that it names, those that the model has ``"declared"`` (``_no_split_modules``), modules of
-            a ``"size"``, the ``"default"`` rule of shardkit, or none but the ``"root"``.
-        classes: class names, for ``"classes"``, or beside the declared ones.
-        min_num_params: elements, for ``"size"``.
-        embeddings: whether input embeddings are units too.
-        head: whether the output head is one too.
-    """
-
+    # "classes" that are named, those that the model has "declared" (_no_split_modules), modules of a "size", the
+    # "default" rule of shardkit, or none but the "root".
     by: Literal["classes", "declared", "size", "default", "root"]
-    classes: tuple[str, ...] = ()
-    min_num_params: int = 0
-    embeddings: bool = False
-    head: bool = False
+    classes: tuple[str, ...] = ()  # names, also beside the declared ones
+    min_num_params: int = 0  # elements
+    embeddings: bool = False  # whether input embeddings are units too
+    head: bool = False  # whether the output head is one too
+    policy: Any = None  # FSDP1's auto_wrap_policy, where it is given as an object
 
 
 @dataclass(frozen=True)
@@ -41,46 +35,34 @@ class Precision:
     output: torch.dtype | None = None
     buffer: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, dtype: torch.dtype | None, version: int) -> Precision:
+        """accelerate computes, reduces and returns in a dtype, and in version 1 of FSDP casts buffers instead."""
+        return cls(dtype, dtype, dtype if version == 2 else None, dtype if version == 1 else None)
+
 
 @dataclass(frozen=True)
 class Target:
-    """An FSDP2 configuration: all of a plan that does not depend on the model.
+    """An FSDP2 configuration: all of a plan that does not depend on the model."""
 
-    Attributes:
-        mesh: shape and axis names, in ranks; None where nothing says how many ranks there are.
-        reshard_after_forward: of all units but the root; an int is the number of ranks to reshard to.
-        root_reshards: the root's ``reshard_after_forward``.
-        wrap: which modules are units.
-        precision: the dtypes of mixed precision.
-        casts: ``"all"`` units cast what they are called with, ``"root"`` only, or all but the blocks of a vision
-            encoder, ``"text"``.
-        offload: whether shards, gradients and optimizer state live on the CPU.
-        pin_memory: for ``offload``; None pins where there is an accelerator.
-        checkpoint_activations: whether blocks recompute their forward in backward.
-        compile: whether blocks are compiled.
-        prefetch: units ahead to gather explicitly.
-        sync_module_states: whether the first rank's parameters and buffers are broadcast before sharding.
-        rank0_loads: whether only the first rank loads the weights, and the others start from meta.
-        state_dict_type: ``"full"`` or ``"sharded"``, or None where it is not said.
-        axes: further axes of ranks by name, which the user brings: tensor, context, sequence or expert parallel.
-        fsdp1: arguments of FSDP1 that decide the plan where the configuration is one of FSDP1; None where it is not.
-    """
-
-    mesh: MeshSpec | None
-    reshard_after_forward: bool | int = True
-    root_reshards: bool | int = False
-    wrap: Wrap = field(default_factory=lambda: Wrap("default"))
-    precision: Precision = field(default_factory=Precision)
+    mesh: MeshSpec | None  # in ranks; None where nothing says how many ranks there are
+    reshard_after_forward: bool | int = True  # of all units but the root; an int is ranks to reshard to
+    root_reshards: bool = False
+    wrap: Wrap = Wrap("default")
+    precision: Precision = Precision()
+    # "all" units cast what they are called with, "root" only, or all but the blocks of a vision encoder, "text".
     casts: Literal["all", "root", "text"] = "all"
-    offload: bool = False
-    pin_memory: bool | None = None
-    checkpoint_activations: bool = False
-    compile: bool = False
-    prefetch: int = 0
-    sync_module_states: bool = False
-    rank0_loads: bool = False
-    state_dict_type: str | None = None
+    offload: bool = False  # whether shards, gradients and optimizer state live on the CPU
+    pin_memory: bool | None = None  # None pins where there is an accelerator
+    checkpoint_activations: bool = False  # of blocks
+    compile: bool = False  # of blocks
+    prefetch: int = 0  # units ahead to gather explicitly
+    sync_module_states: bool = False  # whether the first rank's parameters and buffers are broadcast before sharding
+    rank0_loads: bool = False  # whether only the first rank loads the weights, and the others start from meta
+    state_dict_type: str | None = None  # "full" or "sharded"
+    # Further axes of ranks, which the user brings: tensor, context, sequence or expert parallel, and their sizes.
     axes: Mapping[str, int] = field(default_factory=dict)
+    # Arguments of FSDP1 that decide the plan, where the configuration is one of FSDP1.
     fsdp1: Mapping[str, Any] | None = None
 
 
@@ -91,16 +73,25 @@ class Ranks:
     world_size: int | None = None
     per_node: int | None = None
 
+    def told(self, world_size: int | None) -> str:
+        """The answer for a key that gives the ranks in all."""
+        return _told("ranks in all", world_size, self.world_size)
+
+    def told_of_a_node(self, per_node: int | None) -> str:
+        """The answer for a key that gives the ranks of a node."""
+        return _told("ranks of a node", per_node, self.per_node)
+
+
+def _told(what: str, found: int | None, asked: int | None) -> str:
+    if asked is not None and asked != found:
+        return f"noted: {asked} {what} were asked for instead."
+    return f"mapped: {found} {what}." if found is not None else f"mapped: Unknown {what}."
+
 
 @dataclass(frozen=True)
 class Reading:
-    """A configuration that was read.
-
-    Attributes:
-        format: ``"accelerate"``, ``"transformers"``, ...
-        saw: the keys that gave the format away.
-        target: what it asks for.
-        notes: what became of each key, in the order of the file.
+    """A configuration that was read: its format, the keys that gave the format away, what it asks for, and what became
+    of each key, in the order of the file.
     """
 
     format: str

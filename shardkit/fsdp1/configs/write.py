@@ -1,15 +1,20 @@
-"""A target as accelerate's configuration of version 2, and what that cannot say."""
+"""A target written down: as accelerate's configuration of version 2, or as torch code for any model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from textwrap import indent
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import listing
+from shardkit.fsdp1.configs.build import mp_policy
 from shardkit.fsdp1.configs.target import Reading, Target
 from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
+from shardkit.plan.python import quoted
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
 _POLICIES |= {"size": "SIZE_BASED_WRAP", "root": "NO_WRAP"}
@@ -20,20 +25,24 @@ def comments(reading: Reading, notes: Sequence[Note]) -> list[str]:
     """The format and the notes, as comment lines of YAML and Python."""
     width = max((len(note.argument) for note in notes), default=0)
     lines = [f"# {note.fate:<9} {note.argument:<{width}}  {note.value}: {note.sentence}" for note in notes]
-    return [
-        f"# {reading.format} ({listing(reading.saw, 3) or 'as it was said'})",
-        *(line.replace("\n", " ") for line in lines),
-    ]
+    first = f"# {reading.format} ({listing(reading.saw, 3) or 'as it was said'})"
+    return [first, *(line.replace("\n", " ") for line in lines)]
+
+
+# --- accelerate -----------------------------------------------------------------------------------------------------
 
 
 def accelerate2(target: Target) -> str:
     """The YAML of accelerate, ``fsdp_version: 2``; ``notes_on_accelerate`` lists what is not in it."""
-    if _replicates_only(target):
-        return "\n".join(_ddp(target)) + "\n"
-    lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", *_precision(target)]
-    lines += ["fsdp_config:", *(f"  fsdp_{name}: {_text(value)}" for name, value in _fsdp(target))]
+    precision = f"mixed_precision: '{_NAMES.get(target.precision.param, 'no')}'"  # quoted: YAML reads no as false
+    kind = "MULTI_GPU" if _replicates_only(target) else "FSDP"
+    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", precision]
+    if not _replicates_only(target):
+        lines += ["fsdp_config:", *(f"  fsdp_{name}: {_text(value)}" for name, value in _fsdp(target))]
     if target.mesh is not None:
-        lines.append(f"num_processes: {_world(target)}")
+        lines.append(f"num_processes: {target.mesh.size * torch.Size(_beside(target).values()).numel()}")
+    if _replicates_only(target):
+        return "\n".join(lines) + "\n"
     if target.mesh is not None and (target.mesh.replicates or target.axes):
         lines += ["parallelism_config:", *(f"  parallelism_config_{axis}_size: {size}" for axis, size in _axes(target))]
     if target.compile:
@@ -43,60 +52,42 @@ def accelerate2(target: Target) -> str:
 
 def notes_on_accelerate(target: Target) -> Iterator[Note]:
     """What accelerate's file of version 2 says otherwise, or cannot say."""
-    for fate, what, sentence in (*_differs(target), *_cannot_say(target)):
-        yield Note("--to accelerate2", what, fate, sentence)
+    told = _told_of_ddp(target) if _replicates_only(target) else _told(target)
+    return (Note("--to accelerate2", what, fate, sentence) for said, fate, what, sentence in told if said)
 
 
-def _differs(target: Target) -> Iterator[tuple[Fate, str, str]]:
-    """In memory, time or form, but not in what is trained."""
-    if _replicates_only(target):
-        yield "noted", "replicates only", "Version 2 has no such strategy; DistributedDataParallel trains the same."
-        if target.precision.param is not None:
-            yield "refused", f"parameters in {target.precision.param}", "With MULTI_GPU accelerate autocasts instead."
-        return
-    if not isinstance(target.reshard_after_forward, bool):
-        yield "noted", f"reshard_after_forward={target.reshard_after_forward}", "accelerate takes true or false: true."
-    if target.prefetch:
-        yield "noted", f"prefetch={target.prefetch}", "accelerate refuses fsdp_forward_prefetch in version 2."
-    if target.root_reshards:
-        yield "noted", "the root reshards after forward", "accelerate keeps it gathered."
-    if target.offload and target.pin_memory is False:
-        yield "noted", "pin_memory=False", "accelerate pins what it offloads."
-    if target.wrap.embeddings or target.wrap.head:
-        yield "noted", "embedding and head are units", "Name their classes beside those of the blocks."
-    if target.sync_module_states and not target.rank0_loads:
-        sentence = "accelerate broadcasts only with fsdp_cpu_ram_efficient_loading: set it, or seed all ranks alike."
-        yield "noted", "sync_module_states", sentence
+def _told_of_ddp(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
+    """Version 2 has no strategy that replicates only."""
+    same, param = "Version 2 has no such strategy; DistributedDataParallel trains the same.", target.precision.param
+    yield True, "noted", "replicates only", same
+    yield param is not None, "refused", f"parameters in {param}", "With MULTI_GPU accelerate autocasts instead."
 
 
-def _cannot_say(target: Target) -> Iterator[tuple[Fate, str, str]]:
-    precision = target.precision
-    if _replicates_only(target):
-        return
-    if precision.reduce not in (precision.param, None) or precision.param not in _NAMES:
-        what = f"parameters in {precision.param}, gradients in {precision.reduce}"
-        yield "refused", what, "accelerate's file has one mixed_precision for both."
-    if target.casts == "text":
-        yield "refused", "vision blocks take inputs as they are", "accelerate casts the inputs of every unit."
+def _told(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
+    """Whether it is so, and what. What is noted differs in memory, time or form, but not in what is trained."""
+    reshard, precision = target.reshard_after_forward, target.precision
+    at_once = "accelerate takes true or false: true."
+    yield not isinstance(reshard, bool), "noted", f"reshard_after_forward={reshard}", at_once
+    no_prefetch = "accelerate refuses fsdp_forward_prefetch in version 2."
+    yield target.prefetch > 0, "noted", f"prefetch={target.prefetch}", no_prefetch
+    yield target.root_reshards, "noted", "the root reshards after forward", "accelerate keeps it gathered."
+    unpinned = target.offload and target.pin_memory is False
+    yield unpinned, "noted", "pin_memory=False", "accelerate pins what it offloads."
+    ends = target.wrap.embeddings or target.wrap.head
+    yield ends, "noted", "embedding and head are units", "Name their classes beside those of the blocks."
+    alike = "accelerate broadcasts only with fsdp_cpu_ram_efficient_loading: set it, or seed all ranks alike."
+    yield target.sync_module_states and not target.rank0_loads, "noted", "sync_module_states", alike
+    dtypes = f"parameters in {precision.param}, gradients in {precision.reduce}"
+    mixed = precision.reduce not in (precision.param, None) or precision.param not in _NAMES
+    yield mixed, "refused", dtypes, "accelerate's file has one mixed_precision for both."
+    inputs = "vision blocks take inputs as they are"
+    yield target.casts == "text", "refused", inputs, "accelerate casts the inputs of every unit."
     foreign = [axis for axis in target.axes if axis not in ("tp", "cp", "sp")]
-    if foreign:
-        yield "refused", f"axes {', '.join(foreign)}", "accelerate has tp, cp and sp."
-
-
-def _ddp(target: Target) -> Iterator[str]:
-    """accelerate's version 2 has no strategy that replicates only; DistributedDataParallel trains the same."""
-    yield "compute_environment: LOCAL_MACHINE"
-    yield "distributed_type: MULTI_GPU"
-    yield from _precision(target)
-    yield f"num_processes: {_world(target)}"
+    yield bool(foreign), "refused", f"axes {', '.join(foreign)}", "accelerate has tp, cp and sp."
 
 
 def _replicates_only(target: Target) -> bool:
     return target.mesh is not None and target.mesh.replicates and target.mesh.shard_size == 1
-
-
-def _precision(target: Target) -> Iterator[str]:
-    yield f"mixed_precision: '{_NAMES.get(target.precision.param, 'no')}'"  # quoted, since YAML reads no as false
 
 
 def _fsdp(target: Target) -> Iterator[tuple[str, object]]:
@@ -114,21 +105,172 @@ def _fsdp(target: Target) -> Iterator[tuple[str, object]]:
 
 
 def _axes(target: Target) -> Iterator[tuple[str, int]]:
-    mesh = target.mesh
-    assert mesh is not None
+    assert target.mesh is not None
     context = target.axes.get("cp", 1) * target.axes.get("sp", 1)  # their ranks shard the parameters too
-    yield "dp_replicate", mesh.shape[0] if mesh.replicates else 1
-    yield "dp_shard", mesh.shard_size // context
+    yield "dp_replicate", target.mesh.shape[0] if target.mesh.replicates else 1
+    yield "dp_shard", target.mesh.shard_size // context
     for axis in ("tp", "cp", "sp"):
         if axis != "sp" or "sp" in target.axes:
             yield axis, target.axes.get(axis, 1)
 
 
-def _world(target: Target) -> int:
-    assert target.mesh is not None
-    beside = [size for axis, size in target.axes.items() if axis in ("tp", "ep", "tensor_parallel")]
-    return target.mesh.size * torch.Size(beside).numel()
+def _beside(target: Target) -> dict[str, int]:
+    """The axes whose ranks are not among those of the mesh."""
+    return {axis: size for axis, size in target.axes.items() if axis in ("tp", "ep", "tensor_parallel")}
 
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+_BY_CLASS = '''
+def units(model):
+    """{what}, children before parents."""
+    names = {names}
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+'''
+
+_BY_SIZE = '''
+def units(model):
+    """Modules with {least} elements beside those of inner units, children before parents."""
+    found = []
+
+    def visit(module):
+        total = sum(param.numel() for param in module.parameters())
+        if total < {least}:
+            return 0
+        leaf = isinstance(module, torch.nn.MultiheadAttention)
+        inside = 0 if leaf else sum(visit(child) for child in module.children())
+        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        if total - inside < {least} or leaf or container or module is model:
+            return inside
+        found.append(module)
+        return total
+
+    visit(model)
+    return found
+'''
+
+_CHECKPOINT = """
+def checkpoint_forward(module):
+    module.forward = functools.wraps(module.forward)(
+        functools.partial(checkpoint, module.forward, use_reentrant=False)
+    )
+"""
+
+_BROADCAST = """
+for tensor in (*model.parameters(), *model.buffers()):
+    value = tensor.detach().to("cuda" if torch.cuda.is_available() else "cpu")
+    dist.broadcast(value, 0)
+    tensor.data.copy_(value)
+"""
+
+_ALL_BUFFERS = """
+for buffer in model.buffers():
+    if buffer.is_floating_point():
+        buffer.data = buffer.data.to({dtype})
+"""
+
+_BUFFER = """model.get_buffer({name}).data = model.get_buffer({name}).data.to({dtype})
+"""
+
+_PREFETCH = """
+    ahead = {ahead}
+    order = [module for module in model.modules() if module in set(blocks)]
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + ahead])
+"""
+
+
+def script(target: Target) -> str:
+    """A function ``shard(model)`` that does with any model what the target says, and its imports."""
+    return "\n".join([*_imports(target), "", *_units(target), "", *_shard(target)]) + "\n"
+
+
+def notes_on_script(target: Target) -> Iterator[Note]:
+    """What a script for any model cannot say."""
+    if target.wrap.embeddings or target.wrap.head:
+        yield Note("--to torch", "embedding and head are units", "noted", "Where they are is for --model to say.")
+    if target.casts == "text":
+        yield Note("--to torch", "vision blocks take inputs as they are", "refused", "Where they are: --model says.")
+
+
+def before_sharding(target: Target) -> str:
+    """Code on a ``model`` in scope that gives every rank the values of the first; empty where nothing asks for it."""
+    return _BROADCAST if target.sync_module_states and not target.rank0_loads else ""
+
+
+def after_sharding(buffers: Mapping[str, torch.dtype] | torch.dtype | None) -> str:
+    """Code on a ``model`` in scope that casts its buffers, of these names or all that are floating-point, once."""
+    if not buffers:
+        return ""
+    if isinstance(buffers, torch.dtype):
+        return _ALL_BUFFERS.format(dtype=buffers)
+    return "".join(_BUFFER.format(name=quoted(name), dtype=dtype) for name, dtype in buffers.items())
+
+
+def _imports(target: Target) -> Iterator[str]:
+    yield from ["import functools", ""] if target.checkpoint_activations else []
+    yield from ["import torch", "import torch.distributed as dist"]
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    names = ["CPUOffloadPolicy"] * target.offload
+    names += ["MixedPrecisionPolicy"] * (mp_policy(target) != MixedPrecisionPolicy())
+    yield f"from torch.distributed.fsdp import {', '.join([*names, 'fully_shard'])}"
+    yield from ["from torch.utils.checkpoint import checkpoint"] if target.checkpoint_activations else []
+
+
+def _units(target: Target) -> Iterator[str]:
+    wrap = target.wrap
+    yield from [_CHECKPOINT] if target.checkpoint_activations else []
+    if wrap.by == "size":
+        yield _BY_SIZE.format(least=wrap.min_num_params)
+    elif wrap.by == "root":
+        yield _BY_CLASS.format(what="None but the root, so the whole model is gathered at once", names=set())
+    elif wrap.by == "classes":
+        yield _BY_CLASS.format(what="The blocks", names=set(wrap.classes))
+    else:
+        names = "set(model._no_split_modules)" + (f" | {set(wrap.classes)}" if wrap.classes else "")
+        yield _BY_CLASS.format(what="The blocks that the model declares", names=names)
+
+
+def _shard(target: Target) -> Iterator[str]:
+    yield "def shard(model):"
+    yield '    device_type = "cuda" if torch.cuda.is_available() else "cpu"'
+    yield f"    mesh = {_mesh(target)}"
+    yield from indent(before_sharding(target).strip("\n"), "    ").splitlines()
+    yield "    blocks = units(model)"
+    yield "    for module in blocks:"
+    yield from ["        checkpoint_forward(module)"] if target.checkpoint_activations else []
+    yield from ["        module.forward = torch.compile(module.forward)"] if target.compile else []
+    yield f"        fully_shard(module, {', '.join(_arguments(target, root=False))})"
+    yield f"    fully_shard(model, {', '.join(_arguments(target, root=True))})"
+    yield from [_PREFETCH.format(ahead=target.prefetch).strip("\n")] if target.prefetch else []
+    yield from indent(after_sharding(target.precision.buffer).strip("\n"), "    ").splitlines()
+    yield "    return model"
+
+
+def _mesh(target: Target) -> str:
+    mesh = target.mesh
+    if mesh is None:
+        return 'init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))'
+    beside = _beside(target)
+    shape, names = (*mesh.shape, *beside.values()), (*mesh.axis_names, *beside)
+    sub = mesh.axis_names if len(mesh.axis_names) > 1 else quoted(mesh.axis_names[0])
+    whole = f"init_device_mesh(device_type, {shape}, mesh_dim_names={names})"
+    return f"{whole}[{sub}]" if target.axes else whole
+
+
+def _arguments(target: Target, root: bool) -> Iterator[str]:
+    yield "mesh=mesh"
+    yield f"reshard_after_forward={target.root_reshards if root else target.reshard_after_forward}"
+    policy = mp_policy(target)
+    if policy != MixedPrecisionPolicy():
+        casts = policy.cast_forward_inputs and (root or target.casts != "root")
+        policy = replace(policy, output_dtype=policy.output_dtype if root else None, cast_forward_inputs=casts)
+        given = [f"{name}={value}" for name, value in vars(policy).items() if value not in (None, True)]
+        yield f"mp_policy=MixedPrecisionPolicy({', '.join(given)})"
+    if target.offload:  # pinned where the script will run, not where it was written
+        pin = "False" if target.pin_memory is False else "torch.cuda.is_available()"
+        yield f"offload_policy=CPUOffloadPolicy(pin_memory={pin})"

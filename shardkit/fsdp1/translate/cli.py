@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from shardkit.fsdp1.configs import read_config
+from shardkit.fsdp1.configs import read_config, write
 from shardkit.fsdp1.configs.build import build
 from shardkit.fsdp1.configs.recognise import FORMATS
-from shardkit.fsdp1.configs.script import after_sharding, before_sharding, notes_on_script, script
 from shardkit.fsdp1.configs.target import Ranks, Reading
-from shardkit.fsdp1.configs.write import accelerate2, comments, notes_on_accelerate
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.planning.named import named_model
@@ -63,19 +61,19 @@ def _output(to: str, reading: Reading, made: Translation | None) -> tuple[str, I
     """What to print, and notes on what it cannot say of the target."""
     target = reading.target
     if to == "accelerate2":
-        return accelerate2(target), notes_on_accelerate(target)
+        return write.accelerate2(target), write.notes_on_accelerate(target)
     if made is None:
-        return script(target), notes_on_script(target)
+        return write.script(target), write.notes_on_script(target)
     if to == "plan":
         return str(made.plan), ()
-    before = before_sharding(target)
+    before = write.before_sharding(target)
     imports = f"import torch\nimport torch.distributed as dist\n{before}\n" if before else ""
-    return imports + made.plan.to_python() + after_sharding(made.buffer_dtypes), ()
+    return imports + made.plan.to_python() + write.after_sharding(made.buffer_dtypes), ()
 
 
 def _text(reading: Reading, text: str, notes: tuple[Note, ...], to: str) -> str:
     """Notes as comments, so that what is printed can be saved as it is; beside a plan they stand bare."""
-    lines = comments(reading, notes)
+    lines = write.comments(reading, notes)
     if to == "plan":
         return "\n".join([text.rstrip("\n"), "", *(line.removeprefix("# ") for line in lines)])
     return "\n".join([*lines, "", text.rstrip("\n")])

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from shardkit import MeshSpec, apply_plan
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
-from shardkit.fsdp1.configs.script import script
 from shardkit.fsdp1.configs.target import Ranks, Wrap
-from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
+from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate, script
 from shardkit.testing import comm_counts, fake_world
 
 CONFIGS = Path(__file__).parent / "files"

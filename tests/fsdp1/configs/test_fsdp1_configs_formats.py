@@ -12,9 +12,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from shardkit import MeshSpec
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
-from shardkit.fsdp1.configs.script import notes_on_script
 from shardkit.fsdp1.configs.target import Precision, Ranks, Wrap
-from shardkit.fsdp1.configs.write import notes_on_accelerate
+from shardkit.fsdp1.configs.write import notes_on_accelerate, notes_on_script
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
