@@ -223,17 +223,18 @@ class Reader:
         Raises:
             TranslationError: everything that is wrong with the values, at once.
         """
-        notes = tuple(self._notes())
+        notes = tuple(self.notes())
         if self._problems:
             raise TranslationError("\n".join(dict.fromkeys(self._problems)))
         return notes
 
-    def _notes(self) -> Iterator[Note]:
+    def notes(self) -> Iterator[Note]:
+        """A note for each key here and below, in the order of the file."""
         absent = [key for key in self._asked if self._spelling(key) is None]
         for key in self._values:
             answer = self._answers.get(key, ...)
             if isinstance(answer, Reader):
-                yield from answer._notes()
+                yield from answer.notes()
             elif isinstance(answer, Note):
                 yield answer
             elif answer is ...:
@@ -243,7 +244,7 @@ class Reader:
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
                 yield self._noted(key, next(begun, unknown))
         for other in self._beside:
-            yield from other._notes()
+            yield from other.notes()
 
     def _noted(self, spelling: str, answer: Answer) -> Note:
         fate, _, sentence = answer.partition(": ")
