@@ -1,0 +1,53 @@
+"""The pictures of the README: a plan, unit by unit, and the memory of one step under it.
+
+Run: ``python -m benchmarks.pictures``, which writes ``docs/pictures/plan.png`` and ``docs/pictures/step.png``. Both are
+computed, for a Llama of the 8B shape on 64 ranks in bf16 with float32 masters; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.models import llama, tokens
+from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
+from shardkit.memory import estimate, plot_timeline
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+MESH = MeshSpec.sharded(64)
+COLORS = {"after forward": "#0072B2", "after backward": "#E69F00"}
+GIB = 2**30
+
+
+def draw_plan(plan: ShardingPlan, path: Path) -> None:
+    """Bars of what each unit's all-gather brings, in the order of forward, by when it is resharded."""
+    units = [unit for unit in plan.units if unit.params]
+    sizes = {spec.fqn: math.prod(spec.shape) for spec in plan.params}
+    figure = Figure(figsize=(10, 3), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for when, color in COLORS.items():
+        at = [i for i, unit in enumerate(units) if bool(unit.reshard_after_forward) == (when == "after forward")]
+        height = [2 * sum(sizes[name] for name in units[i].params) / GIB for i in at]  # bf16: 2 bytes an element
+        axes.bar(at, height, color=color, label=f"resharded {when}")
+    axes.set_xticks(range(len(units)), [" + ".join(unit.modules) for unit in units], rotation=90, fontsize=7)
+    axes.set(ylabel="GiB gathered at once", title=str(plan).splitlines()[0])
+    axes.margins(x=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=2)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Write both pictures; the same bytes every time."""
+    FOLDER.mkdir(exist_ok=True)
+    estimated = estimate(llama("8B"), mesh=MESH, mp_policy=HALF, batch=tokens(1, 4096))
+    draw_plan(estimated.plan, FOLDER / "plan.png")
+    plot_timeline(estimated["ZeRO-3"], FOLDER / "step.png")
+
+
+if __name__ == "__main__":
+    main()
