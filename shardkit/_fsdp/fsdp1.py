@@ -68,6 +68,8 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
     for param in params:
         # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
         param.reduce_dtype = param.param_dtype or param.orig_dtype
+        if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduction's, in which autograd would add up
     try:
         yield
     finally:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 # testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an
 # underscore, yet the class is the documented way to intercept operators, and CommDebugMode is built on it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from shardkit.errors import ShardkitError, message
 
@@ -261,16 +260,6 @@ tree_map = torch.utils._pytree.tree_map
 # memory: fake tensors, which have shapes but no data; torch documents them and exports no public name (2.11 to 2.13).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-
-
-def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Floating-point operations of one aten call, by the formulas that torch.utils.flop_counter registers.
-
-    Its public FlopCounterMode runs as a mode of its own and follows modules; one number per call is all we need,
-    and an op has no public way to its packet, which the formulas are registered for.
-    """
-    formula = flop_registry.get(getattr(op, "_overloadpacket", None))
-    return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 
 
 def state_dict_metadata(state_dict: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit._torch import TorchDispatchMode, flops_of, tree_leaves
+from shardkit._torch import TorchDispatchMode, tree_leaves
+from shardkit._torch.flops import flops_of
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -90,3 +90,22 @@ def test_what_needs_values_is_refused(name: str) -> None:
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
     with pytest.raises(PlanError, match="batch: the model does not train on it with fake tensors"):
         trace(model, plan, entry.batch(0), loss=mean)
+
+
+class Attends(nn.Module):
+    """Nothing but attention, of 4 heads of width 8, beside a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q * self.scale, q, q, is_causal=True)
+
+
+def test_attention_counts():
+    """Of fake CPU tensors too, which torch's own formulas leave out before 2.15."""
+    model, heads = Attends(), torch.empty(2, 4, 16, 8)
+    plan = plan_model(model, mesh=MeshSpec.sharded(2))
+    product = 2 * heads.numel() * 16  # queries by keys by width, 2 operations each
+    assert trace(model, plan, heads).flops == (2 + 5) * product
