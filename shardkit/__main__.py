@@ -15,7 +15,7 @@ COMMANDS = {  # the module of each, in the order of --help
     "plan": "shardkit.memory.cli",
     "translate": "shardkit.fsdp1.translate.cli",
     "audit": "shardkit.fsdp1.audit.cli",
-    "convert": "shardkit.checkpoint.cli",
+    "convert": "shardkit.checkpoint.convert",
 }
 
 

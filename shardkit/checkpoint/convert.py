@@ -1,31 +1,30 @@
-"""From one kind of checkpoint to another, in one process, tensor by tensor."""
+"""From one kind of checkpoint to another, in one process, tensor by tensor; ``python -m shardkit convert``."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import shutil
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardkit.checkpoint import dcp, directory, manifest
-from shardkit.checkpoint.checksums import part_sum
-from shardkit.checkpoint.fsdp1 import SUFFIXES
+from shardkit._torch import tree_map
+from shardkit.checkpoint import dcp, directory, manifest, random_state
+from shardkit.checkpoint.format import lay_out
 from shardkit.checkpoint.inner import MARK
-from shardkit.checkpoint.layout import lay_out
 from shardkit.checkpoint.load import open_checkpoint
-from shardkit.checkpoint.locate import Located
 from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.own import OwnDirectory
 from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.save import Content, Job, check_destination, write_checkpoint
+from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name
+from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.checkpoint.transfer import Meter
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts
 from shardkit.errors import CheckpointError, listing, message
@@ -64,53 +63,47 @@ def convert_checkpoint(
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
     if kind not in KINDS:
         raise CheckpointError(message("to", f"is {to!r}", f"It is one of {', '.join(KINDS)}", "Use one"))
-    if kind == "full":
-        _check_file(place, overwrite)
-    else:
+    if kind != "full":
         check_destination(place, kind, overwrite, None)
+    elif place.is_dir() or (place.exists() and not overwrite):
+        rule = "A file is replaced only when that is asked for, and a directory never"
+        raise CheckpointError(message("dst", f"{place} exists", rule, "Use another path, or pass overwrite=True"))
     with ExitStack() as held:
         source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
         if isinstance(source, OwnDirectory):
             source.verify([], 0, 1)
         if source.contents.no_optimizer:
             raise CheckpointError(source.contents.no_optimizer)
-        if kind == "full":
-            _refuse_quantised(source.contents)
         if kind == "safetensors":
             _to_safetensors(source, place, overwrite)
         else:
+            _refuse_quantised(source.contents)
             _to_mapped(source, place, kind, overwrite)
 
 
 def _refuse_quantised(contents: Contents) -> None:
     state = (contents.optimizer or {"state": {}})["state"]
-    if names := [
-        fqn for fqn, entries in state.items() if any(isinstance(v, dict) and MARK in v for v in entries.values())
-    ]:
-        rule = "It is in blocks of the shards that made it, so it has no full tensors"
-        fix = "Convert to safetensors or DCP, or save the model alone"
-        raise CheckpointError(message("to", f"quantised state of {listing(map(str, names))}", rule, fix))
+    found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
+    if found:
+        rule = "It is in blocks of the shards that made it: it has no full tensors, and dcp.load would not find it"
+        fix = "Convert to safetensors, or save the model alone"
+        raise CheckpointError(message("to", f"quantised state of {listing(map(str, found))}", rule, fix))
 
 
-def _check_file(file: Path, overwrite: bool) -> None:
-    if file.is_dir() or (file.exists() and not overwrite):
-        rule = "A file is replaced only when that is asked for, and a directory never"
-        raise CheckpointError(message("dst", f"{file} exists", rule, "Use another path, or pass overwrite=True"))
-
-
-# To safetensors, tensor by tensor.
+# ---- to safetensors, tensor by tensor ---------------------------------------------------------------------------
 
 
 def _to_safetensors(source: Source, place: Path, overwrite: bool = False) -> None:
     content, names = _plan(source.contents)
 
     def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-        files: dict[str, FileEntry] = {}
-        for section, tensors in names.items():
-            files |= _copy(source, temporary, section, tensors)
-        return files
+        return {
+            file: entry
+            for section, tensors in names.items()
+            for file, entry in _copy(source, temporary, section, tensors).items()
+        }
 
-    write_checkpoint(Job(place, directory.new_token(), "safetensors", overwrite=overwrite), content, [], write)
+    commit_checkpoint(place, "safetensors", content, [], overwrite=overwrite, writer=write)
 
 
 def _plan(contents: Contents) -> tuple[Content, Names]:
@@ -119,14 +112,22 @@ def _plan(contents: Contents) -> tuple[Content, Names]:
     others, other_tensors = encode({name: v for name, v in contents.model.items() if name not in model}, "model")
     optimizer = None if contents.optimizer is None else by_name(contents.optimizer, _parameters(contents))
     stand_ins: dict[int, Stored] = {}
-    encoded, tensors = encode(_with_stand_ins(optimizer, stand_ins), "")
+
+    def stand_in(value: Any) -> Any:
+        """An empty tensor for each stored one, which can be encoded."""
+        if not isinstance(value, Stored):
+            return value
+        made = torch.empty(0)
+        stand_ins[id(made)] = value
+        return made
+
+    encoded, tensors = encode(tree_map(stand_in, optimizer), "")
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
-    random = {kind: [_bytes_tensor(each) for each in of_ranks] for kind, of_ranks in contents.random.items()}
-    states, state_tensors = encode(random, "random")
+    states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
     plain = {"model": others, "optimizer": encoded, **rest, "random": states, "ties": contents.ties}
+    about: Any = {"trainable_only": contents.trainable_only, "config": contents.config}
+    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, **about)
     names = {"model": model, "optimizer": {name: stand_ins[id(tensor)] for name, tensor in tensors.items()}}
-    content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, "", [])
-    content = replace(content, trainable_only=contents.trainable_only, config=contents.config)
     return content, {section: found for section, found in names.items() if found or section == "model"}
 
 
@@ -142,61 +143,41 @@ def _parameters(contents: Contents) -> list[str]:
     if any(type(number) is int for number in numbers) and len(numbers) != len(names):
         problem = f"its {len(numbers)} parameters are numbered, and the model has {len(names)} tensors"
         rule = "Without the model, numbers can be read only where every tensor of it is a parameter"
-        raise CheckpointError(
-            message("optimizer", problem, rule, "Load it into the model with load_checkpoint, and save")
-        )
+        fix = "Load it into the model with load_checkpoint, and save"
+        raise CheckpointError(message("optimizer", problem, rule, fix))
     return names
-
-
-def _with_stand_ins(value: Any, found: dict[int, Stored]) -> Any:
-    """The same nested dicts with an empty tensor for each stored one, which can be encoded."""
-    if isinstance(value, Stored):
-        stand_in = torch.empty(0)
-        found[id(stand_in)] = value
-        return stand_in
-    if isinstance(value, dict):
-        return {key: _with_stand_ins(each, found) for key, each in value.items()}
-    return [_with_stand_ins(each, found) for each in value] if type(value) is list else value
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Stored]) -> dict[str, FileEntry]:
     """One group of safetensors files, from a source, with one tensor in memory at a time."""
     layout = lay_out(tensors, section, MAX_SHARD_SIZE, {"format": "pt"})
-    make_files(temporary, layout)
-    progress = Progress(f"convert {section}")
-    meter, sums = Meter(progress, sum(stored.bytes for stored in tensors.values())), {}
+    make_files(temporary, layout, flush=False)
+    progress, sums = Progress(f"convert {section}"), dict[str, int]()
+    meter = Meter(progress, sum(stored.bytes for stored in tensors.values()))
     room = torch.empty(max((stored.bytes for stored in tensors.values()), default=0), dtype=torch.uint8)
     for name, stored in tensors.items():
         full = room[: stored.bytes].view(stored.dtype).view(stored.shape)
         source.read([(stored.key, full)])
-        write_parts(temporary, layout, [(name, (full, whole(stored.shape)))])
-        sums[name] = part_sum(full, whole(stored.shape), stored.shape)
+        write_parts(temporary, layout, [(name, (full, whole(stored.shape)))], sums=sums)
         meter.add(stored.bytes)
     progress.close()
-    entries = {}
+    for name in layout.names:
+        directory.flush_file(temporary / name)
+    entries = {name: manifest.entry_of(temporary / name) for name in layout.names[len(layout.files) :]}
     for file in layout.files:
-        directory.flush_file(temporary / file.name)
-        of_file = {name: sums[name] for name in file.header.tensors}
+        of_file = {name: sums.get(name, 0) for name in file.header.tensors}
         entries[file.name] = manifest.entry_of(temporary / file.name, file.header.bytes, of_file)
-    if layout.index is not None:
-        directory.flush_file(temporary / layout.index[0])
-        entries[layout.index[0]] = manifest.entry_of(temporary / layout.index[0])
     return entries
 
 
-# To what takes all tensors at once: mapped from files, they are no memory of this process.
+# ---- to what takes all tensors at once: mapped from files, they are no memory of this process --------------------
 
 
 def _to_mapped(source: Source, place: Path, kind: str, overwrite: bool) -> None:
     if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":
         _write_mapped(source, place, kind, overwrite)
         return
-    token = directory.new_token()
-    between = place.with_name(f".{place.name}.converting-{token}")
+    between = place.with_name(f".{place.name}.converting-{directory.new_token()}")
     try:
         _to_safetensors(source, between)
         with ExitStack() as held:
@@ -204,7 +185,7 @@ def _to_mapped(source: Source, place: Path, kind: str, overwrite: bool) -> None:
             assert isinstance(found, OwnDirectory), "it was just written"
             _write_mapped(found, place, kind, overwrite)
     finally:
-        directory.remove(between)
+        shutil.rmtree(between, ignore_errors=True)
 
 
 def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool) -> None:
@@ -212,50 +193,66 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
     contents = source.contents
 
     def value(each: Any) -> Any:
-        if isinstance(each, dict):
-            return {key: value(inner) for key, inner in each.items()}
-        if type(each) is list:
-            return [value(inner) for inner in each]
-        return mapped(source.located[each.key], maps) if isinstance(each, Stored) else each
+        return _mapped(source, each.key, maps) if isinstance(each, Stored) else each
 
     tree: dict[str, Any] = {"model": {name: value(each) for name, each in contents.model.items()}}
     for name, first in contents.ties.items():  # the same object, so that a file has it once
         tree["model"].setdefault(name, tree["model"][first])
     if contents.optimizer is not None:
-        tree["optimizer"] = value({key: contents.optimizer[key] for key in ("state", "param_groups")})
+        tree["optimizer"] = tree_map(value, {key: contents.optimizer[key] for key in ("state", "param_groups")})
     if kind == "dcp":
         content, _ = _plan(contents)
-
-        def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-            return dcp.write(temporary, tree, groups)
-
-        write_checkpoint(Job(place, directory.new_token(), "dcp", overwrite=overwrite), content, [], write)
-    else:
-        _save_file(tree | _present(contents), place)
-
-
-def _present(contents: Contents) -> dict[str, Any]:
-    found = {"scheduler": contents.scheduler, "extra": contents.extra}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _save_file(tree: dict[str, Any], file: Path) -> None:
-    temporary = directory.servant(file, "tmp", directory.new_token())
+        commit_checkpoint(
+            place, "dcp", content, [], overwrite=overwrite, writer=lambda to, _, groups: dcp.write(to, tree, groups)
+        )
+        return
+    beside = {"scheduler": contents.scheduler, "extra": contents.extra}
+    tree |= {name: value for name, value in beside.items() if value is not None}
+    temporary = directory.sibling_path(place, "tmp", directory.new_token())
     try:
         torch.save(tree, temporary)
         directory.flush_file(temporary)
-        os.replace(temporary, file)
+        os.replace(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
-    directory.flush_directory(file.parent)
+    directory.flush_directory(place.parent)
 
 
-def mapped(at: Located, maps: dict[Path, mmap.mmap]) -> Tensor:
-    """A stored tensor as memory that is the file's, until it is written to. Local."""
-    if not at.entry.bytes:
-        return torch.empty(at.entry.shape, dtype=at.entry.dtype)
-    if at.file not in maps:
-        with open(at.file, "rb") as opened:
-            maps[at.file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    count, start = at.entry.shape.numel(), at.entry.start
-    return torch.frombuffer(maps[at.file], dtype=at.entry.dtype, count=count, offset=start).reshape(at.entry.shape)
+def _mapped(source: OwnDirectory, key: str, maps: dict[Path, mmap.mmap]) -> Tensor:
+    """A stored tensor as memory that is the file's, until it is written to."""
+    file, entry = source.located[key].file, source.located[key].entry
+    if not entry.bytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    if file not in maps:
+        with open(file, "rb") as opened:
+            maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    found = torch.frombuffer(maps[file], dtype=entry.dtype, count=entry.shape.numel(), offset=entry.start)
+    return found.reshape(entry.shape)
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> Any:
+    """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint once more, as another kind",
+        description="Read a checkpoint of any kind that shardkit knows (its own, DCP directories such as FSDP1's "
+        "sharded ones, files of torch.save, safetensors) and write it as another, in one process, tensor by tensor.",
+    )
+    parser.add_argument("src", metavar="SRC", help="a checkpoint: directory or file")
+    parser.add_argument("dst", metavar="DST", help="where to write: a directory, or a file for --to full")
+    kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"
+    parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the ending of DST)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SRC holds, which can run code")
+    return parser
+
+
+def run(options: Any) -> int:
+    """Run it and return its exit code."""
+    given = {name: getattr(options, name) for name in ("to", "overwrite", "allow_pickle")}
+    convert_checkpoint(options.src, options.dst, **given)
+    print(f"{options.src} -> {options.dst}")
+    return 0

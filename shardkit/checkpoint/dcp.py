@@ -1,35 +1,56 @@
 """Directories of torch.distributed.checkpoint (DCP), written by shardkit, by FSDP1's SHARDED_STATE_DICT, or by hand.
 
-Read with DCP's own reader and planner, each rank on its own: unlike ``dcp.load`` that needs no collectives, and reads
-only what is asked for.
+Each rank reads on its own: unlike ``dcp.load`` that needs no collectives, and reads only what is asked for. DCP's
+``.metadata`` is a pickle: it is read without running anything, and checked before anything follows it. torch writes a
+handful of data classes into it; here their names stand for empty shells that are filled with what the pickle says,
+nothing of torch or Python is called, and no other name is admitted. So a file that anyone may have written does no more
+than a JSON file would.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
+import os
+import pickle
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardkit import _torch
-from shardkit.checkpoint.dcp_metadata import NAME, read_metadata
 from shardkit.checkpoint.manifest import FileEntry, entry_of
-from shardkit.checkpoint.source import Contents, Stored, contents_of, local_bytes
-from shardkit.checkpoint.transfer import Meter, Progress
+from shardkit.checkpoint.owners import fingerprint
+from shardkit.checkpoint.pieces import whole
+from shardkit.checkpoint.read import Piece, fill, within
+from shardkit.checkpoint.source import Contents, Stored, contents_of
+from shardkit.checkpoint.transfer import Progress, opened, read_all
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, all_gather_bytes, together
-from shardkit.shards import local_value
+from shardkit.shards import Box
+
+NAME = ".metadata"
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_DEEPEST = 64  # dims, as torch has them
+_PACKED = 16  # bytes that one in a file may stand for: float64 in four bits, as quantised tensors are stored
+# What torch 2.0 to 2.15 writes. A path is in there as the class of the system that saved.
+_ADMITTED = {
+    *((_CLASSES, name) for name in torchs.__all__),
+    (_CLASSES, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
 
 
 class DcpDirectory:
@@ -39,104 +60,69 @@ class DcpDirectory:
         directory: which has a ``.metadata``.
         listed: the names of the files that may be read; None: all in the directory.
         allow_pickle: unpickle what is not plain data, which can run code.
+
+    Raises:
+        CheckpointError: it holds what torch does not write, or does not fit its files.
     """
 
     def __init__(self, directory: Path, listed: Collection[str] | None = None, *, allow_pickle: bool = False) -> None:
-        self._reader, self._allow_pickle = FileSystemReader(directory), allow_pickle
-        self._metadata = read_metadata(directory, listed, allow_pickle)
-        self._objects = [key for key, entry in self._entries() if not isinstance(entry, TensorStorageMetadata)]
-        self.contents: Contents = contents_of(self._tree(), str(directory))
-
-    def _entries(self) -> list[tuple[str, Any]]:
-        return list(self._metadata.state_dict_metadata.items())
-
-    def _tree(self) -> dict[Any, Any]:
-        """The nested dicts that were saved: tensors as :class:`Stored`, everything else read."""
-        values = self._plain()
+        self._directory = directory
+        found = read_metadata(directory, listed, allow_pickle)
+        self._places = {key: tensor.pieces for key, tensor in found.tensors.items()}
         tree: dict[Any, Any] = {}
-        paths = self._metadata.planner_data or {}
-        for key, entry in self._entries():
-            path = paths.get(key, (key,)) if isinstance(paths, Mapping) else (key,)
+        for key, path in found.paths.items():
             at = tree
             for step in path[:-1]:
                 at = at.setdefault(step, {})
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            at[path[-1]] = Stored(entry.properties.dtype, entry.size, key) if is_tensor else values[key]
-        return tree
+            at[path[-1]] = found.tensors[key].stored if key in found.tensors else self._plain(key, found, allow_pickle)
+        self.contents: Contents = contents_of(tree, str(directory))
 
-    def _plain(self) -> dict[str, Any]:
-        planner = _PlainPlanner(self._allow_pickle)
-        self._read({key: io.BytesIO() for key in self._objects}, planner)
-        return planner.values
+    def _plain(self, key: str, found: Metadata, allow_pickle: bool) -> Any:
+        try:
+            return self._load(found.objects[key], weights_only=not allow_pickle)
+        except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
+            return Unreadable(key, str(error).strip().splitlines()[0])
 
-    def _read(self, targets: dict[str, Any], planner: DefaultLoadPlanner) -> None:
-        if not targets:
-            return
-        planner.set_up_planner(targets, self._metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        self._reader.read_data(plan, planner).wait()
+    def _load(self, place: Place, weights_only: bool = True) -> Any:
+        with opened(self._directory / place.file, os.O_RDONLY) as descriptor:
+            stream: Any = _Slice(descriptor, place.offset, place.length)
+            if place.transforms:  # such as compression
+                transforms = FileSystemReader(self._directory).transforms
+                stream = transforms.transform_load_stream(cast(Any, None), place.transforms, stream)
+                stream = io.BytesIO(stream.read(-1))
+            return torch.load(stream, map_location="cpu", weights_only=weights_only)
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """Fill each target from the tensor of its key; a DTensor reads the chunks that it has a part of. Local."""
-        wanted = list(targets)
-        meter = Meter(progress, sum(map(local_bytes, (tensor for _, tensor in wanted))))
-        for batch in _batches(wanted):
-            self._read(dict(batch), _TensorPlanner(flatten_state_dict=False))
-            meter.add(sum(map(local_bytes, (tensor for _, tensor in batch))))
+
+        def pieces(key: str) -> Iterator[Piece]:
+            for box, place in self._places[key]:
+                yield box, partial(self._load, place)
+
+        fill(targets, pieces, progress)
 
 
-def _batches(targets: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Some at a time, for the progress line."""
-    for start in range(0, len(targets), 64):
-        yield targets[start : start + 64]
+class _Slice(io.RawIOBase):
+    """Some bytes of an open file, as a file for torch.load."""
 
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
 
-class _PlainPlanner(DefaultLoadPlanner):
-    """Unpickles tensors and plain data only, unless asked; torch's own planner unpickles anything."""
+    def readable(self) -> bool:
+        return True
 
-    values: dict[str, Any]
+    def seekable(self) -> bool:
+        return True
 
-    def __init__(self, allow_pickle: bool) -> None:
-        super().__init__(flatten_state_dict=False)
-        self.values, self._allow_pickle = {}, allow_pickle
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Called by the reader for each object."""
-        fqn = read_item.dest_index.fqn
-        try:
-            self.values[fqn] = torch.load(value, weights_only=not self._allow_pickle)
-        except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
-            self.values[fqn] = Unreadable(fqn, str(error).strip().splitlines()[0])
-
-
-class _TensorPlanner(DefaultLoadPlanner):
-    """Fills tensors by what is of their kind; a quantised piece would be copied into plain memory without a word."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Called by the reader for where a piece goes, of which it asks for ``detach``, ``size`` and ``copy_``."""
-        target = super().resolve_tensor(read_item)
-        return target if _torch.is_wrapper(target) else _PlainTarget(target, read_item)  # type: ignore[return-value]
-
-
-class _PlainTarget:
-    def __init__(self, target: Tensor, item: ReadItem) -> None:
-        self._target, self._item = target, item
-
-    def detach(self) -> _PlainTarget:
-        return self
-
-    def size(self) -> torch.Size:
-        return self._target.size()
-
-    def copy_(self, piece: Tensor) -> None:
-        piece = local_value(piece)
-        if _torch.is_wrapper(piece):
-            problem = f"stored as {type(piece).__name__}, where it goes is plain"
-            rule = "Quantised tensors are loaded as what they were"
-            fix = "Load it with torch's dcp.load into an optimizer that has stepped, and save that with save_checkpoint"
-            raise CheckpointError(message(self._item.dest_index.fqn, problem, rule, fix))
-        self._target.detach().copy_(piece)
+    def readinto(self, buffer: Any) -> int:
+        data = memoryview(buffer)[: max(self._length - self._at, 0)]
+        read_all(self._descriptor, data, self._start + self._at)
+        self._at += len(data)
+        return len(data)
 
 
 class Unreadable:
@@ -158,12 +144,8 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
     # Across ranks, dcp.save gathers what each rank met and raises on all of them; alone it warns of being alone.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(
-            tree,
-            storage_writer=FileSystemWriter(directory),
-            process_group=groups[0] if groups else None,
-            no_dist=not groups,
-        )
+        group = groups[0] if groups else None
+        save(tree, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=not groups)
     rank = dist.get_rank(groups[0]) if groups else 0
     with together(groups, CheckpointError):
         if rank == 0:
@@ -174,3 +156,164 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
     for each in all_gather_bytes(data, groups[0]) if groups else []:
         found |= {name: FileEntry(*numbers) for name, numbers in json.loads(each).items()}
     return found
+
+
+# ---- its metadata -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece lies in which file."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor, and where its pieces lie."""
+
+    stored: Stored
+    pieces: list[tuple[Box, Place]]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a DCP directory says that it holds, by key.
+
+    Attributes:
+        tensors: with their pieces.
+        objects: everything else.
+        paths: of both in the nested dicts that were saved.
+    """
+
+    tensors: dict[str, Chunked]
+    objects: dict[str, Place]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(directory: Path, listed: Collection[str] | None, allow_pickle: bool) -> Metadata:
+    """What a DCP directory says that it holds; arguments and errors are those of :class:`DcpDirectory`. Local."""
+    try:
+        if listed is not None and NAME not in listed:
+            raise ValueError("the manifest does not list it")
+        data = within(directory, NAME).read_bytes()
+        return _checked(pickle.loads(data) if allow_pickle else _Shells(io.BytesIO(data)).load(), directory, listed)
+    except _NotAdmittedError as error:
+        fix = "If you trust who wrote it pass allow_pickle=True, which runs any code that is in it"
+        rule = "Only the data classes that torch itself writes are read without running code"
+        raise CheckpointError(message(str(directory), f"{NAME} holds a pickled {error}", rule, fix)) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # unpickling raises whatever it likes
+        rule = "A DCP directory has the metadata that dcp.save writes last"
+        problem = f"{NAME} cannot be read ({type(error).__name__}: {error})"
+        raise CheckpointError(message(str(directory), problem, rule, "Use another checkpoint")) from None
+
+
+class _NotAdmittedError(Exception):
+    pass
+
+
+class Shell:
+    """What a pickle says of one object: attributes, and nothing that could be called."""
+
+    def __new__(cls, *args: Any) -> Shell:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of slots; or TensorProperties, of which the first is the dtype
+            state = state[1] if len(state) == 2 else {"dtype": state[0]}
+        self.__dict__.update(state)
+
+
+class _Shells(pickle.Unpickler):
+    """Makes a shell for each object. Classes are new ones each time, since a pickle may set their attributes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._shells: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Called for each name in the pickle."""
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)  # of which nothing can be changed
+        if (module, name) not in _ADMITTED:
+            raise _NotAdmittedError(f"{module}.{name}")
+        base = dict if name == "OrderedDict" else Shell
+        return self._shells.setdefault((module, name), type(name, (base,), {}))
+
+
+def _checked(found: Any, directory: Path, listed: Collection[str] | None) -> Metadata:
+    """What it says, after checking all of it; with torch's own classes or shells of them."""
+    places = dict(_places(found.storage_data, directory, listed))
+    left = len(places)  # each chunk is stored somewhere; a list that is shared by many tensors would be no end of work
+    result = Metadata({}, {}, {})
+    paths = getattr(found, "planner_data", None) or {}
+    for key, value in found.state_dict_metadata.items():
+        _check(isinstance(key, str), f"{key!r} is not a name")
+        result.paths[key] = _path(key, paths.get(key, (key,)))
+        if not hasattr(value, "chunks"):
+            _check((key, None) in places, f"{key} is stored nowhere")
+            result.objects[key] = places[key, None]
+            continue
+        left -= len(value.chunks)
+        _check(left >= 0, "it has more chunks than are stored")
+        result.tensors[key] = _tensor(key, value, places)
+    dicts = {path[:end] for path in result.paths.values() for end in range(1, len(path))}
+    _check(dicts.isdisjoint(result.paths.values()), "one path is of a dict and of a value")
+    return result
+
+
+def _places(
+    found: Any, directory: Path, listed: Collection[str] | None
+) -> Iterator[tuple[tuple[str, torch.Size | None], Place]]:
+    """Where each piece lies, by name and offsets."""
+    sizes: dict[str, int] = {}
+    for index, info in found.items():
+        name, at = info.relative_path, (info.offset, info.length)
+        if name not in sizes:
+            _check(listed is None or name in listed, f"the manifest does not list {name!r}")
+            sizes[name] = os.stat(within(directory, name)).st_size
+        _check(_are_sizes(at) and sum(at) <= sizes[name], f"{index.fqn} lies at {at} of {name}")
+        start, transforms = getattr(index, "offset", None), getattr(info, "transform_descriptors", None) or ()
+        _check(all(isinstance(each, str) for each in transforms), "transforms have names")
+        yield (index.fqn, None if start is None else _size(start)), Place(name, *at, tuple(transforms))
+
+
+def _tensor(key: str, found: Any, places: dict[tuple[str, torch.Size | None], Place]) -> Chunked:
+    shape, dtype = _size(found.size), found.properties.dtype
+    _check(isinstance(dtype, torch.dtype), f"{key} has no dtype")
+    pieces: dict[Box, Place] = {}
+    for start, size in ((_size(each.offsets), _size(each.sizes)) for each in found.chunks):
+        _check((key, start) in places, f"{key} at {tuple(start)} is stored nowhere")
+        place = places[key, start]
+        fits = place.transforms or math.prod(size) * dtype.itemsize <= _PACKED * place.length
+        _check(len(start) == len(size) == len(shape) and fits, f"{key} at {tuple(start)} does not fit its file")
+        pieces[tuple(zip(start, size, strict=True))] = place
+    complete = fingerprint(pieces, shape) == fingerprint([whole(shape)], shape)
+    _check(complete, f"the chunks of {key} do not fill it, each element once")
+    return Chunked(Stored(dtype, shape, key), list(pieces.items()))
+
+
+def _path(key: str, path: Any) -> tuple[str | int, ...]:
+    _check(type(path) is tuple and 0 < len(path) <= len(key) + 1, f"{key} is at {type(path).__name__} of the dict")
+    _check(all(type(step) in (str, int) for step in path), f"{key} has a path of other than names and numbers")
+    return path  # type: ignore[no-any-return]
+
+
+def _size(found: Any) -> torch.Size:
+    is_size = isinstance(found, torch.Size) and len(found) <= _DEEPEST and _are_sizes(found)
+    _check(is_size, "sizes are whole numbers")
+    return found  # type: ignore[no-any-return]
+
+
+def _are_sizes(values: Collection[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check(condition: object, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)

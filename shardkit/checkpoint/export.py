@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,26 +13,14 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import agree, world
-from shardkit.checkpoint.atomic import shared_token, write_whole
-from shardkit.checkpoint.checksums import added
-from shardkit.checkpoint.format import Spec
+from shardkit.checkpoint.format import Layout, Spec, lay_out
 from shardkit.checkpoint.hub import exported
-from shardkit.checkpoint.layout import Layout, lay_out
 from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.owners import check_coverage, fingerprint, owned
+from shardkit.checkpoint.owners import check_written, owned
 from shardkit.checkpoint.pieces import Part, inside, whole
-from shardkit.checkpoint.write import (
-    MAX_SHARD_SIZE,
-    checked_layout,
-    described,
-    flush_files,
-    make_files,
-    write_parts,
-    written_dtype,
-)
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, make_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
-from shardkit.shards import Box
 from shardkit.state.gather import Want, gathered
 from shardkit.state.names import model_state
 from shardkit.state.routes import find_lead
@@ -89,19 +77,17 @@ def save_pretrained(
         layout = lay_out(specs, export.name, max_shard_size, {"format": "pt"})
     said = {name: described(tensor) for name, tensor in sources.items()}
     files = {"files": layout.names, "dtype": str(dtype)}
-    agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
-
-    def write(temporary: Path) -> None:
-        _write(temporary, layout, export.tensors, sources, groups)
-
-    def finish(temporary: Path, _: None) -> None:
-        export.write_configs(temporary, dtype)
-        flush_files(temporary, (each.name for each in temporary.iterdir() if each.is_file()))
-        directory.carry_over(place, temporary, lambda name: _OURS.fullmatch(name) is not None)
-        directory.commit(place, token, replace=True)
-
-    token = shared_token(groups)
-    write_whole(place, token, groups, write, finish)
+    is_first = agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
+    with directory.drafted(place, groups) as (temporary, token):
+        _write(temporary, layout, export.tensors, sources, groups, is_first)
+        with together(groups, CheckpointError):
+            if is_first:
+                export.write_configs(temporary, dtype)
+                for each in temporary.rglob("*"):
+                    if each.is_file():
+                        directory.flush_file(each)
+                directory.carry_over(place, temporary, lambda name: _OURS.fullmatch(name) is not None)
+                directory.commit(place, token, replace=True)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
@@ -112,44 +98,35 @@ def _check_place(place: Path, overwrite: bool) -> None:
         raise CheckpointError(message("path", f"{place} is a checkpoint", rule, "Use another path"))
     there = sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)) if place.exists() else []
     if there and not overwrite:
-        rule = "A model is replaced only when that is asked for"
-        raise CheckpointError(
-            message("path", f"{place} has {listing(there)}", rule, "Use another path, or pass overwrite=True")
-        )
+        rule, fix = "A model is replaced only when that is asked for", "Use another path, or pass overwrite=True"
+        raise CheckpointError(message("path", f"{place} has {listing(there)}", rule, fix))
 
 
 def _write(
-    place: Path, layout: Layout, tensors: Mapping[str, Moved], sources: Mapping[str, Tensor], groups: Groups
+    place: Path,
+    layout: Layout,
+    tensors: Mapping[str, Moved],
+    sources: Mapping[str, Tensor],
+    groups: Groups,
+    is_first: bool,
 ) -> None:
     """Write all files, each rank what its own pieces of the sources become. Collective."""
     mine = owned(sources, groups)
-    is_first = not groups or dist.get_rank(groups[0]) == 0
     with together(groups, CheckpointError):
         if is_first:
-            make_files(place, layout)
+            make_files(place, layout, flush=True)
     with together(groups, CheckpointError):
         parts = [(name, part) for name, tensor in tensors.items() for part in _parts(tensor, mine)]
-        written = write_parts(place, layout, parts)
+        write_parts(place, layout, parts, flush=True)
         done = [(name, box) for name, (_, box) in parts]
     for name, tensor in tensors.items():
         if tensor.is_computed:
             full = tensor.value(lambda source: _gathered(source, sources))
             with together(groups, CheckpointError):
                 if is_first:
-                    write_parts(place, layout, [(name, (full, whole(full.shape)))])
+                    write_parts(place, layout, [(name, (full, whole(full.shape)))], flush=True)
                     done.append((name, whole(full.shape)))
-    with together(groups, CheckpointError):
-        flush_files(place, layout.names if is_first else written)
-    _check_written(tensors, done, groups)
-
-
-def _check_written(tensors: Mapping[str, Moved], done: Iterable[tuple[str, Box]], groups: Groups) -> None:
-    """Check that ranks wrote every element exactly once. Collective."""
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in done:
-        boxes[name].append(box)
-    own = [fingerprint(boxes[name], tensor.shape) for name, tensor in tensors.items()]
-    check_coverage(dict(zip(tensors, added(own, groups), strict=True)), tensors)
+    check_written(tensors, done, {}, groups)
 
 
 def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:

@@ -1,7 +1,8 @@
-"""What FSDP1 keeps flat: LOCAL_STATE_DICT, and ``optimizer.state_dict()`` of sharded parameters. Sizes are the model's.
+"""What FSDP1 saves in pieces: ShardedTensors, LOCAL_STATE_DICT, and ``optimizer.state_dict()`` of sharded parameters.
 
 A flat parameter has what a unit holds beside the units inside of it, in the model's order, and zeros at the end; each
-rank has one run of it. With ``use_orig_params=True`` each rank has its run of each parameter by name, without zeros.
+rank has one run of it. Sizes are the model's. With ``use_orig_params=True`` each rank has its run of each parameter by
+name, without zeros.
 """
 
 from __future__ import annotations
@@ -13,12 +14,37 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit.checkpoint.fsdp1 import ShardedPieces
 from shardkit.errors import CheckpointError, message
+from shardkit.shards import Box
 
 FLAT = "_flat_param"
 Shapes: TypeAlias = Mapping[str, torch.Size]  # of the model's parameters, in order
 Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # of each rank
+
+
+class ShardedPieces(Tensor):
+    """A ShardedTensor of FSDP1, as its file has it. torch's own class wants the process group that wrote it.
+
+    Attributes:
+        size_of_whole: of the full tensor.
+        pieces: what the rank has of it, each with where it lies.
+    """
+
+    size_of_whole: torch.Size
+    pieces: list[tuple[Tensor, Box]]
+
+    def __setstate__(self, state: Any) -> None:
+        shards, metadata, *_ = state
+        self.size_of_whole = torch.Size(metadata.size)
+        places = [(shard.tensor, shard.metadata) for shard in shards]
+        self.pieces = [(t, tuple(zip(at.shard_offsets, at.shard_sizes, strict=True))) for t, at in places]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Called for whatever is computed with it: there are pieces, and no values."""
+        if func is torch.ops.aten.detach.default:  # by torch.load
+            return args[0]
+        raise NotImplementedError(func)
 
 
 @dataclass(frozen=True)

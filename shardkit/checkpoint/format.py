@@ -1,9 +1,8 @@
 """The safetensors format: eight bytes that say how long the header is, the header in JSON, then the tensors' bytes.
 
-All of it is pure: bytes in, bytes out. The rules are those of the format's reference implementation
+All of it is pure: bytes in, bytes out. The rules are those of the reference implementation
 (https://github.com/huggingface/safetensors, ``tensor.rs``), which the tests hold this one against. The package itself
-is not needed: it writes and reads whole files or slices into memory of its own, where shardkit's ranks write and read
-byte ranges of one file from and into their shards. What is left of the format is this header.
+reads and writes whole tensors through its own memory; shardkit's ranks need byte ranges, from and into their shards.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ LENGTH = 8  # bytes in front of the header, its length as a little-endian intege
 ALIGNMENT = 8  # bytes; the header is filled up with spaces to a multiple of it
 MAX_HEADER = 100_000_000  # bytes, the reference's limit
 METADATA = "__metadata__"
+INDEX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
 _PICKLES = (b"PK\x03\x04", b"\x80")  # how zip files and pickles begin; no header is as long as these say
 
 
@@ -146,7 +147,8 @@ def parse_header(text: bytes, file_bytes: int) -> Header:
     metadata = _metadata(table.pop(METADATA, None))
     begin, end = LENGTH + len(text), 0
     entries = {}
-    for name, spec, (start, stop) in sorted(_rows(table), key=lambda row: row[2]):
+    rows = [(name, *_row(name, info)) for name, info in table.items()]
+    for name, spec, (start, stop) in sorted(rows, key=lambda row: row[2]):
         if start != end or stop - start != spec.bytes:
             raise ValueError(
                 f"{name} of {spec.bytes} bytes lies at [{start}, {stop}]: each tensor begins where the one before "
@@ -159,21 +161,20 @@ def parse_header(text: bytes, file_bytes: int) -> Header:
     return Header(entries, metadata, begin, file_bytes)
 
 
-def _table(text: bytes) -> dict[str, Any]:
+def _table(text: bytes) -> Any:
     if not text.startswith(b"{"):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     try:
-        table: dict[str, Any] = strict_json(text)
+        return strict_json(text)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-    return table
 
 
 def strict_json(text: bytes) -> Any:
     """A JSON text, without what Python allows beyond JSON, and without repeated keys. Pure.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: it is not such a text.
         RecursionError: it is nested too deeply.
     """
     return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -184,24 +185,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise ValueError("a key appears twice in its header")
     for key in table:
-        key.encode()  # half a surrogate pair, which JSON can escape, is no text
+        key.encode()  # half a surrogate pair, which JSON can escape, is not text
     return table
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _metadata(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError(f"{METADATA} is no map of texts")
+        raise ValueError(f"{METADATA} is not a map of texts")
     return value
-
-
-def _rows(table: dict[str, Any]) -> list[tuple[str, Spec, tuple[int, int]]]:
-    return [(name, *_row(name, info)) for name, info in table.items()]
 
 
 def _row(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
@@ -217,3 +214,63 @@ def _row(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+
+
+# ---- which tensor goes into which file ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Attributes:
+    name: of the file.
+    head: what it begins with.
+    header: where its tensors lie.
+    """
+
+    name: str
+    head: bytes
+    header: Header
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Attributes:
+    files: in order.
+    index: name and text of the index; None for a single file, which needs none.
+    """
+
+    files: tuple[FileLayout, ...]
+    index: tuple[str, bytes] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of all files, the index last."""
+        return [file.name for file in self.files] + ([] if self.index is None else [self.index[0]])
+
+
+def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> Layout:
+    """Lay tensors out as transformers does: in order, a file is closed before it would exceed ``max_shard_size``. Pure.
+
+    A tensor that is larger than that has a file to itself. Without any tensor there is one file, of a header alone.
+    """
+    shares = _shares(tensors, max_shard_size)
+    if len(shares) == 1:
+        return Layout((FileLayout(name + SUFFIX, *build_header(shares[0], metadata)),))
+    names = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
+    files = [FileLayout(name, *build_header(share, metadata)) for name, share in zip(names, shares, strict=True)]
+    weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
+    total = {"total_size": sum(spec.bytes for spec in tensors.values())}
+    index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
+    return Layout(tuple(files), (name + INDEX, index.encode()))
+
+
+def _shares(tensors: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
+    shares: list[dict[str, Spec]] = [{}]
+    filled = 0
+    for name, spec in tensors.items():
+        if shares[-1] and filled + spec.bytes > most:
+            shares.append({})
+            filled = 0
+        shares[-1][name] = spec
+        filled += spec.bytes
+    return shares

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint import manifest
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.locate import Located
 from shardkit.checkpoint.moved import Moved
+from shardkit.checkpoint.read import Located
 from shardkit.errors import CheckpointError, message
 from shardkit.state.names import WRAPPERS, clean_name
 

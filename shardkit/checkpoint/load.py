@@ -17,21 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardkit._torch import tree_leaves
-from shardkit.checkpoint import dcp_metadata, directory, fsdp1, manifest, random_state
+from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import agree, connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
-from shardkit.checkpoint.fsdp1 import TorchFile
+from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.layout import INDEX, SUFFIX
-from shardkit.checkpoint.locate import locate
 from shardkit.checkpoint.match import KeyMap, match, rename
 from shardkit.checkpoint.optimizer import Fit, OptimizerLoad, plan_optimizer
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
 from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.rank_files import RankFiles, rank_files
+from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import Contents, Source, Stored
 from shardkit.checkpoint.ties import check_ties
+from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.state.names import ModelState, model_state, parameter_names, trainable_state
@@ -139,15 +138,16 @@ def open_checkpoint(
     if path.is_dir() and (path / manifest.NAME).exists():
         held.enter_context(directory.locked(path / manifest.NAME))
         return OwnDirectory(path, allow_pickle=allow_pickle)
-    if path.is_dir() and (path / dcp_metadata.NAME).exists():
+    if path.is_dir() and (path / dcp.NAME).exists():
         return DcpDirectory(path, allow_pickle=allow_pickle)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
-    if path.exists() and (sets := rank_files(path)):
-        return RankFiles(path, sets, shapes, allow_pickle=allow_pickle)
-    if path.suffix in fsdp1.SUFFIXES and path.is_file():
-        return TorchFile(path, allow_pickle=allow_pickle)
+    sets = rank_files(path) if path.exists() else {}
+    if not sets and path.suffix in SUFFIXES and path.is_file():
+        sets = {"": [path]}
+    if sets:
+        return TorchFiles(path, sets, shapes, allow_pickle=allow_pickle)
     raise CheckpointError(_unknown(path, names))
 
 
@@ -162,13 +162,13 @@ def _unknown(path: Path, names: list[str]) -> str:
     inner = [name for name in names if (path / name / manifest.NAME).exists()]
     if inner:
         problem, fix = f"it holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
-    elif files := [name for name in names if name.endswith(fsdp1.SUFFIXES)]:
+    elif files := [name for name in names if name.endswith(SUFFIXES)]:
         problem, fix = f"it holds {listing(files)}", "Pass one of the files, if it has the whole model"
     else:
         problem, fix = f"it holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
-    torchs = f"{dcp_metadata.NAME} (torch.distributed.checkpoint)"
+    torchs = f"{dcp.NAME} (torch.distributed.checkpoint)"
     rule = f"A checkpoint has {manifest.NAME} (shardkit), {torchs} or *{SUFFIX}, or "
-    return message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(fsdp1.SUFFIXES)})", fix)
+    return message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix)
 
 
 def _decide(

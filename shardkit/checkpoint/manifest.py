@@ -1,4 +1,4 @@
-"""The manifest: the last file written into a checkpoint, by which one knows that it is whole."""
+"""The manifest: the last file written into a checkpoint, which lists what makes it whole."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardkit.errors import CheckpointError, listing, message
 NAME = "manifest.json"
 VERSION = 1
 CONFIG = "config.json"  # of the model, for others; whoever edits it damages nothing
-_BLOCK = 1 << 24  # bytes read at a time
 FORMATS = ("safetensors", "dcp")
-_MOST = 1 << 30  # bytes of a manifest; a larger one is no manifest
+_BLOCK = 1 << 24  # bytes read at a time
+_MOST = 1 << 30  # bytes of a manifest; a larger one is not a manifest
 _MOST_RANKS = 1 << 24
 
 
@@ -32,7 +32,7 @@ class FileEntry:
 
     Attributes:
         bytes: its size.
-        head: of so many bytes at its beginning ``crc32`` is the checksum; for a safetensors file its header, else all.
+        head: how many bytes at its beginning ``crc32`` is the checksum of; a safetensors file's header, else all.
         crc32: as of :func:`zlib.crc32`.
         sums: for a safetensors file the checksum of each tensor, see ``checksums.py``.
     """
@@ -89,19 +89,17 @@ def read_manifest(directory: Path) -> Manifest:
         if file.stat().st_size > _MOST:
             raise ValueError(f"it is larger than {_MOST:,} bytes")
         body = json.loads(file.read_bytes())
-        digest = body.pop("digest")
-        if digest != _digest(body):
+        if body.pop("digest") != _digest(body):
             raise ValueError("its digest is of other contents")
         version = body.pop("shardkit_checkpoint")
         body.setdefault("trainable_only", False)  # not in those of the first saves
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         rule = "A whole checkpoint has the manifest that its save wrote last"
-        raise CheckpointError(
-            message(str(file), f"no manifest ({type(error).__name__}: {error})", rule, "Use another checkpoint")
-        ) from None
+        problem = f"no manifest ({type(error).__name__}: {error})"
+        raise CheckpointError(message(str(file), problem, rule, "Use another checkpoint")) from None
     if type(version) is int and version > VERSION:
-        problem = f"version {version}"
-        raise CheckpointError(message(str(file), problem, f"This shardkit reads up to {VERSION}", "Upgrade shardkit"))
+        rule = f"This shardkit reads up to {VERSION}"
+        raise CheckpointError(message(str(file), f"version {version}", rule, "Upgrade shardkit"))
     if problem := next(_problems(version, body), ""):
         raise CheckpointError(message(str(file), problem, "No save writes such a manifest", "Use another checkpoint"))
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
@@ -136,17 +134,30 @@ def _is_entry(entry: Any) -> bool:
     return all(type(number) is int and 0 <= number < limit for number, limit in numbers)
 
 
-def size_problems(directory: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing or have another size than when they were written. Local; reads no contents."""
-    problems = []
-    for name, entry in manifest.files.items():
-        if name == CONFIG:
-            continue
-        file = directory / name
-        size = _size_of(file)
-        if size != entry.bytes:
-            problems.append(f"{name} has {'no file' if size is None else f'{size:,} bytes'}, written {entry.bytes:,}")
-    return problems
+def written_files(directory: Path) -> set[str]:
+    """The names in a checkpoint that its save wrote; none where there is no manifest. Local.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, so that nobody knows.
+    """
+    if not (directory / NAME).is_file():
+        return set()
+    try:
+        return {NAME, *read_manifest(directory).files}
+    except CheckpointError as error:
+        rule = "Only what shardkit wrote is ever replaced, which the manifest lists"
+        problem, fix = f"its manifest cannot be read ({error})", "Delete it, or use another path"
+        raise CheckpointError(message("path", problem, rule, fix)) from None
+
+
+def _size_problems(directory: Path, manifest: Manifest) -> list[str]:
+    """Files that are missing or have another size than when they were written; reads no contents."""
+    sizes = {name: (_size_of(directory / name), entry.bytes) for name, entry in manifest.files.items()}
+    return [
+        f"{name} has {'no file' if size is None else f'{size:,} bytes'}, written {written:,}"
+        for name, (size, written) in sizes.items()
+        if name != CONFIG and size != written
+    ]
 
 
 def _size_of(file: Path) -> int | None:
@@ -160,18 +171,18 @@ def _size_of(file: Path) -> int | None:
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Raise unless every file is there in its size. Local."""
-    if problems := size_problems(directory, manifest):
+    if problems := _size_problems(directory, manifest):
         rule = "Every file has the size that the manifest states"
         raise CheckpointError(message(str(directory), listing(problems), rule, "Use another checkpoint"))
 
 
-def is_whole(directory: Path) -> bool:
-    """Whether the directory is a checkpoint of shardkit with every file in its size. Local; reads no contents."""
+def created_if_whole(directory: Path) -> int | None:
+    """When a checkpoint was complete, if every file has its size; None for any other directory. Local."""
     try:
         manifest = read_manifest(directory)
     except CheckpointError:
-        return False
-    return not size_problems(directory, manifest)
+        return None
+    return None if _size_problems(directory, manifest) else manifest.created
 
 
 def entry_of(file: Path, head: int | None = None, sums: dict[str, int] | None = None) -> FileEntry:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit.checkpoint.checksums import added, run_sum
 from shardkit.checkpoint.dcp import DcpDirectory
-from shardkit.checkpoint.layout import INDEX, SUFFIX
-from shardkit.checkpoint.locate import Located, locate
-from shardkit.checkpoint.manifest import CONFIG, FileEntry, Manifest, check_sizes, crc32_of, read_manifest
-from shardkit.checkpoint.pieces import part_of
+from shardkit.checkpoint.format import INDEX, SUFFIX
+from shardkit.checkpoint.manifest import CONFIG, Manifest, check_sizes, crc32_of, read_manifest
+from shardkit.checkpoint.owners import added
+from shardkit.checkpoint.pieces import MASK, part_of, run_sum
 from shardkit.checkpoint.plain import decode
-from shardkit.checkpoint.read import read_parts
+from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.source import Contents, Source, Stored, checked_optimizer
 from shardkit.checkpoint.transfer import Progress, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
@@ -51,82 +50,66 @@ class Safetensors:
 
 
 class OwnDirectory:
-    """A checkpoint that ``save_checkpoint`` wrote, of either format."""
+    """A checkpoint that ``save_checkpoint`` wrote, of either format.
+
+    Attributes:
+        manifest: of it.
+        located: where the tensors of its safetensors files lie, by key.
+        contents: as of any source.
+    """
 
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
         self.manifest: Manifest = read_manifest(directory)
         check_sizes(directory, self.manifest)
-        self._check_heads()
-        self._files = Safetensors({section: self._section(section) for section in ("model", "optimizer", "state")})
-        self._source: Source = self._files
+        # Headers, indexes and the state, which are small; the tensors are left to verify().
+        self._check_crc32([name for name in sorted(self.manifest.files) if not name.endswith(".distcp")])
+        files = Safetensors({section: self._section(section) for section in ("model", "optimizer", "state")})
+        self.located = files.located
+        self._source: Source = files
         if self.manifest.format == "dcp":
             self._source = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
-        self.contents = self._contents()
-
-    def _check_heads(self) -> None:
-        """Headers, indexes and the state, which are small; the tensors are :func:`verify`'s affair."""
-        kept = {name: entry for name, entry in self.manifest.files.items() if name != CONFIG}
-        small = {name: entry for name, entry in kept.items() if not name.endswith(".distcp")}
-        damaged = [name for name, entry in small.items() if crc32_of(self._directory / name, entry.head) != entry.crc32]
-        _raise_damaged(self._directory, damaged)
+        self.contents = self._contents(files, self._source.contents)
 
     def _section(self, name: str) -> dict[str, Located]:
         for file in (name + SUFFIX, name + INDEX):
             if file in self.manifest.files:
                 found = locate(self._directory / file)
-                strangers = {at.file.name for at in found.values()} - self.manifest.files.keys()
-                if strangers:
-                    raise self._refused(f"{file} names {listing(sorted(strangers))}, which the manifest does not list")
+                unexpected = {at.file.name for at in found.values()} - self.manifest.files.keys()
+                if unexpected:
+                    raise self._refused(f"{file} names {listing(sorted(unexpected))}, which the manifest does not list")
                 return found
         if name == "model" and self.manifest.format == "safetensors":
             raise self._refused("the manifest lists no model")
         return {}
 
-    def _contents(self) -> Contents:
-        tensors = self._rest()
-        contents = self._source.contents
+    def _contents(self, files: Safetensors, contents: Contents) -> Contents:
+        """What the source of its format has, with what is in the state beside it."""
+        rest = files.stored("state")
+        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
+        files.read((rest[name].key, tensor) for name, tensor in tensors.items())
         contents.trainable_only = self.manifest.trainable_only
         try:
-            state = self._state()
+            if STATE not in self.manifest.files:
+                raise ValueError("the manifest does not list it")
+            state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
             if self.manifest.format == "safetensors":
-                contents.optimizer = checked_optimizer(decode(state["optimizer"], self._files.stored("optimizer")))
+                contents.optimizer = checked_optimizer(decode(state["optimizer"], files.stored("optimizer")))
             contents.model |= decode(state["model"], tensors)
             contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
             random = decode(state["random"], tensors)
             contents.random = {kind: [bytes(each.tolist()) for each in of_ranks] for kind, of_ranks in random.items()}
-            contents.ties = {
-                n: f for n, f in state.get("ties", {}).items() if f in contents.model
-            }  # of older ones none
+            ties = state.get("ties", {})  # not in those of the first saves
+            contents.ties = {name: first for name, first in ties.items() if first in contents.model}
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
             raise self._refused(f"{STATE} is not what a save writes ({type(error).__name__}: {error})") from None
-        contents.config = self._config()
+        config = self._directory / CONFIG
+        contents.config = config.read_text() if CONFIG in self.manifest.files and config.is_file() else ""
         return contents
-
-    def _config(self) -> str:
-        file = self._directory / CONFIG
-        return file.read_text() if CONFIG in self.manifest.files and file.is_file() else ""
-
-    def _state(self) -> dict[str, Any]:
-        if STATE not in self.manifest.files:
-            raise ValueError("the manifest does not list it")
-        state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
-        return state
 
     def _refused(self, problem: str) -> CheckpointError:
         rule = "A checkpoint holds what its save wrote, and nothing else is read"
         return CheckpointError(message(str(self._directory), problem, rule, "Use another checkpoint"))
-
-    def _rest(self) -> dict[str, Tensor]:
-        stored = self._files.stored("state")
-        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.items()}
-        self._files.read((stored[name].key, tensor) for name, tensor in tensors.items())
-        return tensors
-
-    @property
-    def located(self) -> dict[str, Located]:
-        """Where the tensors of its safetensors files lie, by key."""
-        return self._files.located
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """As the source of its format."""
@@ -136,44 +119,32 @@ class OwnDirectory:
         """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective over ``groups``."""
         with together(groups, CheckpointError):
             own = self._own_sums(rank, world_size)
-        names = sorted(own)
-        found = dict(zip(names, added([own[name] for name in names], groups), strict=True))
-        written = {f"{file}: {name}": value for file, entry in self._entries() for name, value in entry.sums.items()}
-        differ = [name for name in written.keys() | found.keys() if found.get(name) != written.get(name)]
-        _raise_damaged(self._directory, sorted(differ))
+        found = dict(zip(own, added(list(own.values()), groups), strict=True))
+        entries = sorted(self.manifest.files.items())
+        written = {f"{file}: {name}": value for file, entry in entries for name, value in entry.sums.items()}
+        self._check({name for name in written.keys() | found.keys() if found.get(name) != written.get(name)})
         with together(groups, CheckpointError):
-            pickled = [(name, entry) for name, entry in self._entries() if name.endswith(".distcp")][rank::world_size]
-            damaged = [name for name, each in pickled if crc32_of(self._directory / name, each.head) != each.crc32]
-            _raise_damaged(self._directory, damaged)
+            self._check_crc32([name for name, _ in entries if name.endswith(".distcp")][rank::world_size])
 
-    def _entries(self) -> list[tuple[str, FileEntry]]:
-        return sorted(self.manifest.files.items())
+    def _check_crc32(self, names: list[str]) -> None:
+        files = {name: self.manifest.files[name] for name in names if name != CONFIG}
+        self._check({name for name, each in files.items() if crc32_of(self._directory / name, each.head) != each.crc32})
+
+    def _check(self, damaged: set[str]) -> None:
+        if damaged:
+            problem, fix = f"damaged: {listing(sorted(damaged))}", "Use another checkpoint; nothing was changed"
+            raise CheckpointError(message(str(self._directory), problem, "Every byte is as it was written", fix))
 
     def _own_sums(self, rank: int, world_size: int) -> dict[str, int]:
-        """What this rank's share of the bytes of each tensor adds to its checksum."""
-        by_file: dict[Path, dict[str, Located]] = {}
-        for key, at in self._files.located.items():
-            by_file.setdefault(at.file, {})[f"{at.file.name}: {key.partition('/')[2]}"] = at
+        """What this rank's share of the bytes of each tensor adds to its checksum, in the same order on all ranks."""
         buffer, sums = torch.empty(_CHUNK, dtype=torch.uint8), {}
-        for file, tensors in by_file.items():
-            with opened(file, os.O_RDONLY) as descriptor:
-                for name, at in tensors.items():
-                    sums[name] = _sum_of_share(descriptor, at, rank, world_size, buffer) if at.entry.bytes else 0
+        for key, at in self.located.items():
+            share = -(-at.entry.bytes // world_size)
+            stop, total = min(share * (rank + 1), at.entry.bytes), 0
+            with opened(at.file, os.O_RDONLY) as descriptor:
+                for start in range(share * rank, stop, len(buffer)):
+                    data = buffer[: min(len(buffer), stop - start)]
+                    read_all(descriptor, raw(data), at.entry.start + start)
+                    total += run_sum(data, start)
+            sums[f"{at.file.name}: {key.partition('/')[2]}"] = total & MASK
         return sums
-
-
-def _sum_of_share(descriptor: int, at: Located, rank: int, world_size: int, buffer: Tensor) -> int:
-    share = -(-at.entry.bytes // world_size)
-    stop, total = min(share * (rank + 1), at.entry.bytes), 0
-    for start in range(share * rank, stop, len(buffer)):
-        data = buffer[: min(len(buffer), stop - start)]
-        read_all(descriptor, raw(data), at.entry.start + start)
-        total += run_sum(data, start)
-    return total % 2**64
-
-
-def _raise_damaged(directory: Path, names: list[str]) -> None:
-    if names:
-        rule = "Every byte is as it was written"
-        fix = "Use another checkpoint; nothing was changed"
-        raise CheckpointError(message(str(directory), f"damaged: {listing(names)}", rule, fix))

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint.checksums import MASK, added, part_sum
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.pieces import Part, part_of, whole
+from shardkit.checkpoint.pieces import MASK, Part, part_of, part_sum, whole
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, collective_device, raise_together, together
+from shardkit.ranks import Groups, collective_device, raise_together
 from shardkit.shards import Box, is_first_replica
 
 
@@ -113,42 +112,49 @@ def _sum_here(tensor: Tensor) -> int:
     return part_sum(*part_of(tensor), tensor.shape) if is_first_replica(tensor) else 0
 
 
+def added(own: list[int], groups: Groups) -> list[int]:
+    """The sums over all ranks of as many numbers from each, mod 2**64. Collective; ``groups`` reach each rank once."""
+    for group in groups:
+        halves = [[value & 0xFFFFFFFF, value >> 32] for value in own]  # of which int64 can add up four billion
+        values = torch.tensor(halves, dtype=torch.int64, device=collective_device(group)).reshape(-1, 2)
+        dist.all_reduce(values, group=group)
+        own = [(low + (high << 32)) & MASK for low, high in values.tolist()]
+    return own
+
+
 # ---- that it was all written, once ----------------------------------------------------------------------------
 
 
-def check_written(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> None:
-    """Check that ranks wrote every element exactly once. Collective: one all-reduce of 16 bytes a tensor.
+def check_written(
+    tensors: Mapping[str, Tensor | Spec], written: Iterable[tuple[str, Box]], sums: Mapping[str, int], groups: Groups
+) -> dict[str, int]:
+    """Check that ranks wrote every element exactly once. Collective: one all-reduce of 32 bytes a tensor.
 
     No list of pieces is gathered, so it costs the same on any number of ranks.
 
     Args:
         tensors: all that were to be written.
-        written: the pieces that this rank wrote.
+        written: the boxes that this rank wrote, each with its tensor's name.
+        sums: what they add to the checksums of their tensors.
         groups: as for :func:`owned`.
+
+    Returns:
+        the checksums of the whole tensors.
 
     Raises:
         CheckpointError: on every rank, naming the tensors of which a part was not written, or written twice.
     """
-    own = [fingerprint([written[n][1]], tensor.shape) if n in written else 0 for n, tensor in tensors.items()]
-    check_coverage(dict(zip(tensors, added(own, groups), strict=True)), tensors)
-
-
-def sums_of(tensors: Mapping[str, Tensor], written: Mapping[str, Part], groups: Groups) -> dict[str, int]:
-    """The checksum of each whole tensor, from the pieces that ranks wrote. Collective, as :func:`check_written`."""
-    with together(groups, CheckpointError):
-        own = [part_sum(*written[n], tensor.shape) if n in written else 0 for n, tensor in tensors.items()]
-    return dict(zip(tensors, added(own, groups), strict=True))
-
-
-def check_coverage(found: Mapping[str, int], tensors: Mapping[str, Tensor | Spec]) -> None:
-    """Raise unless the pieces whose fingerprints these are fill their tensors, each element once. Local."""
-    wrong = [
-        name for name, tensor in tensors.items() if found[name] != fingerprint([whole(tensor.shape)], tensor.shape)
-    ]
-    if wrong:
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for name, box in written:
+        boxes[name].append(box)
+    own = [fingerprint(boxes[name], tensor.shape) for name, tensor in tensors.items()]
+    found = added([*own, *(sums.get(name, 0) for name in tensors)], groups)
+    expected = [fingerprint([whole(tensor.shape)], tensor.shape) for tensor in tensors.values()]
+    if wrong := [name for name, want, have in zip(tensors, expected, found, strict=False) if want != have]:
         rule = "Every element is written once, by the one rank that it is on"
         fix = "Report it, with the model's meshes and placements; format='dcp' may save the model meanwhile"
         raise CheckpointError(message(listing(wrong), "not all of it was written, or some of it twice", rule, fix))
+    return dict(zip(tensors, found[len(boxes) :], strict=True))
 
 
 def fingerprint(boxes: Iterable[Box], shape: torch.Size) -> int:

@@ -14,11 +14,10 @@ from shardkit.checkpoint.agreement import agree
 from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.hub import USED, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.locate import Located, locate
 from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
 from shardkit.checkpoint.moved import Computed, Moved
 from shardkit.checkpoint.pieces import Part, inside, part_of, whole
-from shardkit.checkpoint.read import read_parts
+from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.ties import check_ties
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message

@@ -6,35 +6,26 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit import _torch
-from shardkit.checkpoint import dcp, directory, manifest, rotation
+from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import agree, world
-from shardkit.checkpoint.asynchronous import (
-    SaveHandle,
-    background_groups,
-    finish_pending,
-    staging_of,
-    start_pending,
-)
-from shardkit.checkpoint.atomic import shared_token, write_whole
+from shardkit.checkpoint.asynchronous import SaveHandle, background_groups, finish_pending, staging_of, start_pending
 from shardkit.checkpoint.hub import config_text
 from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
-from shardkit.checkpoint.owners import owned, sums_of
+from shardkit.checkpoint.owners import owned
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.random_state import states
-from shardkit.checkpoint.write import WrittenFile, described, write_pieces
+from shardkit.checkpoint.write import described, write_shards
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
@@ -59,33 +50,20 @@ class Content:
         meshes: shapes and names of the meshes that they are on.
         trainable_only: whether frozen parameters are left out.
         config: the text of the model's ``config.json``, or nothing.
-        trainable_only: whether frozen parameters are left out.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     rest: dict[str, Tensor]
     plain: dict[str, Any]
-    layout: str
-    meshes: list[dict[str, Any]]
+    layout: str = ""
+    meshes: list[dict[str, Any]] = field(default_factory=list)
     trainable_only: bool = False
     config: str = ""
 
 
 # Writes the tensors of a content into a directory; returns the entries of its files. Collective.
 Writer: TypeAlias = Callable[[Path, Content, Groups], dict[str, FileEntry]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Where and how one save writes."""
-
-    path: Path
-    token: str
-    format: str
-    world_size: int = 1
-    overwrite: bool = False
-    keep: int | None = None
 
 
 def save_checkpoint(
@@ -159,6 +137,8 @@ def save_checkpoint(
         if trainable_only:
             state, named = trainable_state(state), _trainable(named, state)
         check_complete(model, state)
+        if format == "dcp":
+            _refuse_quantised(tensor_leaves(named))
         poll.own = has_subclass([*state.tensors.values(), *tensor_leaves(named).values()])
         content = None if poll.own else _content(state, named, scheduler, extra)
     if poll.any:
@@ -171,15 +151,14 @@ def save_checkpoint(
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
     options["trainable_only"] = trainable_only
     agree(options | _described(content), groups, "save_checkpoint", _SAME)
-    content = with_random_states(content, groups)
-    job = Job(place, shared_token(groups), format, dist.get_world_size(group) if groups else 1, overwrite, keep)
+    content = _with_random_states(content, groups)
     if not async_:
-        write_checkpoint(job, content, groups)
+        commit_checkpoint(place, format, content, groups, overwrite=overwrite, keep=keep)
         return SaveHandle()
     background = background_groups(groups)
     with together(groups, CheckpointError):
         copy = _staged(content, model)
-    return start_pending(lambda: write_checkpoint(job, copy, background))
+    return start_pending(lambda: commit_checkpoint(place, format, copy, background, overwrite=overwrite, keep=keep))
 
 
 _SAME = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
@@ -197,36 +176,25 @@ def _described(content: Content) -> dict[str, Any]:
     }
 
 
-# What is saved.
+# ---- what is saved ----------------------------------------------------------------------------------------------
 
 
 def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> None:
+    """Raise unless a checkpoint may be written to ``path``. Local."""
     if format not in FORMATS:
         raise CheckpointError(message("format", f"is {format!r}", f"It is one of {', '.join(FORMATS)}", "Use one"))
-    rotation.check_keep(keep)
+    directory.check_keep(keep)
     if not path.name:
         raise CheckpointError(message("path", f"is {path}", "It names the checkpoint's own directory", "Add a name"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not (path / manifest.NAME).is_file():
         rule = "Only a checkpoint of shardkit is ever replaced"
-        raise CheckpointError(message("path", f"{path} is no checkpoint", rule, "Use another path"))
+        raise CheckpointError(message("path", f"{path} is not a checkpoint", rule, "Use another path"))
     if not overwrite:
         rule = "A checkpoint is replaced only when that is asked for"
         raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
-    _files_of(path)
-
-
-def _files_of(path: Path) -> set[str]:
-    """The names in a checkpoint that shardkit wrote; none where there is no checkpoint."""
-    if not (path / manifest.NAME).is_file():
-        return set()
-    try:
-        return {manifest.NAME, *manifest.read_manifest(path).files}
-    except CheckpointError as error:
-        rule = "Only what shardkit wrote is ever replaced, which the manifest lists"
-        fix = "Delete it, or use another path"
-        raise CheckpointError(message("path", f"its manifest cannot be read ({error})", rule, fix)) from None
+    manifest.written_files(path)
 
 
 def _trainable(named: Any, state: ModelState) -> Any:
@@ -241,25 +209,20 @@ def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Conte
     """The state as it is now: live tensors, none of them a subclass. Local."""
     others, other_tensors = encode(state.others, "model")
     encoded, optimizer_tensors = encode(named, "", sharded=True)
-    rest, rest_tensors = encode(
-        {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}, ""
-    )
+    given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
+    rest, rest_tensors = encode(given, "")
     _refuse_opaque({**state.tensors, **optimizer_tensors})
     meshes, layout = _layout(state.tensors)
+    ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
     # Detached one by one, so that each is written under its own name; in the model one object is a tie.
     return Content(
         model=dict(state.tensors),
         optimizer={name: tensor.detach() for name, tensor in optimizer_tensors.items()},
         rest={name: tensor.detach() for name, tensor in (other_tensors | rest_tensors).items()},
-        plain={"model": others, "optimizer": encoded, **rest, "ties": _ties(state.tensors)},
+        plain={"model": others, "optimizer": encoded, **rest, "ties": ties},
         layout=layout,
         meshes=meshes,
     )
-
-
-def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names of tied tensors beside their first, with that one."""
-    return {name: first for name, first in first_names(tensors).items() if name != first}
 
 
 def _refuse_opaque(tensors: Mapping[str, Tensor]) -> None:
@@ -270,6 +233,14 @@ def _refuse_opaque(tensors: Mapping[str, Tensor]) -> None:
         rule = "A tensor subclass is saved by its inner tensors, which __tensor_flatten__ names"
         fix = "Leave it out, or give the class __tensor_flatten__ and __tensor_unflatten__"
         raise CheckpointError(message("tensors", listing(named), rule, fix))
+
+
+def _refuse_quantised(state: Mapping[str, Tensor]) -> None:
+    """Raise for optimizer state that ``dcp.load`` would not find: it is saved by its inner tensors."""
+    if named := [name for name, tensor in state.items() if _torch.is_wrapper(local_value(tensor))]:
+        rule = "format='dcp' is for torch's dcp.load, which does not find state that is saved by its inner tensors"
+        problem = f"quantised optimizer state: {listing(named)}"
+        raise CheckpointError(message("format", problem, rule, 'Use format="safetensors", and load_checkpoint'))
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], str]:
@@ -283,18 +254,14 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], str]:
     return meshes, hashlib.sha256(json.dumps([meshes, rows]).encode()).hexdigest()
 
 
-def with_random_states(content: Content, groups: Groups) -> Content:
+def _with_random_states(content: Content, groups: Groups) -> Content:
     """The same with the random generators of all ranks. Collective."""
-    own = json.dumps({kind: state.hex() for kind, state in states().items()}).encode()
+    own = json.dumps({kind: state.hex() for kind, state in random_state.states().items()}).encode()
     of_ranks = [json.loads(each) for each in (all_gather_bytes(own, groups[0]) if groups else [own])]
     kinds = [kind for kind in of_ranks[0] if all(kind in each for each in of_ranks)]
-    random = {kind: [_bytes_tensor(bytes.fromhex(each[kind])) for each in of_ranks] for kind in kinds}
-    encoded, tensors = encode(random, "random")
+    random = {kind: [bytes.fromhex(each[kind]) for each in of_ranks] for kind in kinds}
+    encoded, tensors = encode(random_state.as_tensors(random), "random")
     return replace(content, rest=content.rest | tensors, plain=content.plain | {"random": encoded})
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _staged(content: Content, model: nn.Module) -> Content:
@@ -302,69 +269,65 @@ def _staged(content: Content, model: nn.Module) -> Content:
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
     flat = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
     copies = staging_of(model).copy(flat)
-
-    def copied(section: str) -> dict[str, Tensor]:
-        return {name: copies[f"{section}/{name}"] for name in sections[section]}
-
-    return replace(content, model=copied("model"), optimizer=copied("optimizer"), rest=copied("rest"))
+    copied: Any = {section: {name: copies[f"{section}/{name}"] for name in part} for section, part in sections.items()}
+    return replace(content, **copied)
 
 
-# How it is written.
+# ---- how it is written ------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(job: Job, content: Content, groups: Groups, writer: Writer | None = None) -> None:
-    """Write everything into the temporary directory, and rename it. Collective over ``groups``."""
-    writer = writer or _WRITERS[job.format]
-    write_whole(
-        job.path,
-        job.token,
-        groups,
-        lambda temporary: writer(temporary, content, groups),
-        lambda temporary, files: _finish(job, content, temporary, files),
-    )
-    if job.keep is not None and (not groups or dist.get_rank(groups[0]) == 0):
-        rotation.rotate(job.path, job.keep)
+def commit_checkpoint(
+    path: Path,
+    format: str,
+    content: Content,
+    groups: Groups,
+    *,
+    overwrite: bool = False,
+    keep: int | None = None,
+    writer: Writer | None = None,
+) -> None:
+    """Write everything into a temporary directory, and rename it into its place. Collective over ``groups``."""
+    is_first, world_size = (dist.get_rank(groups[0]) == 0, dist.get_world_size(groups[0])) if groups else (True, 1)
+    with directory.drafted(path, groups) as (temporary, token):
+        files = (writer or _WRITERS[format])(temporary, content, groups)
+        with together(groups, CheckpointError):
+            if is_first:
+                files |= _write_rest(path, temporary, content)
+                about = (format, world_size, content.meshes, content.layout, files)
+                found = Manifest(*about, trainable_only=content.trainable_only)
+                directory.write_file(temporary / manifest.NAME, found.to_bytes())
+                directory.commit(path, token, replace=overwrite)
+    if keep is not None and is_first:
+        directory.rotate(path, keep)
 
 
-def _finish(job: Job, content: Content, temporary: Path, files: dict[str, FileEntry]) -> None:
-    """State, manifest, rename. Local: the first rank, when all have written."""
-    if content.rest:
-        files = files | write_part(temporary, "state", content.rest, [])
+def _write_rest(path: Path, temporary: Path, content: Content) -> dict[str, FileEntry]:
+    """State and configuration, and what others put into the checkpoint that is replaced. Local: the first rank."""
+    files = write_section(temporary, "state", content.rest, []) if content.rest else {}
+    old, written = manifest.written_files(path), [STATE]
     directory.write_file(temporary / STATE, dumps(content.plain))
-    files = files | {STATE: manifest.entry_of(temporary / STATE)}
-    old = _files_of(job.path)
-    directory.carry_over(job.path, temporary, lambda name: name in old)
+    directory.carry_over(path, temporary, lambda name: name in old)
     if content.config and not (temporary / manifest.CONFIG).exists():
         directory.write_file(temporary / manifest.CONFIG, content.config.encode())
-        files |= {manifest.CONFIG: manifest.entry_of(temporary / manifest.CONFIG)}
-    found = Manifest(
-        job.format, job.world_size, content.meshes, content.layout, files, trainable_only=content.trainable_only
-    )
-    directory.write_file(temporary / manifest.NAME, found.to_bytes())
-    directory.commit(job.path, job.token, replace=job.overwrite)
+        written.append(manifest.CONFIG)
+    return files | {name: manifest.entry_of(temporary / name) for name in written}
+
+
+def write_section(temporary: Path, name: str, tensors: dict[str, Tensor], groups: Groups) -> dict[str, FileEntry]:
+    """One group of safetensors files, with their entries. Collective."""
+    progress, sums = Progress(f"save {name}"), dict[str, int]()
+    written = write_shards(temporary, tensors, groups, name, flush=True, progress=progress, sums=sums)
+    progress.close()
+    with together(groups, CheckpointError):
+        return {
+            file.name: manifest.entry_of(temporary / file.name, file.head, {name: sums[name] for name in file.tensors})
+            for file in written
+        }
 
 
 def _write_safetensors(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-    parts = {"model": content.model, "optimizer": content.optimizer}
-    files: dict[str, FileEntry] = {}
-    for name, tensors in parts.items():
-        if tensors or name == "model":
-            files |= write_part(temporary, name, tensors, groups)
-    return files
-
-
-def write_part(temporary: Path, name: str, tensors: dict[str, Tensor], groups: Groups) -> dict[str, FileEntry]:
-    """One group of safetensors files, with their entries. Collective."""
-    progress = Progress(f"save {name}")
-    written, mine = write_pieces(temporary, tensors, groups, name, flush=True, progress=progress)
-    progress.close()
-    sums = sums_of({name: tensors[name] for file in written for name in file.tensors}, mine, groups)
-    with together(groups, CheckpointError):
-        return {file.name: _entry(temporary, file, sums) for file in written}
-
-
-def _entry(temporary: Path, file: WrittenFile, sums: Mapping[str, int]) -> FileEntry:
-    return manifest.entry_of(temporary / file.name, file.head, {name: sums[name] for name in file.tensors})
+    files = write_section(temporary, "model", content.model, groups)
+    return files | (write_section(temporary, "optimizer", content.optimizer, groups) if content.optimizer else {})
 
 
 def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
@@ -375,7 +338,4 @@ def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, F
     return dcp.write(temporary, tree, groups)
 
 
-_WRITERS: dict[str, Writer] = {
-    "safetensors": _write_safetensors,
-    "dcp": _write_dcp,
-}
+_WRITERS: dict[str, Writer] = {"safetensors": _write_safetensors, "dcp": _write_dcp}

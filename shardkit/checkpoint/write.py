@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import agree, spanning_axes
-from shardkit.checkpoint.format import METADATA, NAMES, Entry, Spec
-from shardkit.checkpoint.layout import Layout, lay_out
+from shardkit.checkpoint.format import METADATA, NAMES, Entry, Layout, Spec, lay_out
 from shardkit.checkpoint.owners import check_written, homes_of, owned
-from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, runs_of
+from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
@@ -84,16 +83,15 @@ def write_tensors(
         the files, the index last; the same on every rank.
 
     Raises:
-        CheckpointError: on every rank; a tensor that safetensors has no words for, ranks that pass different tensors,
+        CheckpointError: on every rank; a tensor that safetensors cannot hold, ranks that pass different tensors,
             separate meshes with different values of one tensor, and, with its reason, whatever failed on any rank.
     """
+    groups = spanning_axes(tensors.values()) if groups is None else groups
     options = (name, max_shard_size, metadata, dtype, flush, progress)
-    return write_pieces(
-        Path(directory), tensors, spanning_axes(tensors.values()) if groups is None else groups, *options
-    )[0]
+    return write_shards(Path(directory), tensors, groups, *options)
 
 
-def write_pieces(
+def write_shards(
     target: Path,
     tensors: Mapping[str, Tensor],
     groups: Groups,
@@ -103,22 +101,23 @@ def write_pieces(
     dtype: torch.dtype | None = None,
     flush: bool = False,
     progress: Progress | None = None,
-) -> tuple[list[WrittenFile], dict[str, Part]]:
-    """As :func:`write_tensors`; also what this rank wrote of which tensor."""
+    sums: dict[str, int] | None = None,
+) -> list[WrittenFile]:
+    """As :func:`write_tensors`; puts the checksums of the tensors into ``sums``."""
     with together(groups, CheckpointError):
         layout = checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
     once = _once(tensors)
     is_first = agree({"tensors": _described(once, layout)}, groups, "write_tensors")
-    mine = owned(once, groups)
+    mine, own = owned(once, groups), None if sums is None else dict[str, int]()
     with together(groups, CheckpointError):
         if is_first:
-            make_files(target, layout)
+            make_files(target, layout, flush)
     with together(groups, CheckpointError):
-        written = write_parts(target, layout, mine.items(), progress)
-        if flush:
-            flush_files(target, layout.names if is_first else written)
-    check_written(once, mine, groups)
-    return _written(layout), mine
+        write_parts(target, layout, mine.items(), progress, flush, own)
+    found = check_written(once, [(name, box) for name, (_, box) in mine.items()], own or {}, groups)
+    if sums is not None:
+        sums.update(found)
+    return _written(layout)
 
 
 def _described(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, str]:
@@ -158,8 +157,8 @@ def checked_layout(
     if unfit := [f"{name} ({reason})" for name in once for reason in _unfit(name, once[name], specs[name])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
         raise CheckpointError(message("tensors", listing(unfit), rule, "Leave them out, or convert them"))
-    if strangers := [key for key, text in metadata.items() if not isinstance(key, str) or not isinstance(text, str)]:
-        raise CheckpointError(message("metadata", f"{strangers} are no texts", "It is a map of texts", "Use str()"))
+    if unfit := [key for key, text in metadata.items() if not isinstance(key, str) or not isinstance(text, str)]:
+        raise CheckpointError(message("metadata", f"{unfit} are not texts", "It is a map of texts", "Use str()"))
     return lay_out(specs, name, most, {"format": "pt", **metadata})
 
 
@@ -207,20 +206,20 @@ def _written(layout: Layout) -> list[WrittenFile]:
 # ---- the writing ----------------------------------------------------------------------------------------------
 
 
-def make_files(directory: Path, layout: Layout) -> None:
+def make_files(directory: Path, layout: Layout, flush: bool) -> None:
     """Make every file in its full size, with its header, and the index. Local: one rank does it.
 
     Raises:
         OSError: a file is there already, or the disk is full.
     """
-    for file in layout.files:
-        with opened(directory / file.name, _NEW) as descriptor:
-            _allocate(descriptor, file.header.file_bytes)
-            write_all(descriptor, memoryview(file.head), 0)
-    if layout.index is not None:
-        name, text = layout.index
+    made = [(file.name, file.head, file.header.file_bytes) for file in layout.files]
+    made += [] if layout.index is None else [(*layout.index, len(layout.index[1]))]
+    for name, head, size in made:
         with opened(directory / name, _NEW) as descriptor:
-            write_all(descriptor, memoryview(text), 0)
+            _allocate(descriptor, size)
+            write_all(descriptor, memoryview(head), 0)
+            if flush:
+                os.fsync(descriptor)
 
 
 def _allocate(descriptor: int, size: int) -> None:
@@ -234,8 +233,13 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def write_parts(
-    directory: Path, layout: Layout, parts: Iterable[tuple[str, Part]], progress: Progress | None = None
-) -> list[str]:
+    directory: Path,
+    layout: Layout,
+    parts: Iterable[tuple[str, Part]],
+    progress: Progress | None = None,
+    flush: bool = False,
+    sums: dict[str, int] | None = None,
+) -> None:
     """Write parts of tensors to their places in files that :func:`make_files` made. Local.
 
     Args:
@@ -243,28 +247,28 @@ def write_parts(
         layout: as it was for ``make_files``.
         parts: with their tensors' names; see :func:`shardkit.checkpoint.pieces.part_of`.
         progress: see :func:`write_tensors`.
-
-    Returns:
-        the names of the files that it wrote to.
+        flush: likewise.
+        sums: by name, what the parts add to the checksums of their tensors is added here.
 
     Raises:
         OSError: the system refused.
     """
     places = {name: (file.name, entry) for file in layout.files for name, entry in file.header.tensors.items()}
-    jobs: dict[str, list[tuple[Part, Entry]]] = {file.name: [] for file in layout.files}
+    jobs: dict[str, list[tuple[str, Part, Entry]]] = {file.name: [] for file in layout.files}
     for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):
         file, entry = places[name]
-        jobs[file].append((part, entry))
-    meter = Meter(
-        progress, sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for (part, _), entry in job)
-    )
-    staging = Staging()
-    for target in _turned(list(jobs)):
-        if jobs[target]:
-            with opened(directory / target, os.O_WRONLY) as descriptor:
-                for part, entry in jobs[target]:
-                    _write_part(descriptor, part, entry, staging, meter)
-    return [target for target, job in jobs.items() if job]
+        jobs[file].append((name, part, entry))
+    total = sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for _, (part, _), entry in job)
+    meter, staging = Meter(progress, total), Staging()
+    for target in _turned([file for file, job in jobs.items() if job]):
+        with opened(directory / target, os.O_WRONLY) as descriptor:
+            for name, part, entry in jobs[target]:
+                for values, box in _as_stored(part, entry, staging, in_blocks=sums is not None):
+                    _write_runs(descriptor, values, box, entry, meter)
+                    if sums is not None:  # while it is in the processor's cache
+                        sums[name] = sums.get(name, 0) + part_sum(values, box, entry.shape)
+            if flush:
+                os.fsync(descriptor)
 
 
 def _turned(files: list[str]) -> list[str]:
@@ -273,14 +277,16 @@ def _turned(files: list[str]) -> list[str]:
     return files[first:] + files[:first]
 
 
-def _write_part(descriptor: int, part: Part, entry: Entry, staging: Staging, meter: Meter) -> None:
+def _as_stored(part: Part, entry: Entry, staging: Staging, in_blocks: bool) -> Iterator[Part]:
+    """A part as plain memory of its dtype in the file, which may be used again for the next block."""
     values, box = part
-    if values.dtype == entry.dtype and is_plain_memory(values):
-        _write_runs(descriptor, values, box, entry, meter)
+    is_ready = values.dtype == entry.dtype and is_plain_memory(values)
+    if is_ready and not in_blocks:
+        yield part
         return
     for block in blocks(box, entry.shape, Staging.BYTES // entry.dtype.itemsize):
         view = inside(values, box, block)
-        _write_runs(descriptor, staging.take(view.shape, entry.dtype, view.device).copy_(view), block, entry, meter)
+        yield view if is_ready else staging.take(view.shape, entry.dtype, view.device).copy_(view), block
 
 
 def _write_runs(descriptor: int, values: Tensor, box: Box, entry: Entry, meter: Meter) -> None:
@@ -288,14 +294,3 @@ def _write_runs(descriptor: int, values: Tensor, box: Box, entry: Entry, meter: 
     for number, start in enumerate(runs.starts):
         run = data[number * runs.length * size : (number + 1) * runs.length * size]
         write_all(descriptor, run, entry.start + start * size, meter)
-
-
-def flush_files(directory: Path, names: Iterable[str]) -> None:
-    """Have the system write what it holds of files, also from other processes of this machine. Local.
-
-    Raises:
-        OSError: the disk failed.
-    """
-    for name in names:
-        with opened(directory / name, os.O_RDWR) as descriptor:
-            os.fsync(descriptor)

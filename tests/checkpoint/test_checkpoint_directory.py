@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, manifest, rotation
+from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.manifest import FileEntry, Manifest
 from shardkit.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
         damaged[at] ^= 1 << at % 8
         file.write_bytes(damaged)
         if json_or_none(bytes(damaged)) != json_or_none(sound):  # one space for another character is no damage
-            assert not manifest.is_whole(file.parent), f"byte {at}"
+            assert manifest.created_if_whole(file.parent) is None, f"byte {at}"
 
 
 def json_or_none(text: bytes) -> object:
@@ -77,7 +77,7 @@ def listing(path: Path) -> list[str]:
 
 
 def write_temporary(path: Path, token: str) -> Path:
-    temporary = directory.servant(path, "tmp", token)
+    temporary = directory.sibling_path(path, "tmp", token)
     directory.lock_of(path, token).touch()
     temporary.mkdir(parents=True)
     (temporary / "data").write_bytes(b"new")
@@ -102,11 +102,11 @@ def test_killed_between_the_renames_the_old_one_is_found_and_put_back(tmp_path):
     path = write_checkpoint(tmp_path / "a")
     token = directory.new_token()
     write_temporary(path, token)
-    os.rename(path, directory.servant(path, "old", token))
-    assert manifest.is_whole(directory.find(path))
+    os.rename(path, directory.sibling_path(path, "old", token))
+    assert manifest.created_if_whole(directory.find(path)) == 1
     directory.clear_stale(tmp_path)
     assert listing(tmp_path) == ["a"]
-    assert manifest.is_whole(path)
+    assert manifest.created_if_whole(path) == 1
 
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="no"):
         directory.commit(path, token, replace=True)
-    assert manifest.is_whole(path)
+    assert manifest.created_if_whole(path) == 1
 
 
 def test_only_what_no_process_holds_is_cleared(tmp_path):
@@ -155,7 +155,7 @@ def test_where_files_cannot_be_locked_nothing_is_cleared_or_rotated(tmp_path, mo
     write_temporary(tmp_path / "a", directory.new_token())
     steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(3)]
     directory.clear_stale(tmp_path)
-    assert rotation.rotate(steps[2], keep=1) == []
+    assert directory.rotate(steps[2], keep=1) == []
     assert len(listing(tmp_path)) == 5
 
 
@@ -171,15 +171,15 @@ def test_a_missing_checkpoint_is_said_with_what_is_there(tmp_path):
 
 
 def test_the_latest_is_the_last_that_was_complete_and_is_whole(tmp_path):
-    assert rotation.latest_checkpoint(tmp_path / "no") is None
-    assert rotation.latest_checkpoint(tmp_path) is None
+    assert directory.latest_checkpoint(tmp_path / "no") is None
+    assert directory.latest_checkpoint(tmp_path) is None
     write_checkpoint(tmp_path / "step-10", created=1)
     newest = write_checkpoint(tmp_path / "step-9", created=3)
     broken = write_checkpoint(tmp_path / "step-11", created=4)
     (broken / "data").write_bytes(b"")
     (tmp_path / "step-12").mkdir()
     write_checkpoint(tmp_path / ".step-13.tmp-0123456789abcdef", created=5)
-    assert rotation.latest_checkpoint(str(tmp_path)) == newest
+    assert directory.latest_checkpoint(str(tmp_path)) == newest
 
 
 def test_rotation_keeps_the_newest_of_the_family_and_everything_else(tmp_path):
@@ -187,20 +187,20 @@ def test_rotation_keeps_the_newest_of_the_family_and_everything_else(tmp_path):
     write_checkpoint(tmp_path / "best", created=0)
     (steps[3] / "data").write_bytes(b"")  # damaged: neither counted nor deleted
     (tmp_path / "step-99").mkdir()
-    assert rotation.rotate(steps[4], keep=2) == steps[:2]
+    assert directory.rotate(steps[4], keep=2) == steps[:2]
     assert listing(tmp_path) == ["best", "step-2", "step-3", "step-4", "step-99"]
-    assert rotation.rotate(steps[4], keep=2) == []
+    assert directory.rotate(steps[4], keep=2) == []
 
 
 def test_rotation_never_deletes_the_new_one_nor_one_that_is_being_loaded(tmp_path):
     steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(3)]
     with directory.locked(steps[1] / manifest.NAME):
-        assert rotation.rotate(steps[0], keep=1) == []  # a clock that went back: steps 1 and 2 look newer
-        assert rotation.rotate(steps[2], keep=1) == [steps[0]]
-    assert rotation.rotate(steps[2], keep=1) == [steps[1]]
+        assert directory.rotate(steps[0], keep=1) == []  # a clock that went back: steps 1 and 2 look newer
+        assert directory.rotate(steps[2], keep=1) == [steps[0]]
+    assert directory.rotate(steps[2], keep=1) == [steps[1]]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_keep_counts_checkpoints(keep):
     with pytest.raises(CheckpointError, match="keep: is"):
-        rotation.check_keep(keep)
+        directory.check_keep(keep)

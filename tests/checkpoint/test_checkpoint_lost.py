@@ -248,15 +248,15 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
 def gate(monkeypatch) -> tuple[threading.Event, list[str]]:
     """Writing waits for the event; what began and ended is listed."""
     opened, log = threading.Event(), []
-    original = shardkit.checkpoint.save.write_checkpoint
+    original = shardkit.checkpoint.save.commit_checkpoint
 
-    def write(job, content, groups):
-        log.append(f"begin {job.path.name}")
+    def write(path, *content, **options):
+        log.append(f"begin {path.name}")
         assert opened.wait(60)
-        original(job, content, groups)
-        log.append(f"end {job.path.name}")
+        original(path, *content, **options)
+        log.append(f"end {path.name}")
 
-    monkeypatch.setattr(shardkit.checkpoint.save, "write_checkpoint", write)
+    monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
     return opened, log
 
 
@@ -300,11 +300,11 @@ def test_a_failure_is_raised_once_where_somebody_waits(then, tmp_path, monkeypat
     model = net(1.0)
     save_checkpoint(tmp_path / "good", model, extra={"value": 1.0})
 
-    def write(job, content, groups):
+    def write(*content, **options):
         raise CheckpointError("the disk broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shardkit.checkpoint.save, "write_checkpoint", write)
+        patch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
         handle = save_checkpoint(tmp_path / "a", model, async_=True)
     with pytest.raises(CheckpointError, match="the disk broke"):
         {

@@ -13,7 +13,7 @@ from checkpoint_net import assert_same, build, is_first, train, whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from shardkit.checkpoint.locate import locate
+from shardkit.checkpoint.read import locate
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
@@ -248,7 +248,7 @@ def test_an_existing_checkpoint_is_replaced_only_when_asked_and_never_anything_e
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.tex").touch()
     dist.barrier()
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         save_checkpoint(tmp_path / "mine", *state, overwrite=True)
 
 

@@ -214,7 +214,7 @@ def test_what_safetensors_has_no_words_for_is_refused_by_name(tmp_path):
         ({"name": ""}, "name: is ''"),
         ({"max_shard_size": 0}, "max_shard_size: is 0"),
         ({"dtype": torch.int8}, "dtype: is torch.int8"),
-        ({"metadata": {"a": 1}}, "metadata: ['a'] are no texts"),
+        ({"metadata": {"a": 1}}, "metadata: ['a'] are not texts"),
     ],
 )
 def test_bad_arguments(argument, text, tmp_path):

@@ -21,9 +21,9 @@ from shardkit.checkpoint.format import (
     Spec,
     build_header,
     header_length,
+    lay_out,
     parse_header,
 )
-from shardkit.checkpoint.layout import lay_out
 from shardkit.errors import CheckpointError
 
 KINDS = st.sampled_from(sorted(DTYPES))
@@ -205,9 +205,9 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (b"PK\x03\x04\x00\x00\x08\x08" + bytes(30), "it is a pickle"),
         (b"\x80\x02}q\x00." + b"X" * 30, "it is a pickle"),
         (with_header(b'{"\xff":1}'), "utf-8"),
-        (with_header(b"[1]"), "no JSON object"),
+        (with_header(b"[1]"), "not a JSON object"),
         (with_header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
-        (with_header(b'{"a":NaN}'), "NaN is no JSON"),
+        (with_header(b'{"a":NaN}'), "NaN is not JSON"),
         (with_header(b'{"a":' + b"9" * 5000 + b"}"), ""),
         (with_header(b'{"a":' + ROW_A + b',"a":' + ROW_A + b"}", b"12"), "a key appears twice"),
         (
@@ -221,7 +221,7 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"a":' + ROW_A.replace(b"U8", b"F4") + b"}", b"12"), "has the dtype 'F4'"),
         (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "both are lists of sizes"),
         (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[2.0]") + b"}", b"12"), "both are lists of sizes"),
-        (with_header(b'{"__metadata__":{"a":1}}'), "no map of texts"),
+        (with_header(b'{"__metadata__":{"a":1}}'), "not a map of texts"),
     ],
 )
 def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shardkit.checkpoint import read_tensors
-from shardkit.checkpoint.locate import locate
+from shardkit.checkpoint.read import locate
 from shardkit.errors import CheckpointError
 
 ONE = {"a": torch.ones(2)}
@@ -57,7 +57,7 @@ def test_what_is_not_there(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert "it has pickles, pytorch_model.bin, and no safetensors" in refusal(tmp_path)
     os.mkfifo(tmp_path / "pipe.safetensors")
-    assert "it is no regular file" in refusal(tmp_path / "pipe.safetensors")  # and nobody waits for a writer
+    assert "it is not a regular file" in refusal(tmp_path / "pipe.safetensors")  # and nobody waits for a writer
     torch.save(ONE, tmp_path / "renamed.safetensors")
     assert "it is a pickle" in refusal(tmp_path / "renamed.safetensors")
 
@@ -124,13 +124,13 @@ def test_what_is_no_index_is_refused(text, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
     found = refusal(index)
-    assert found.startswith((f"{index}: it is no JSON", f"{index}: it has no weight_map"))
+    assert found.startswith((f"{index}: it is not JSON", f"{index}: it has no weight_map"))
 
 
 def test_an_index_that_is_no_text_or_too_large_is_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(b'{"weight_map": {"\xff": "a"}}')
-    assert "it is no JSON" in refusal(index)
+    assert "it is not JSON" in refusal(index)
     with open(index, "wb") as file:
         file.truncate(1 << 40)  # takes no room on the disk
     assert "has 1,099,511,627,776 bytes" in refusal(index)
