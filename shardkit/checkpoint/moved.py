@@ -6,18 +6,23 @@ source lies where. So a rank reads what its part of the result comes from, or wr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.checkpoint.pieces import Part, inside, whole
+from shardkit.checkpoint.pieces import Part, common, inside, whole
 from shardkit.shards import Box
 
 _aten = torch.ops.aten
+_JOINS = (_aten.cat.default, _aten.stack.default)
+_COPIES = (_aten.clone.default, _torch.TO_COPY)
+Fetch: TypeAlias = Callable[[Any], Tensor]  # gives a whole source
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Piece:
 
     def within(self, box: Box) -> Piece | None:
         """What of it lies in a box of the result."""
-        if (where := _common(self.where, box)) is None:
+        if (where := common(self.where, box)) is None:
             return None
         cut = list(self.box)
         for (old, _), (start, length), dim in zip(self.where, where, self.dims, strict=True):
@@ -55,57 +60,78 @@ class Piece:
         """A view of the shape of ``box`` as one of the shape of ``where``."""
         old = [dim for dim in self.dims if dim is not None]
         view = view.permute([*old, *(dim for dim in range(len(self.box)) if dim not in old)])
-        for _ in range(view.ndim - len(old)):
-            view = view.squeeze(-1)
-        for at, dim in enumerate(self.dims):
-            view = view.unsqueeze(at) if dim is None else view
-        return view
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    starts = [max(a, b) for (a, _), (b, _) in zip(one, other, strict=True)]
-    stops = [min(a + m, b + n) for (a, m), (b, n) in zip(one, other, strict=True)]
-    box = tuple((start, stop - start) for start, stop in zip(starts, stops, strict=True))
-    return box if all(length > 0 for _, length in box) else None
+        return view.view([length for _, length in self.where])  # which differs in dims of size 1 only
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The result of an operation that is more than moving boxes: computed when it is needed, from whole tensors."""
+    """A tensor that is more than moved boxes: computed when it is needed, from whole sources."""
 
-    op: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    tensor: Moved
 
-    def value(self, fetch: Callable[[Any], Tensor]) -> Tensor:
-        """The whole result; ``fetch`` gives a whole source."""
-        return self.op(*_each(self.args, lambda tensor: tensor.value(fetch)), **self.kwargs)
+    def value(self, fetch: Fetch) -> Tensor:
+        """The whole result."""
+        return self.tensor.value(fetch)
 
-    def origins(self) -> Iterator[Any]:
-        """The sources that it comes from."""
-        found: list[Moved] = []
-        _each(self.args, found.append)
-        return (origin for tensor in found for origin in tensor.origins())
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """What a tensor and its views would lie in, one element after the other.
+
+    Attributes:
+        shape: of all of it.
+        value: gives it.
+        inputs: the tensors that it comes from.
+        key: the source that it is.
+        parts: where which input lies in it, where it is these.
+    """
+
+    shape: torch.Size
+    value: Callable[[Fetch], Tensor]
+    inputs: tuple[Moved, ...] = ()
+    key: Any = None
+    parts: tuple[tuple[Box, Moved], ...] = ()
 
 
 class Moved(Tensor):
-    """A tensor on meta, and the boxes that it is made of. Its dtype is its sources': casting does nothing."""
+    """A tensor on meta, and the memory that it is a view of. Its dtype is its sources': casting does nothing."""
 
-    pieces: tuple[Piece, ...]
+    plain: Tensor
+    memory: _Memory
 
     @staticmethod
     def of(source: Any, dtype: torch.dtype, shape: Sequence[int]) -> Moved:
         """All of a source."""
-        return _moved(dtype, shape, [Piece(whole(shape), source, whole(shape), tuple(range(len(shape))))])
+        memory = _Memory(torch.Size(shape), lambda fetch: fetch(source), key=source)
+        return _view(torch.empty(memory.shape, dtype=dtype, device="meta"), memory)
 
-    def value(self, fetch: Callable[[Any], Tensor]) -> Tensor:
-        """The whole tensor, in new memory; ``fetch`` gives a whole source."""
-        full = torch.empty(tuple(self.shape), dtype=self.dtype)
-        for piece in self.pieces:
-            part = piece.source.value(fetch) if isinstance(piece.source, Computed) else fetch(piece.source)
-            view = inside(full, whole(full.shape), piece.where)
-            view.copy_(piece.as_result(inside(part, whole(part.shape), piece.box)))
-        return full
+    def value(self, fetch: Fetch) -> Tensor:
+        """The whole tensor; ``fetch`` gives a whole source."""
+        full = self.memory.value(fetch).contiguous()
+        return full.as_strided(self.plain.shape, self.plain.stride(), self.plain.storage_offset())
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The boxes that it is made of."""
+        found = _box_of(self.plain, self.memory.shape)
+        if found is None or not (self.memory.parts or self.memory.key is not None):
+            every = whole(self.shape)
+            return [Piece(every, Computed(self), every, tuple(range(self.ndim)))]
+        box, dims = found
+        if self.memory.key is not None:
+            return [Piece(whole(self.shape), self.memory.key, box, dims)] if self.numel() else []
+        moved = (_shifted(piece, at) for at, part in self.memory.parts for piece in part.pieces)
+        inner = (piece.within(box) for piece in moved)
+        return [
+            Piece(
+                tuple((0, 1) if dim is None else (at.where[dim][0] - box[dim][0], at.where[dim][1]) for dim in dims),
+                at.source,
+                at.box,
+                tuple(None if dim is None else at.dims[dim] for dim in dims),
+            )
+            for at in inner
+            if at is not None
+        ]
 
     @property
     def is_computed(self) -> bool:
@@ -113,9 +139,11 @@ class Moved(Tensor):
         return any(isinstance(piece.source, Computed) for piece in self.pieces)
 
     def origins(self) -> Iterator[Any]:
-        """The sources that it comes from, a source for each piece."""
-        for piece in self.pieces:
-            yield from piece.source.origins() if isinstance(piece.source, Computed) else (piece.source,)
+        """The sources that it comes from."""
+        if self.memory.key is not None:
+            yield self.memory.key
+        for tensor in self.memory.inputs:
+            yield from tensor.origins()
 
     def sources_of(self, part: Part) -> Iterator[tuple[Any, Part]]:
         """What to read into a part of this tensor: each source, and its box with the memory that it goes to."""
@@ -128,22 +156,53 @@ class Moved(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        move = _MOVES.get(op)
-        made = NotImplemented if move is None else move(*args, **(kwargs or {}))
-        return _computed(op, args, kwargs or {}) if made is NotImplemented else made
+        inputs: list[Moved] = []
+        _each(args, inputs.append)
+        alike = isinstance(args[0], (list, tuple)) and {type(each) for each in args[0]} == {Moved}
+        if op in _JOINS and alike and len({each.dtype for each in inputs}) == 1:
+            dim = args[1] if len(args) > 1 else 0
+            dim %= inputs[0].ndim + (op is _aten.stack.default)
+            return _joined([each.unsqueeze(dim) for each in inputs] if op is _aten.stack.default else inputs, dim)
+        if op in _COPIES:
+            return _joined(inputs, 0) if inputs[0].ndim else inputs[0]
+        made = op(*_each(args, lambda tensor: tensor.plain), **(kwargs or {}))
+        if op.is_view:
+            views = [_view(each, inputs[0].memory) for each in (made if isinstance(made, (list, tuple)) else [made])]
+            return views if isinstance(made, (list, tuple)) else views[0]
+        if not isinstance(made, Tensor) or _torch.schema(op).is_mutable:
+            raise NotImplementedError(f"{op} of a weight that is read or written in parts")
+
+        def value(fetch: Fetch) -> Tensor:
+            return op(*_each(args, lambda tensor: tensor.value(fetch)), **(kwargs or {}))  # type: ignore[no-any-return]
+
+        return _new(_Memory(made.shape, value, tuple(inputs)), made.dtype)
 
 
-def _moved(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece]) -> Moved:
-    made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(Moved)
-    made.pieces = tuple(pieces)
+def _view(plain: Tensor, memory: _Memory) -> Moved:
+    made = plain.as_subclass(Moved)
+    made.plain, made.memory = plain, memory
     return made
 
 
-def _computed(op: Any, args: Any, kwargs: dict[str, Any]) -> Moved:
-    like = op(*_each(args, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")), **kwargs)
-    if not isinstance(like, Tensor):
-        raise NotImplementedError(f"{op} of a weight that is read or written in parts")
-    return Moved.of(Computed(op, tuple(args), kwargs), like.dtype, like.shape)
+def _new(memory: _Memory, dtype: torch.dtype) -> Moved:
+    return _view(torch.empty(memory.shape, dtype=dtype, device="meta"), memory)
+
+
+def _joined(tensors: Sequence[Any], dim: int) -> Moved:
+    """Tensors one after the other along a dim."""
+    shape = list(tensors[0].shape)
+    ends = list(itertools.accumulate(each.shape[dim] for each in tensors))
+    shape[dim], dtype = ends[-1], tensors[0].dtype
+    boxes = [
+        (*whole(each.shape)[:dim], (end - each.shape[dim], each.shape[dim]), *whole(each.shape)[dim + 1 :])
+        for each, end in zip(tensors, ends, strict=True)
+    ]
+    parts = tuple(zip(boxes, tensors, strict=True))
+
+    def value(fetch: Fetch) -> Tensor:
+        return torch.cat([each.value(fetch) for each in tensors], dim)
+
+    return _new(_Memory(torch.Size(shape), value, tuple(tensors), parts=parts), dtype)
 
 
 def _each(args: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
@@ -154,96 +213,23 @@ def _each(args: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
     ]
 
 
-# ---- the operations that only move -----------------------------------------------------------------------------
+def _shifted(piece: Piece, by: Box) -> Piece:
+    where = ((start + first, length) for (start, length), (first, _) in zip(piece.where, by, strict=True))
+    return replace(piece, where=tuple(where))
 
 
-def _same(tensor: Moved, *_: Any, **__: Any) -> Moved:
-    return _moved(tensor.dtype, tensor.shape, tensor.pieces)
-
-
-def _narrow(tensor: Moved, dim: int, start: int, length: int) -> Moved:
-    dim %= tensor.ndim
-    box = (*whole(tensor.shape)[:dim], (start, length), *whole(tensor.shape)[dim + 1 :])
-    found = (piece.within(box) for piece in tensor.pieces)
-    return _moved(tensor.dtype, [n for _, n in box], [_shifted(piece, dim, -start) for piece in found if piece])
-
-
-def _shifted(piece: Piece, dim: int, by: int) -> Piece:
-    start, length = piece.where[dim]
-    return replace(piece, where=(*piece.where[:dim], (start + by, length), *piece.where[dim + 1 :]))
-
-
-def _permute(tensor: Moved, order: Sequence[int]) -> Moved:
-    order = [dim % tensor.ndim for dim in order]
-    pieces = [
-        replace(piece, where=tuple(piece.where[at] for at in order), dims=tuple(piece.dims[at] for at in order))
-        for piece in tensor.pieces
-    ]
-    return _moved(tensor.dtype, [tensor.shape[at] for at in order], pieces)
-
-
-def _transpose(tensor: Moved, one: int, other: int) -> Moved:
-    order = list(range(tensor.ndim))
-    order[one], order[other] = order[other], order[one]
-    return _permute(tensor, order)
-
-
-def _squeeze(tensor: Moved, dim: int) -> Moved:
-    dim %= tensor.ndim
-    if tensor.shape[dim] != 1:
-        return _same(tensor)
-    return _permute(tensor, [at for at in range(tensor.ndim) if at != dim])
-
-
-def _unsqueeze(tensor: Moved, dim: int) -> Moved:
-    dim %= tensor.ndim + 1
-    pieces = [
-        replace(
-            piece,
-            where=(*piece.where[:dim], (0, 1), *piece.where[dim:]),
-            dims=(*piece.dims[:dim], None, *piece.dims[dim:]),
-        )
-        for piece in tensor.pieces
-    ]
-    return _moved(tensor.dtype, [*tensor.shape[:dim], 1, *tensor.shape[dim:]], pieces)
-
-
-def _split(tensor: Moved, sizes: Sequence[int], dim: int = 0) -> list[Moved]:
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    return [_narrow(tensor, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _split_evenly(tensor: Moved, size: int, dim: int = 0) -> list[Moved]:
-    total = tensor.shape[dim]
-    return _split(tensor, [min(size, total - start) for start in range(0, total, size)], dim)
-
-
-def _unbind(tensor: Moved, dim: int = 0) -> list[Moved]:
-    return [_squeeze(_narrow(tensor, dim, index, 1), dim) for index in range(tensor.shape[dim])]
-
-
-def _cat(tensors: Sequence[Moved], dim: int = 0) -> Moved:
-    if not all(isinstance(each, Moved) and each.dtype == tensors[0].dtype for each in tensors):
-        return cast(Moved, NotImplemented)
-    dim %= tensors[0].ndim
-    starts = [sum(each.shape[dim] for each in tensors[:at]) for at in range(len(tensors))]
-    pieces = [_shifted(p, dim, start) for each, start in zip(tensors, starts, strict=True) for p in each.pieces]
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(each.shape[dim] for each in tensors)
-    return _moved(tensors[0].dtype, shape, pieces)
-
-
-def _stack(tensors: Sequence[Moved], dim: int = 0) -> Moved:
-    return _cat([_unsqueeze(each, dim) for each in tensors], dim)
-
-
-_MOVES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys([_aten.alias.default, _aten.detach.default, _aten.clone.default, _torch.TO_COPY], _same),
-    _aten.split.Tensor: _split_evenly,
-    _aten.split_with_sizes.default: _split,
-    _aten.unbind.int: _unbind,
-    _aten.squeeze.dim: _squeeze,
-    _aten.transpose.int: _transpose,
-    _aten.cat.default: _cat,
-    _aten.stack.default: _stack,
-}
+def _box_of(view: Tensor, shape: torch.Size) -> tuple[Box, tuple[int | None, ...]] | None:
+    """Which box a view is of memory of this shape, and its dim of each dim of the view; None where it is no box."""
+    starts, sizes, dims, at = [], [1] * len(shape), [], view.storage_offset()
+    strides = torch.empty(shape, device="meta").stride()
+    for stride in strides:
+        starts.append(at // stride)
+        at %= stride
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        fits = [dim for dim, own in enumerate(strides) if own == stride and shape[dim] > 1 and sizes[dim] == 1]
+        if size != 1 and not (fits and starts[fits[0]] + size <= shape[fits[0]]):
+            return None
+        dims.append(None if size == 1 else fits[0])
+        if size != 1:
+            sizes[fits[0]] = size
+    return tuple(zip(starts, sizes, strict=True)), tuple(dims)

@@ -91,8 +91,9 @@ def save_checkpoint(
     In the directory: ``model.safetensors`` (above 5 GB several, with an index, as Hugging Face has them), which
     ``safetensors.torch.load_file`` and ``from_pretrained`` read, ``optimizer.safetensors``, ``state.safetensors`` and
     ``state.json`` with the rest, ``config.json`` where the model has a ``config`` as those of transformers, and
-    ``manifest.json`` with sizes and checksums. None of them is a pickle. For
-    ``format="dcp"`` model and optimizer are in DCP's files, for ``torch.distributed.checkpoint.load``.
+    ``manifest.json`` with sizes and checksums. None of them is a pickle. For ``format="dcp"`` model and optimizer are in
+    DCP's files, for ``torch.distributed.checkpoint.load``; quantised optimizer state, which that would not find, is
+    refused.
 
     The random generators of Python and torch are saved with it, those of every rank.
 
@@ -109,7 +110,7 @@ def save_checkpoint(
         overwrite: replace a checkpoint that is at ``path``: the files that shardkit wrote. What else is in the
             directory is carried over; a name that the save itself needs is refused.
         keep: delete all but the newest ``keep`` checkpoints beside this one that are named like it up to numbers, once
-            it is complete; never one that is being loaded.
+            it is complete; never one that is being loaded, nor files that shardkit did not write.
         trainable_only: leave out frozen parameters, such as an adapter's base: save what has ``requires_grad``, the
             buffers and extra state of the modules that hold it directly, and its optimizer state. Nothing else is
             read or copied. :func:`load_checkpoint` knows, and leaves the rest of the model as it is.

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.pieces import part_of
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 
@@ -61,11 +60,6 @@ class Source(Protocol):
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """Fill each target from the tensor of its key: a DTensor's local part, or a plain tensor of its shape."""
-
-
-def local_bytes(target: Tensor) -> int:
-    """Bytes of what this rank has of a tensor."""
-    return part_of(target)[0].nbytes
 
 
 def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:

@@ -200,6 +200,31 @@ def test_rotation_never_deletes_the_new_one_nor_one_that_is_being_loaded(tmp_pat
     assert directory.rotate(steps[2], keep=1) == [steps[1]]
 
 
+def test_rotation_leaves_what_shardkit_did_not_write(tmp_path):
+    steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(3)]
+    (steps[0] / "notes.txt").write_text("mine")
+    (steps[0] / "plots").mkdir()
+    (steps[0] / "plots" / "loss.png").write_bytes(b"mine too")
+    assert directory.rotate(steps[2], keep=1) == steps[:2]
+    assert listing(tmp_path) == ["step-0", "step-2"]
+    assert listing(steps[0]) == ["notes.txt", "plots"]
+    assert listing(steps[0] / "plots") == ["loss.png"]
+
+
+@pytest.mark.parametrize("deleted", [[], ["data"], ["data", manifest.NAME]])
+def test_killed_while_a_checkpoint_is_deleted_the_next_save_goes_on(deleted, tmp_path):
+    for name, notes in (("step-1", True), ("step-2", False)):
+        path = write_checkpoint(tmp_path / name)
+        if notes:
+            (path / "notes.txt").write_text("mine")
+        for each in deleted:
+            (path / each).unlink()
+        os.rename(path, directory.sibling_path(path, "gone", directory.new_token()))
+    directory.clear_stale(tmp_path)
+    assert listing(tmp_path) == ["step-1"]
+    assert listing(tmp_path / "step-1") == ["notes.txt"]
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_keep_counts_checkpoints(keep):
     with pytest.raises(CheckpointError, match="keep: is"):

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint.pieces import part_sum
-from shardkit.checkpoint.plain import decode, dumps, encode, tensor_names
+from shardkit.checkpoint.plain import decode, dumps, encode
 from shardkit.checkpoint.random_state import resume, states
 from shardkit.errors import CheckpointError
 
@@ -64,7 +64,6 @@ def same(one: object, other: object) -> bool:
 def through_json(value: object) -> object:
     encoded, tensors = encode(value, "extra")
     text = dumps(encoded)
-    assert sorted(tensor_names(json.loads(text))) == sorted(tensors)
     return decode(json.loads(text), tensors)
 
 

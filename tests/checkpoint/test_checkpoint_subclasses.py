@@ -136,15 +136,17 @@ def state_of(net: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {fqn: {key: parts(value) for key, value in entries.items()} for fqn, entries in state.items()}
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(world_size=2, backend="gloo")
-def test_optimizer_state_comes_back_as_what_it_was(name, format, tmp_path):
+def test_optimizer_state_comes_back_as_what_it_was(name, tmp_path):
     net = build("plain")
     optimizer = make_optimizer(name, net)
     step(net, optimizer, 2)
     saved = copy.deepcopy(state_of(net, optimizer))
-    save_checkpoint(tmp_path / "c", net, optimizer, format=format, async_=True).wait()
+    with pytest.raises(CheckpointError, match=r'quantised optimizer state.*Use format="safetensors"'):
+        save_checkpoint(tmp_path / "dcp", net, optimizer, format="dcp")  # where dcp.load would not find it
+    assert not (tmp_path / "dcp").exists()
+    save_checkpoint(tmp_path / "c", net, optimizer, async_=True).wait()
     step(net, optimizer)
     quantised = [key for key, state in saved["0.weight"].items() if "class" in state]
     assert quantised == ([] if torch.distributed.get_rank() == 0 else ["exp_avg", "exp_avg_sq"])  # 65 and 64 rows
@@ -202,14 +204,15 @@ def test_alone_and_of_a_class_that_is_not_there(tmp_path):
     load_checkpoint(tmp_path / "c", fresh, resumed)
     assert_same(state_of(fresh, resumed), state_of(net, optimizer))
 
-    convert_checkpoint(tmp_path / "c", tmp_path / "d", to="dcp")
+    convert_checkpoint(tmp_path / "c", tmp_path / "d")
     fresh = build("plain", seed=1, mesh=False)
     resumed = make_optimizer("AdamW8bit", fresh)
     load_checkpoint(tmp_path / "d", fresh, resumed)
     assert_same(state_of(fresh, resumed), state_of(net, optimizer))
-    with pytest.raises(CheckpointError, match=r"quantised state of 2\.weight"):
-        convert_checkpoint(tmp_path / "c", tmp_path / "full.pt")
-    assert not (tmp_path / "full.pt").exists()
+    for kind in ("dcp", "full"):
+        with pytest.raises(CheckpointError, match=r"quantised state of 2\.weight.*Convert to safetensors"):
+            convert_checkpoint(tmp_path / "c", tmp_path / "e", to=kind)
+    assert not (tmp_path / "e").exists()
 
     from shardkit.checkpoint import inner
 
@@ -240,6 +243,17 @@ def test_a_class_that_cannot_be_taken_apart_is_refused_before_anything_is_writte
     with pytest.raises(CheckpointError, match=r"weight \(Opaque\)"):
         save_checkpoint(tmp_path / "c", net, format=format)
     assert not list(tmp_path.iterdir())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_weights_that_are_quantised_on_meta_are_refused_by_name(tmp_path):
+    save_checkpoint(tmp_path / "c", build("nf4", mesh=False))
+    with torch.device("meta"):
+        net = build("nf4")
+    for load in (load_pretrained, load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"0\.weight.*on meta.*Call shardkit\.materialize\(model\) before"):
+            load(net, tmp_path / "c") if load is load_pretrained else load(tmp_path / "c", net)
+    assert all(param.is_meta for param in net.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The argument .device. of Tensor.is_pinned:DeprecationWarning")  # of torchao

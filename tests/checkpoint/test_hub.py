@@ -61,7 +61,9 @@ def llama() -> LlamaForCausalLM:
             ),
             False,
         ),
-        (lambda a, b: torch.cat([a.unsqueeze(0), b.reshape(1, 4, 6)]).squeeze(0).to(torch.float64), True),
+        (lambda a, b: torch.cat([a.unsqueeze(0), b.reshape(1, 4, 6)]).squeeze(0).to(torch.float64), False),
+        (lambda a, b: torch.stack([a, b.view(2, 2, 6).select(0, 1).repeat(2, 1)]).movedim(0, 2), True),
+        (lambda a, b: torch.stack([a[1:, None, 2], b.flatten()[::8, None]])[:, :, 0], True),
         (lambda a, b: torch.cat([a.reshape(2, 2, 6).transpose(0, 1).reshape(4, 6), b + 1])[1:7], True),
     ],
 )
