@@ -91,9 +91,9 @@ def save_checkpoint(
     In the directory: ``model.safetensors`` (above 5 GB several, with an index, as Hugging Face has them), which
     ``safetensors.torch.load_file`` and ``from_pretrained`` read, ``optimizer.safetensors``, ``state.safetensors`` and
     ``state.json`` with the rest, ``config.json`` where the model has a ``config`` as those of transformers, and
-    ``manifest.json`` with sizes and checksums. None of them is a pickle. For ``format="dcp"`` model and optimizer are in
-    DCP's files, for ``torch.distributed.checkpoint.load``; quantised optimizer state, which that would not find, is
-    refused.
+    ``manifest.json`` with sizes and checksums. None of them is a pickle. For
+    ``format="dcp"`` model and optimizer are in DCP's files, for ``torch.distributed.checkpoint.load``; quantised
+    optimizer state, which that would not find, is refused.
 
     The random generators of Python and torch are saved with it, those of every rank.
 
