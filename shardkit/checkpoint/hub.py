@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint import manifest
-from shardkit.checkpoint.format import Spec
+from shardkit.checkpoint.format import DTYPES, Spec
 from shardkit.checkpoint.moved import Moved
 from shardkit.checkpoint.read import Located
-from shardkit.errors import CheckpointError, message
+from shardkit.errors import CheckpointError, listing, message
 from shardkit.state.names import WRAPPERS, clean_name
 
 logger = logging.getLogger("shardkit")
 
+_FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
 USED = "_weight_conversions"  # where transformers notes on a model what a load converted, for the save that undoes it
 
 
@@ -103,6 +104,28 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------
+
+
+def check_files(found: Mapping[str, Located], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise for files that a model's own weights cannot be read from. Local.
+
+    Raises:
+        CheckpointError: float8 weights whose scales the model has no place for, or an adapter's files alone.
+    """
+    scales = [(name, f"{name}{end}") for name in found for end in ("_scale_inv", "_scale")]
+    scaled = [
+        f"{name} ({found[name].entry.dtype}, with {scale})"
+        for name, scale in scales
+        if found[name].entry.dtype in _FLOAT8 and scale in found and scale not in tensors
+    ]
+    if scaled:
+        rule = "Such values mean nothing without their scales, which load_pretrained does not apply"
+        fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
+        raise CheckpointError(message(where, f"quantised: {listing(scaled, 3)}", rule, fix))
+    beside = {at.file.parent / "adapter_config.json" for at in found.values()}
+    if found.keys().isdisjoint(tensors) and any(file.is_file() for file in beside):
+        rule, fix = "load_pretrained reads a model's own weights", "Load the base model, then peft's load_adapter"
+        raise CheckpointError(message(where, f"the files of an adapter: {listing(found, 3)}", rule, fix))
 
 
 @dataclass(frozen=True)

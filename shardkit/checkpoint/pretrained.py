@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint.agreement import agree
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.hub import USED, converted, unwrapped
+from shardkit.checkpoint.hub import USED, check_files, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
 from shardkit.checkpoint.moved import Computed, Moved
@@ -166,11 +166,12 @@ def _plan(
     dtypes = {
         name: dtype for name in own if name in tensors and dtype is not None and tensors[name].is_floating_point()
     }
-    files = locate(path)
+    files, where = locate(path), os.fspath(path)
+    if key_map is None:
+        check_files(files, tensors, where)
     hub = converted(model, tensors, files) if key_map is None and own == tensors.keys() else None
     found: Mapping[str, Located | Moved] = files if hub is None else hub.tensors
     specs = {name: _spec(each) for name, each in found.items()} | ({} if hub is None else hub.others)
-    where = os.fspath(path)
     matched = match(specs, tensors, where=where, key_map=key_map, dtypes=dtypes, cast=True, strict=strict)
     check_ties(
         matched,
