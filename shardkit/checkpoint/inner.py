@@ -1,4 +1,4 @@
-"""Tensor subclasses on disk: by the plain tensors that they are made of, and made again of the same.
+"""Tensor subclasses on disk: saved as the plain tensors that they are made of, and rebuilt from them.
 
 The protocol is torch's own, which torch.compile uses: ``__tensor_flatten__`` and ``__tensor_unflatten__``. Blocks of
 quantised values follow the shards of the ranks that made them. So an inner tensor of a shard is written as a row of a
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit import _torch
 from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups, gather_by_rank, together
 from shardkit.shards import around, as_sharded, local_value
 from shardkit.state.optimizer import tensor_leaves, with_leaves
 
@@ -43,11 +43,7 @@ def _parts(tensor: Tensor, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _context(tensor: Tensor, path: str) -> Any:
-    """What a subclass is besides its inner tensors: class, shape, stride, its own context, and those inside of it.
-
-    Raises:
-        CheckpointError: its context is not plain data.
-    """
+    """What a subclass is besides its inner tensors: class, shape, stride, its own context, and those inside of it."""
     if not _torch.is_wrapper(tensor):
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -75,7 +71,7 @@ def _loaded_class(name: str) -> type[Tensor]:
     for cls in reversed(classes):
         if f"{cls.__module__}.{cls.__qualname__}" == name and hasattr(cls, "__tensor_unflatten__"):
             return cls
-    rule = "A tensor subclass is made again by its own class, and loading a checkpoint imports nothing"
+    rule = "A tensor subclass is rebuilt by its own class, and loading a checkpoint imports nothing"
     raise CheckpointError(message("optimizer", f"it has state of {name}", rule, "Import the library that it is of"))
 
 
@@ -137,8 +133,7 @@ def _all_records(
     tensors: Mapping[str, Tensor], groups: Groups, describe: Callable[[str, Tensor], Any]
 ) -> dict[str, Records]:
     """For each name under which any rank has a subclass, what all its shards are. Collective."""
-    names = {name: {"": [0]} for name, tensor in tensors.items() if _torch.is_wrapper(local_value(tensor))}
-    wrapped = _merged(names, groups)
+    wrapped = _merged({name: {} for name, each in tensors.items() if _torch.is_wrapper(local_value(each))}, groups)
     own: dict[str, Records] = {}
     with together(groups, CheckpointError):
         for name in sorted(wrapped.keys() & tensors.keys()):
@@ -149,16 +144,13 @@ def _all_records(
 
 def _merged(own: dict[str, Records], groups: Groups) -> dict[str, Records]:
     """The records of all ranks that the groups reach together. Collective."""
-    for group in groups:
-        merged: dict[str, dict[str, set[int]]] = {}
-        for each in all_gather_bytes(json.dumps(own).encode(), group):
-            for name, records in json.loads(each).items():
-                for text, numbers in records.items():
-                    merged.setdefault(name, {}).setdefault(text, set()).update(numbers)
-        own = {
-            name: {text: sorted(found) for text, found in sorted(each.items())} for name, each in sorted(merged.items())
-        }
-    return own
+    merged: dict[str, dict[str, set[int]]] = {}
+    for of_rank in gather_by_rank(own, groups).values() if groups else [own]:
+        for name, records in of_rank.items():
+            found = merged.setdefault(name, {})
+            for text, numbers in records.items():
+                found.setdefault(text, set()).update(numbers)
+    return {name: {text: sorted(each[text]) for text in sorted(each)} for name, each in sorted(merged.items())}
 
 
 def _parts_spec(local: Tensor) -> dict[str, Any]:
@@ -178,11 +170,7 @@ def _rows(name: str, tensor: Tensor, records: Iterable[Mapping[str, Any]]) -> di
             raise CheckpointError(message(name, f"{key} has several dtypes", rule, "Leave it out"))
         shapes = [[0] if spec is None else spec[1] for spec in specs]
         distinct = [shape for at, shape in enumerate(shapes) if shape not in shapes[:at]]
-        part = (
-            parts[key]
-            if key in parts
-            else torch.empty(0, dtype=decode(dtypes[0], {}), device=local_value(tensor).device)
-        )
+        part = parts[key] if key in parts else torch.empty(0, dtype=decode(dtypes[0], {}), device=local.device)
         rows[key] = (part, _row(part.detach(), distinct))
     return rows
 
@@ -222,29 +210,21 @@ def _is_wrapped(tensor: Tensor) -> bool:
 def flattened(tensors: Mapping[str, Tensor], groups: Groups) -> Flat:
     """The tensors of a model by what they are made of; live memory. Collective over ``groups``.
 
-    The same object under several names stays one under several names. Needless where no rank has a subclass.
-
-    Raises:
-        CheckpointError: on every rank, for partial sums.
+    The same object under several names stays one under several names. Needless where no rank has a subclass. Raises a
+    CheckpointError on every rank for partial sums.
     """
     records = _all_records(tensors, groups, lambda _, local: _parts_spec(local))
     made: dict[int, dict[str, Tensor]] = {}
     flat = Flat({}, [])
     for name, tensor in tensors.items():
-        if id(tensor) not in made:
-            made[id(tensor)] = _flat_of(name, tensor, records.get(name), flat.copies)
+        if id(tensor) not in made and name not in records:
+            made[id(tensor)] = {"": _bare(tensor)}
+        elif id(tensor) not in made:
+            rows, grid = _rows(name, tensor, map(json.loads, records[name])), _grid(name, tensor)
+            flat.copies.extend((part, row) for part, row in rows.values() if row.shape != part.shape)
+            made[id(tensor)] = {f".{key}": _stacked(row, tensor, grid) for key, (_, row) in rows.items()}
         flat.tensors.update({f"{name}{suffix}": each for suffix, each in made[id(tensor)].items()})
     return flat
-
-
-def _flat_of(
-    name: str, tensor: Tensor, records: Records | None, copies: list[tuple[Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    if records is None:
-        return {"": _bare(tensor)}
-    rows = _rows(name, tensor, map(json.loads, records))
-    copies += [(part, row) for part, row in rows.values() if row.shape != part.shape]
-    return {f".{key}": _stacked(row, tensor, _grid(name, tensor)) for key, (_, row) in rows.items()}
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -260,21 +240,18 @@ def _bare(tensor: Tensor) -> Tensor:
 def flattened_tree(tree: Any, groups: Groups) -> Any:
     """Nested dicts with a dict in the place of each subclass: its inner tensors and, under ``MARK``, what it is.
 
-    **Collective** over ``groups``. Needless where no rank has one.
-
-    Raises:
-        CheckpointError: on every rank; a subclass whose context is not plain data, or partial sums.
+    **Collective** over ``groups``. Needless where no rank has one. Raises a CheckpointError on every rank for a
+    subclass whose context is not plain data, and for partial sums.
     """
-
-    def describe(path: str, local: Tensor) -> Any:
-        return [_context(local, path), _parts_spec(local)]
-
     leaves = {_dotted(path): leaf for path, leaf in tensor_leaves(tree).items()}
-    records = _all_records(leaves, groups, describe)
+    records = _all_records(leaves, groups, lambda path, local: [_context(local, path), _parts_spec(local)])
 
     def change(path: str, tensor: Tensor) -> Any:
-        found = records.get(_dotted(path))
-        return _bare(tensor) if found is None else _described(_dotted(path), tensor, found)
+        if (found := records.get(path := _dotted(path))) is None:
+            return _bare(tensor)
+        grid, rows = _grid(path, tensor), _rows(path, tensor, (json.loads(text)[1] for text in found))
+        about = {"shape": list(tensor.shape), "grid": grid.sizes, "cuts": grid.cuts, "shards": found}
+        return {MARK: json.dumps(about), **{key: _stacked(row, tensor, grid) for key, (_, row) in rows.items()}}
 
     return with_leaves(tree, change)
 
@@ -283,16 +260,9 @@ def _dotted(path: str) -> str:
     return path.strip("/").replace("/", ".")
 
 
-def _described(path: str, tensor: Tensor, records: Records) -> dict[str, Any]:
-    grid = _grid(path, tensor)
-    about = {"shape": list(tensor.shape), "grid": grid.sizes, "cuts": grid.cuts, "shards": records}
-    rows = _rows(path, tensor, (json.loads(text)[1] for text in records))
-    return {MARK: json.dumps(about), **{key: _stacked(row, tensor, grid) for key, (_, row) in rows.items()}}
-
-
 @dataclass(frozen=True)
 class Pending:
-    """A subclass that is made again once its inner tensors are read.
+    """A subclass that is rebuilt once its inner tensors are read.
 
     Attributes:
         like: the parameter that it is state of, and lies as.
@@ -311,16 +281,14 @@ class Pending:
         sizes = {key: torch.Size(shape) for key, shape in self.shapes.items()}
         parts = {key: self.rows[key].reshape(-1)[: size.numel()].view(size) for key, size in sizes.items()}
         local = _rebuilt(self.context, parts)
-        if not isinstance(self.like, DTensor):
-            return local
-        return as_sharded(local, self.like)
+        return as_sharded(local, self.like) if isinstance(self.like, DTensor) else local
 
 
 def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending, list[tuple[str, Tensor]]]:
-    """What a description makes again, and the tensors to fill for it, with the keys of what fills them. Local.
+    """What a description of :func:`flattened_tree` stands for, and the tensors to fill for it, with their keys. Local.
 
     Args:
-        value: of :func:`flattened_tree`, with :class:`Stored` for tensors.
+        value: the description, with :class:`Stored` for tensors.
         like: the parameter.
         path: of the state, for messages.
 
@@ -331,7 +299,8 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
         about = json.loads(value[MARK])
         grid = _grid(path, like)
         is_whole = not any(size > 1 for size in (*grid.sizes, *about["grid"]))
-        if about["shape"] != list(like.shape) or not (is_whole or _lies(about) == (grid.sizes, grid.cuts)):
+        lies_alike = (tuple(about["grid"]), tuple(about["cuts"])) == (grid.sizes, grid.cuts)
+        if about["shape"] != list(like.shape) or not (is_whole or lies_alike):
             raise CheckpointError(_other_shards(path, about, grid))
         text = next(text for text, numbers in about["shards"].items() if grid.number in numbers)
         context, specs = json.loads(text)
@@ -349,15 +318,11 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
     return Pending(like, context, {key: spec[1] for key, spec in specs.items()}, rows), targets
 
 
-def _lies(about: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return tuple(about["grid"]), tuple(about["cuts"])
-
-
 def _other_shards(path: str, about: Mapping[str, Any], grid: _Grid) -> str:
     def words(sizes: Iterable[int], cuts: Iterable[str]) -> str:
         return " and ".join(f"{cut} on {size} ranks" for cut, size in zip(cuts, sizes, strict=True)) or "whole"
 
     saved, here = words(about["grid"], about["cuts"]), words(grid.sizes, grid.cuts)
     rule = "Quantised state is in blocks of its shards, so it is loaded in the shards that it was saved in"
-    fix = "Load on the layout that saved, or load the model alone and start the optimizer anew"
+    fix = "Load on the layout that saved, or load the model alone and start with a fresh optimizer"
     return message(path, f"saved as {saved}, here {here}", rule, fix)

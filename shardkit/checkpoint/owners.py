@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,31 +23,15 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, collective_device, raise_together
 from shardkit.shards import Box, is_first_replica
 
-
-@dataclass(frozen=True)
-class Homes:
-    """Where tensors lie: on a mesh, or, plain, on every rank by itself.
-
-    Attributes:
-        meshes: the different ones, in order of appearance; None for plain tensors.
-        number: of each tensor's mesh, by name.
-    """
-
-    meshes: tuple[DeviceMesh | None, ...]
-    number: dict[str, int]
-
-    def lowest(self) -> list[int]:
-        """The lowest rank of each mesh that this rank is in; of plain tensors, this rank."""
-        here = dist.get_rank() if dist.is_initialized() else 0
-        return [here if mesh is None else int(mesh.mesh.min()) for mesh in self.meshes]
+Meshes: TypeAlias = "list[DeviceMesh | None]"
 
 
-def homes_of(tensors: Mapping[str, Tensor]) -> Homes:
-    """Where tensors lie. Local."""
+def meshes_of(tensors: Mapping[str, Tensor]) -> tuple[Meshes, dict[str, int]]:
+    """The different meshes in order of appearance, None for plain tensors, and the number of each tensor's. Local."""
     meshes: dict[DeviceMesh | None, int] = {}
     found = {name: tensor.device_mesh if isinstance(tensor, DTensor) else None for name, tensor in tensors.items()}
     number = {name: meshes.setdefault(mesh, len(meshes)) for name, mesh in found.items()}
-    return Homes(tuple(meshes), number)
+    return list(meshes), number
 
 
 def owned(tensors: Mapping[str, Tensor], groups: Groups) -> dict[str, Part]:
@@ -63,15 +47,16 @@ def owned(tensors: Mapping[str, Tensor], groups: Groups) -> dict[str, Part]:
     Raises:
         CheckpointError: on every rank, naming tensors that lie on several meshes with different values.
     """
-    homes = homes_of(tensors)
-    lowest, highest = _range_of(homes.lowest(), groups)
-    several = {n for n, mesh in enumerate(homes.meshes) if mesh is not None and lowest[n] != highest[n]}
-    _check_copies({name: tensor for name, tensor in tensors.items() if homes.number[name] in several}, homes, groups)
-    first = {number for number, rank in enumerate(homes.lowest()) if rank == lowest[number]}
+    meshes, number = meshes_of(tensors)
+    here = dist.get_rank() if dist.is_initialized() else 0
+    own = [here if mesh is None else int(mesh.mesh.min()) for mesh in meshes]  # the lowest rank of each
+    lowest, highest = _range_of(own, groups)
+    several = {n for n, mesh in enumerate(meshes) if mesh is not None and lowest[n] != highest[n]}
+    _check_copies({name: tensor for name, tensor in tensors.items() if number[name] in several}, groups)
     return {
         name: part_of(tensor)
         for name, tensor in tensors.items()
-        if homes.number[name] in first and (not isinstance(tensor, DTensor) or is_first_replica(tensor))
+        if own[number[name]] == lowest[number[name]] and (not isinstance(tensor, DTensor) or is_first_replica(tensor))
     }
 
 
@@ -85,15 +70,15 @@ def _range_of(values: list[int], groups: Groups) -> tuple[list[int], list[int]]:
     return low, [-value for value in negative]
 
 
-def _check_copies(tensors: Mapping[str, Tensor], homes: Homes, groups: Groups) -> None:
+def _check_copies(tensors: Mapping[str, Tensor], groups: Groups) -> None:
     """Raise on every rank unless all meshes that have a tensor have the same values. Collective."""
     sums: dict[str, int] = {}
-    for number in dict.fromkeys(homes.number[name] for name in tensors):
-        names = [name for name in tensors if homes.number[name] == number]
-        mesh = homes.meshes[number]
+    meshes, number = meshes_of(tensors)
+    for n, mesh in enumerate(meshes):
         assert mesh is not None, "plain tensors are the first rank's"
+        own = {name: _sum_here(tensor) for name, tensor in tensors.items() if number[name] == n}
         axes = [axis for axis in mesh.get_all_groups() if axis.size() > 1]
-        sums |= zip(names, added([_sum_here(tensors[name]) for name in names], axes), strict=True)
+        sums |= zip(own, added(list(own.values()), axes), strict=True)
     words = [half for value in sums.values() for half in (value >> 32, value & 0xFFFFFFFF)]
     low, high = _range_of(words, groups) if sums else ([], [])
     differ = [name for n, name in enumerate(sums) if low[2 * n : 2 * n + 2] != high[2 * n : 2 * n + 2]]

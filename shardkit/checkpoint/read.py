@@ -98,14 +98,9 @@ def read_tensors(
 
 
 def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None = None) -> None:
-    """Fill parts of tensors from where they lie in files. Local.
+    """Fill parts of tensors, converted to their dtype, from where the tensors lie in files. Local.
 
-    Args:
-        jobs: what to read, and the values to overwrite with the box that they are of it; converted to their dtype.
-        progress: see :func:`read_tensors`.
-
-    Raises:
-        OSError: the system refused, or a file is shorter than it was.
+    Raises OSError where the system refuses, or a file is shorter than it was.
     """
     by_file: dict[Path, list[tuple[Entry, Part]]] = {}
     for located, part in sorted(jobs, key=lambda job: job[0].entry.start):
@@ -159,8 +154,7 @@ def fill(
 ) -> None:
     """Copy into each target, given with its key, what it has of the pieces of its tensor. Local; one at a time.
 
-    Raises:
-        CheckpointError: a piece is quantised, and what it goes into is plain memory.
+    Raises a CheckpointError for a piece that is quantised, where what it goes into is plain memory.
     """
     wanted = [(key, *part_of(target)) for key, target in targets]
     meter = Meter(progress, sum(into.nbytes for _, into, _ in wanted))

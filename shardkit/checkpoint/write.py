@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit.checkpoint.agreement import agree, spanning_axes
 from shardkit.checkpoint.format import METADATA, NAMES, Entry, Layout, Spec, lay_out
-from shardkit.checkpoint.owners import check_written, homes_of, owned
+from shardkit.checkpoint.owners import check_written, meshes_of, owned
 from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
@@ -122,8 +122,8 @@ def write_shards(
 
 def _described(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, str]:
     """What ranks must agree on: each tensor's type, placements, which of the meshes it is on, and the files."""
-    homes = homes_of(tensors)
-    rows = {name: f"{described(tensor)}, mesh {homes.number[name]}" for name, tensor in tensors.items()}
+    _, number = meshes_of(tensors)
+    rows = {name: f"{described(tensor)}, mesh {number[name]}" for name, tensor in tensors.items()}
     return rows | {file.name: hashlib.sha256(file.head).hexdigest() for file in layout.files}
 
 
@@ -209,8 +209,7 @@ def _written(layout: Layout) -> list[WrittenFile]:
 def make_files(directory: Path, layout: Layout, flush: bool) -> None:
     """Make every file in its full size, with its header, and the index. Local: one rank does it.
 
-    Raises:
-        OSError: a file is there already, or the disk is full.
+    Raises OSError where a file is there already, or the disk is full.
     """
     made = [(file.name, file.head, file.header.file_bytes) for file in layout.files]
     made += [] if layout.index is None else [(*layout.index, len(layout.index[1]))]
@@ -240,18 +239,9 @@ def write_parts(
     flush: bool = False,
     sums: dict[str, int] | None = None,
 ) -> None:
-    """Write parts of tensors to their places in files that :func:`make_files` made. Local.
+    """Write parts of tensors, given with their names, to their places in files that :func:`make_files` made. Local.
 
-    Args:
-        directory: where the files are.
-        layout: as it was for ``make_files``.
-        parts: with their tensors' names; see :func:`shardkit.checkpoint.pieces.part_of`.
-        progress: see :func:`write_tensors`.
-        flush: likewise.
-        sums: by name, what the parts add to the checksums of their tensors is added here.
-
-    Raises:
-        OSError: the system refused.
+    What they add to the checksums of their tensors is added to ``sums``. Raises OSError where the system refuses.
     """
     places = {name: (file.name, entry) for file in layout.files for name, entry in file.header.tensors.items()}
     jobs: dict[str, list[tuple[str, Part, Entry]]] = {file.name: [] for file in layout.files}
