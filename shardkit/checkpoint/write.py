@@ -18,7 +18,7 @@ from shardkit import _torch
 from shardkit.checkpoint.agreement import agree, spanning_axes
 from shardkit.checkpoint.format import METADATA, NAMES, Entry, Layout, Spec, lay_out
 from shardkit.checkpoint.owners import check_written, meshes_of, owned
-from shardkit.checkpoint.pieces import Part, blocks, inside, is_plain_memory, part_sum, runs_of
+from shardkit.checkpoint.pieces import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
@@ -256,7 +256,7 @@ def write_parts(
                 for values, box in _as_stored(part, entry, staging, in_blocks=sums is not None):
                     _write_runs(descriptor, values, box, entry, meter)
                     if sums is not None:  # while it is in the processor's cache
-                        sums[name] = sums.get(name, 0) + part_sum(values, box, entry.shape)
+                        sums[name] = (sums.get(name, 0) + part_sum(values, box, entry.shape)) & MASK
             if flush:
                 os.fsync(descriptor)
 

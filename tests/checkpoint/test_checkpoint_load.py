@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.checkpoint.progress import Progress
+from shardkit.checkpoint.transfer import Staging
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
@@ -201,3 +202,28 @@ def test_strided_shards_are_saved_and_loaded(format, tmp_path):
     plain = nn.Sequential(nn.Linear(6, 12, bias=False), nn.ReLU(), nn.Linear(12, 10, bias=False))
     load_checkpoint(tmp_path / "a", plain)
     assert_same({**plain.state_dict()}, expected[0])
+
+
+@pytest.mark.parametrize("shape", [(33, 21), (3, 5, 7), (1, 400)])
+@pytest.mark.parametrize("columns", [False, True])
+def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, monkeypatch):
+    """They are taken block by block while writing, and wrap around; loading reads the bytes in other blocks."""
+    monkeypatch.setattr(Staging, "BYTES", 100)
+    model = nn.ParameterDict({"a": nn.Parameter(-torch.rand(shape)), "b": nn.Parameter(-torch.rand(shape).bfloat16())})
+    if columns:  # not as files have it, so that blocks go through memory
+        for name, param in model.items():
+            model[name] = nn.Parameter(param.detach().transpose(0, -1).contiguous().transpose(0, -1))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    save_checkpoint(tmp_path / "a", model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load_checkpoint(tmp_path / "a", model)
+    assert_same(dict(model.state_dict()), saved)
+    file = tmp_path / "a" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"damaged: model\.safetensors: "):
+        load_checkpoint(tmp_path / "a", model)
+    assert_same(dict(model.state_dict()), saved)
