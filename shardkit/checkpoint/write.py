@@ -253,9 +253,9 @@ def write_parts(
     for target in _turned([file for file, job in jobs.items() if job]):
         with opened(directory / target, os.O_WRONLY) as descriptor:
             for name, part, entry in jobs[target]:
-                for values, box in _as_stored(part, entry, staging, in_blocks=sums is not None):
+                for values, box in _as_stored(part, entry, staging):
                     _write_runs(descriptor, values, box, entry, meter)
-                    if sums is not None:  # while it is in the processor's cache
+                    if sums is not None:
                         sums[name] = (sums.get(name, 0) + part_sum(values, box, entry.shape)) & MASK
             if flush:
                 os.fsync(descriptor)
@@ -267,16 +267,15 @@ def _turned(files: list[str]) -> list[str]:
     return files[first:] + files[:first]
 
 
-def _as_stored(part: Part, entry: Entry, staging: Staging, in_blocks: bool) -> Iterator[Part]:
-    """A part as plain memory of its dtype in the file, which may be used again for the next block."""
+def _as_stored(part: Part, entry: Entry, staging: Staging) -> Iterator[Part]:
+    """A part as plain memory of its dtype in the file: its own, or blocks of it in memory that the next one uses."""
     values, box = part
-    is_ready = values.dtype == entry.dtype and is_plain_memory(values)
-    if is_ready and not in_blocks:
+    if values.dtype == entry.dtype and is_plain_memory(values):
         yield part
         return
     for block in blocks(box, entry.shape, Staging.BYTES // entry.dtype.itemsize):
         view = inside(values, box, block)
-        yield view if is_ready else staging.take(view.shape, entry.dtype, view.device).copy_(view), block
+        yield staging.take(view.shape, entry.dtype, view.device).copy_(view), block
 
 
 def _write_runs(descriptor: int, values: Tensor, box: Box, entry: Entry, meter: Meter) -> None:
