@@ -19,6 +19,7 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
+from shardkit._fsdp.params import post_accumulate_hooks
 from shardkit._torch import units_of
 
 # FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) share a base class without a
@@ -55,6 +56,15 @@ def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
         if each.sharded_param is param:
             param._local_tensor = local
             each.reset_sharded_param()
+
+
+def first_after_accumulation(param: Tensor, hook: Callable[[Tensor], object]) -> None:
+    """``param.register_post_accumulate_grad_hook(hook)``, before all that are there. Local; once for each hook."""
+    there = post_accumulate_hooks(param) or {}
+    if hook not in there.values():
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: Any = post_accumulate_hooks(param)  # an OrderedDict, as of any torch hooks
+        hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 @contextmanager

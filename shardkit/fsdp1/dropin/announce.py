@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision
 
 from shardkit.errors import listing
-from shardkit.fsdp1.dropin.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.dropin.record import Record, inner_of, record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import WRAPPED, Record, inner_of, record_of, without_wrappers, wrappers_of
 from shardkit.fsdp1.translate.arguments import device_of
 from shardkit.fsdp1.translate.strategy import parse_strategy
 from shardkit.plan import ShardingPlan, ShardUnit

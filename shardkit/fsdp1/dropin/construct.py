@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.apply.mesh import ensure_process_group
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.dropin.names import outermost
-from shardkit.fsdp1.dropin.record import Record
+from shardkit.fsdp1.dropin.record import Record, is_wrapper, outermost
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
 from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
@@ -43,24 +42,22 @@ class Constructed:
     again: bool = False
 
 
-def construct(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> Constructed:
+def construct(module: nn.Module, given: Arguments) -> Constructed:
     """Shards ``module`` in place, but for what is wrapped below it already. Collective.
 
     Args:
         module: what the constructor was called with.
         given: its arguments.
-        kind: the wrapper's class.
 
     Raises:
         TranslationError, PlanError: on every rank, with the module unchanged; each is a ValueError too.
     """
     ensure_process_group()
-    given = _listed(given)
     _check_by_hand(given)
     _check_container(module)
-    _check_ignored(module, given, kind)
-    apart = dict(outermost(module, kind))
-    _check_nesting(module, given, kind)
+    _check_ignored(module, given)
+    apart = dict(outermost(module))
+    _check_nesting(module, given)
     given = _with_node(given)
     before = dict(module.named_parameters(remove_duplicate=False))
     if not apart and _all_ignored(module, given):
@@ -125,8 +122,8 @@ def _check_container(module: nn.Module) -> None:
         raise TranslationError(message("module", f"a {type(module).__name__}", rule, fix))
 
 
-def _check_nesting(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
-    wrapped = [fqn for fqn, child in module.named_modules() if isinstance(child, kind)]
+def _check_nesting(module: nn.Module, given: Arguments) -> None:
+    wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child)]
     if given.auto_wrap_policy is not None and wrapped:
         problem = f"given, and FSDP wraps {wrapped[0]} already"
         rule = (
@@ -137,18 +134,11 @@ def _check_nesting(module: nn.Module, given: Arguments, kind: type[nn.Module]) -
         )
 
 
-def _listed(given: Arguments) -> Arguments:
-    """With lists for what may be iterators, which can be read once."""
-    names = ("ignored_modules", "ignored_states")
-    once = {name: value for name in names if isinstance(value := getattr(given, name), Iterator)}
-    return replace(given, **{name: list(value) for name, value in once.items()})
-
-
-def _check_ignored(module: nn.Module, given: Arguments, kind: type[nn.Module]) -> None:
+def _check_ignored(module: nn.Module, given: Arguments) -> None:
     """By FSDP1's rules; its words, which programs may look for."""
     states = [*_each(given.ignored_modules), *_each(given.ignored_states)]
     ignored = [each for each in states if isinstance(each, nn.Module)]
-    if any(isinstance(each, kind) for each in ignored):
+    if any(is_wrapper(each) for each in ignored):
         rule = "`ignored_modules` should not include FSDP modules"
         fix = "Leave them out: what is wrapped already is left alone as it is"
         raise TranslationError(message("ignored_modules", "modules that FSDP wraps already", rule, fix))

@@ -16,8 +16,7 @@ from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.apply.shard import carry_out
 from shardkit.fsdp1.dropin import roots
 from shardkit.fsdp1.dropin.construct import put_in_place
-from shardkit.fsdp1.dropin.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of
+from shardkit.fsdp1.dropin.record import WRAPPED, Record, inner_of, is_wrapper, record_of, without_wrappers
 from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.meta.shards import install
 from shardkit.state.place import new_memory

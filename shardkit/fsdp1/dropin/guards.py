@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import TOTAL_NORM
-from shardkit.fsdp1.dropin import assigned, optimizers, shard_grads
+from shardkit.fsdp1.dropin import optimizers, tensors
 
 GUARDED = (
     *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
@@ -54,10 +54,10 @@ def install(ours: type[nn.Module]) -> None:
         is_static = isinstance(inspect.getattr_static(TorchFSDP, name), staticmethod)
         guard = _guard(name, getattr(TorchFSDP, name), ours)
         _replace(TorchFSDP, name, staticmethod(guard) if is_static else guard)
-    norm = shard_grads.whole_norms(nn.utils.get_total_norm)
+    norm = tensors.whole_norms(nn.utils.get_total_norm)
     _replace(nn.utils.clip_grad, TOTAL_NORM, norm)
     _replace(nn.utils, "get_total_norm", norm)
-    _replace(DTensor, "data", assigned.DATA)
+    _replace(DTensor, "data", tensors.DATA)
     _undo.callback(optimizers.attend().close)
 
 

@@ -1,4 +1,4 @@
-"""Attributes of FSDP1's instances that are internal, or nearly, and that FSDP2 has an answer for."""
+"""FSDP1's attributes and methods that FSDP2 has no counterpart for: an answer, or an error that says what to use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,52 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import is_under_way, own_parameters
 from shardkit._fsdp.fsdp1 import TrainingState
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError, TranslationError, message
 from shardkit.fsdp1.dropin.record import inner_of, record_of, sharded_of
+from shardkit.fsdp1.instead import ATTRIBUTES, INTERNALS, MEMBERS
 from shardkit.fsdp1.translate.strategy import HYBRID, parse_strategy
+
+
+class MissingInternal(TranslationError, AttributeError):
+    """An AttributeError too, so that ``hasattr`` and ``getattr`` with a default keep working."""
+
+
+class NotOnInner(ShardkitError, RuntimeError):
+    """A RuntimeError too, as FSDP1's."""
 
 
 class WrongState(ShardkitError, ValueError):
     """A ValueError too, as FSDP1's."""
+
+
+def attribute(wrapper: nn.Module, module: object, name: str) -> Any:
+    """What a wrapper answers to an attribute that it has not itself: its own answer, or the wrapped module's.
+
+    Raises:
+        AttributeError: there is none; also a TranslationError where FSDP1's wrapper had one.
+    """
+    if name in _ANSWERS:
+        return _ANSWERS[name](wrapper)
+    try:
+        if name not in INTERNALS:
+            return getattr(module, name)
+    except AttributeError:
+        if name != "params":  # an attribute of FSDP1's that a model may have itself
+            raise
+    rule = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
+    raise MissingInternal(message(name, "is an internal of FSDP1", rule, ATTRIBUTES[name].fix()))
+
+
+def not_on_an_inner_one(method: str) -> NotOnInner:
+    """The error for a method of the root that was called on a wrapper inside of another one."""
+    rule = f"`{method}` should only be called on the root FSDP instance"
+    return NotOnInner(message(method, "on inner FSDP instances is not supported", rule, "Call it on the whole model"))
+
+
+def comm_hook() -> TranslationError:
+    """The error for FSDP1's communication hooks."""
+    rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
+    return TranslationError(message("register_comm_hook", "has no counterpart", rule, fix))
 
 
 def training_state(wrapper: nn.Module) -> TrainingState:
@@ -48,15 +87,13 @@ def _inter_node_pg(wrapper: nn.Module) -> Any:
     return record.mesh.get_group(0)
 
 
-ANSWERS: dict[str, Callable[[nn.Module], Any]] = {
+_ANSWERS: dict[str, Callable[[nn.Module], Any]] = {
     "training_state": training_state,
     "_assert_state": lambda wrapper: partial(assert_state, wrapper),
     "_is_root": lambda wrapper: record_of(wrapper).root,
     "_has_params": lambda wrapper: bool(own_parameters(sharded_of(wrapper) or nn.Module())),  # type: ignore[arg-type]
     "_use_orig_params": lambda wrapper: bool(record_of(wrapper).given.use_orig_params),
-    "_ignored_modules": lambda wrapper: {
-        inner_of(wrapper).get_submodule(fqn) for fqn in record_of(wrapper).ignored_modules if record_of(wrapper).top
-    },
+    "_ignored_modules": lambda wrapper: record_of(wrapper).ignored_in(inner_of(wrapper)),
     "_ignored_params": lambda wrapper: {param for param in wrapper.parameters() if not isinstance(param, DTensor)},
     "_device_mesh": lambda wrapper: record_of(wrapper).given.device_mesh,
     "_inter_node_pg": _inter_node_pg,

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardkit._torch import tree_leaves, tree_map, with_local
 from shardkit.errors import ShardkitError, TranslationError, message
 from shardkit.fsdp1.dropin.record import record_of
-from shardkit.fsdp1.dropin.shard_grads import MIXED
+from shardkit.fsdp1.dropin.tensors import MIXED, Mixed
 
 
 class NotGathered(TranslationError, RuntimeError):
@@ -41,7 +41,8 @@ def guarded(wrapper: nn.Module, name: str, found: Any) -> Any:
             with _Whole() if whole else nullcontext():
                 return found(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, NotGathered) or (MIXED in str(error) and not isinstance(error, ShardkitError)):
+            is_torchs = MIXED in str(error) and not isinstance(error, ShardkitError)
+            if is_torchs or isinstance(error, (NotGathered, Mixed)):
                 raise not_gathered(name, is_method=True) from error
             raise
 

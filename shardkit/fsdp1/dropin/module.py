@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +18,10 @@ from typing_extensions import Self
 from shardkit import grads
 from shardkit._torch import sharded_stand_ins
 from shardkit.fsdp1.dropin import (
-    assigned,
-    clip,
     copying,
     guards,
     internals,
     methods,
-    missing,
     optim_state,
     optimizers,
     rekey,
@@ -31,10 +30,20 @@ from shardkit.fsdp1.dropin import (
     state,
     state_load,
     summon,
+    tensors,
 )
 from shardkit.fsdp1.dropin.construct import construct, put_in_place
-from shardkit.fsdp1.dropin.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.dropin.record import KEY, Record, in_full_precision, inner_of, record_of, sharded_of, wrappers_of
+from shardkit.fsdp1.dropin.record import (
+    KEY,
+    WRAPPED,
+    Record,
+    in_full_precision,
+    inner_of,
+    record_of,
+    sharded_of,
+    without_wrappers,
+    wrappers_of,
+)
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.shards import device_of
 
@@ -82,24 +91,8 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        given = Arguments(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
-        )
-        made = construct(module, given, FullyShardedDataParallel)
+        given = Arguments.of(locals())
+        made = construct(module, given)
         if not made.again:
             state_load.prepare(module)
         optimizers.remember(made.parameters, module)
@@ -118,10 +111,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in internals.ANSWERS:
-                return internals.ANSWERS[name](self)
-            missing.refuse(name)
-            return methods.guarded(self, name, missing.attribute(super().__getattr__(WRAPPED), name))
+            return methods.guarded(self, name, internals.attribute(self, super().__getattr__(WRAPPED), name))
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]
@@ -175,7 +165,7 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers at and below ``module``, parents first. Local."""
-        found = list(wrappers_of(module))
+        found: list[Any] = list(wrappers_of(module))
         inside = {below for each in found for below in wrappers_of(each) if below is not each}
         return [each for each in found if each not in inside] if root_only else found
 
@@ -204,13 +194,19 @@ class FullyShardedDataParallel(nn.Module):
         """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
 
         Returns:
-            The norm of all gradients as one vector, 0-d, the same plain tensor on every rank.
+            The norm of all gradients as one vector, 0-d, in the dtype that they promote to, the same plain tensor on
+            every rank. Without gradients it warns, as FSDP1.
 
         Raises:
             RuntimeError: it is no root.
         """
         _check_root(self, "clip_grad_norm_()")
-        return clip.clip_grad_norm_(self, max_norm, norm_type)
+        dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
+        if not dtypes:
+            text = "no gradients -- returning the total norm in the default dtype torch.float32"
+            warnings.warn(f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with {text}", stacklevel=2)
+        norm = grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+        return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     @staticmethod
     @contextmanager
@@ -296,7 +292,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             TranslationError: always; FSDP2 has other ways to change how gradients are reduced.
         """
-        raise missing.comm_hook()
+        raise internals.comm_hook()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -362,9 +358,9 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
     wrapper.training = module.training
     wrapper.register_module(WRAPPED, module)
     state_load.attach(wrapper)
-    assigned.allow(sharded_of(wrapper))
+    tensors.adopt(sharded_of(wrapper))
 
 
 def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
     if not roots.begin(wrapper):
-        raise missing.not_on_an_inner_one(method)
+        raise internals.not_on_an_inner_one(method)

@@ -20,8 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp.fsdp1 import optimizers_in_backward
 from shardkit.errors import ShardkitError, listing
-from shardkit.fsdp1.dropin.assigned import is_ours
-from shardkit.fsdp1.dropin.shard_grads import as_dtensors, as_shards
+from shardkit.fsdp1.dropin.tensors import as_before, as_dtensors, is_ours
 from shardkit.optim import step_on_local_shards
 from shardkit.optim.local import finish_step
 from shardkit.shards import local_part
@@ -31,7 +30,7 @@ logger = logging.getLogger("shardkit")
 
 _replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to what took its place, and its FQN
 _settled: WeakSet[Optimizer] = WeakSet()  # those that were looked at since the last wrapping
-_marked: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()  # ShardGrads that are DTensors in a step
+_marked: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type]]] = WeakKeyDictionary()  # DTensors in a step only
 _stepping: Any = WeakIdKeyDictionary()  # parameters that are stepped in backward
 
 
@@ -74,7 +73,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    as_shards(_marked.pop(optimizer, ()))
+    as_before(_marked.pop(optimizer, ()))
     finish_step(optimizer)
 
 

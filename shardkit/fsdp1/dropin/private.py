@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, message
+from shardkit.fsdp1.dropin.record import is_wrapper, wrappers_of
 from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
 from shardkit.fsdp1.instead import PRIVATE, private
 
@@ -92,13 +93,11 @@ def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
 
 
 def _is_ours(module: object) -> bool:
-    from shardkit.fsdp1.dropin.module import FullyShardedDataParallel  # whose module imports guards and this
-
-    return isinstance(module, FullyShardedDataParallel)
+    return isinstance(module, nn.Module) and is_wrapper(module)
 
 
 def _ours_in(module: nn.Module) -> list[Any]:
-    return [child for child in module.modules() if _is_ours(child)]
+    return list(wrappers_of(module))
 
 
 def _lazy_init(original: Callable[..., Any], state: Any, root_module: nn.Module) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,15 +21,12 @@ from torch.distributed.fsdp import (
 )
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
-from shardkit.fsdp1.dropin.names import WRAPPED
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
-from shardkit.fsdp1.translate.strategy import parse_strategy
-
-if TYPE_CHECKING:
-    from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
+from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
 
 KEY = "_shardkit"
+WRAPPED = "_fsdp_wrapped_module"  # FSDP1's own name for it, which programs know
 
 
 def _full() -> StateDictSettings:
@@ -86,12 +82,11 @@ class Record:
     @property
     def reshards(self) -> bool:
         """Whether its parameters are freed after forward where it is no root."""
-        return parse_strategy(self.given.sharding_strategy).name in ("FULL_SHARD", "HYBRID_SHARD")
+        return parse_strategy(self.given.sharding_strategy).name in RESHARDING
 
-    @property
-    def ignored_modules(self) -> frozenset[str]:
-        """FQNs below the module that its constructor was called with."""
-        return frozenset(self.translation.ignored_modules)
+    def ignored_in(self, inner: nn.Module) -> set[nn.Module]:
+        """The ignored modules at and below the wrapped one; what a policy wrapped has none of its own."""
+        return self.translation.ignored_in(inner) if self.top else set()
 
 
 def record_of(wrapper: nn.Module) -> Record:
@@ -105,11 +100,29 @@ def is_wrapper(module: nn.Module) -> bool:
     return KEY in vars(module)
 
 
-def wrappers_of(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
+def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
     """The wrappers at and below ``model``, parents first. Local, pure."""
-    from shardkit.fsdp1.dropin.module import FullyShardedDataParallel  # which imports this module
+    return filter(is_wrapper, model.modules())
 
-    return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+
+def outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module of each wrapper below ``model`` that is inside of no other one, each once; not ``model``."""
+    seen: set[nn.Module] = {model}
+    pending = [(name, child) for name, child in model.named_children()]
+    while pending:
+        fqn, module = pending.pop(0)
+        if module in seen:
+            continue
+        seen.add(module)
+        if is_wrapper(module):
+            yield fqn, module
+        else:
+            pending += [(f"{fqn}.{name}", child) for name, child in module.named_children()]
+
+
+def without_wrappers(fqn: str) -> str:
+    """The FQN in the plain model, as it was before any wrapping; ``checkpoint_wrapper`` and compile stay."""
+    return ".".join(part for part in fqn.split(".") if part != WRAPPED)
 
 
 def inner_of(wrapper: nn.Module) -> nn.Module:

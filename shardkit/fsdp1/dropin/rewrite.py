@@ -6,6 +6,7 @@ Only imports and what stands for one are touched, and positions stay, so traceba
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 from types import SimpleNamespace
 from typing import Any
@@ -41,9 +42,7 @@ def seen(value: Any) -> Any:
     """What a rewritten program sees in front of ``.fsdp``: its own value, unless that is ``torch.distributed``."""
     if value is not torch.distributed:
         return value
-    from shardkit import fsdp1  # which imports this module
-
-    return SimpleNamespace(fsdp=fsdp1)
+    return SimpleNamespace(fsdp=importlib.import_module(OURS))
 
 
 def ours(module: str | None) -> str | None:

@@ -16,7 +16,6 @@ from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.announce import announce
 from shardkit.fsdp1.dropin.methods import not_gathered
 from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
-from shardkit.fsdp1.dropin.shard_grads import show_shard
 from shardkit.sharded.entry import attend
 from shardkit.sharded.outside import refuse_calls_outside
 
@@ -75,9 +74,6 @@ def reshard(wrapper: nn.Module) -> None:
 def _settle(wrapper: nn.Module) -> None:
     """Tell the wrapper's unit whether it is the root's."""
     record, sharded = record_of(wrapper), sharded_of(wrapper)
-    for param in own_parameters(sharded) if sharded is not None else ():  # type: ignore[arg-type]
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(show_shard)  # type: ignore[no-untyped-call]
     if sharded is None or in_full_precision(wrapper):
         return
     sharded.set_reshard_after_forward(record.reshards and not record.root, recurse=False)
@@ -109,17 +105,9 @@ def buffers_by_wrapper(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, 
     """The innermost wrapper around each buffer, the buffer's module and name; none of ignored modules. Local, pure."""
     seen: set[int] = set()
     for wrapper in reversed(list(wrappers_of(root))):  # inner ones first
-        ignored = _ignored(wrapper)
+        ignored = record_of(wrapper).ignored_in(inner_of(wrapper))
         for module in wrapper.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen and module not in ignored:
                     seen.add(id(buffer))
                     yield wrapper, module, name
-
-
-def _ignored(wrapper: nn.Module) -> set[nn.Module]:
-    """The ignored modules at and below a wrapper; those that a policy wrapped have none of their own."""
-    record, inner = record_of(wrapper), inner_of(wrapper)
-    if not record.top:
-        return set()
-    return {inner.get_submodule(fqn) for fqn in record.translation.ignored_modules}

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.fsdp1.dropin import settings
-from shardkit.fsdp1.dropin.names import WRAPPED, without_wrappers
-from shardkit.fsdp1.dropin.record import record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import WRAPPED, record_of, without_wrappers, wrappers_of
 from shardkit.fsdp1.translate.strategy import HYBRID
 from shardkit.state.full_params import full_params_from
 from shardkit.state.names import is_extra, live_tensors, wants_live

@@ -17,8 +17,7 @@ from shardkit import _torch
 from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.fsdp1.dropin import settings, state
-from shardkit.fsdp1.dropin.names import WRAPPED
-from shardkit.fsdp1.dropin.record import is_wrapper, record_of, sharded_of
+from shardkit.fsdp1.dropin.record import WRAPPED, is_wrapper, record_of, sharded_of
 from shardkit.ranks import Groups, all_gather_bytes, any_true, groups_of, together
 from shardkit.shards import device_of, local_box, local_part
 from shardkit.state.load import load_full_state_dict

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import _traversal_utils as traversal_utils
-from shardkit.fsdp1.dropin.names import without_wrappers
+from shardkit.fsdp1.dropin.record import without_wrappers
 from shardkit.testing import distributed
 
 BLOCKS = ModuleWrapPolicy({Block})

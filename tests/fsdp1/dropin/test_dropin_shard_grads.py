@@ -175,12 +175,12 @@ def test_what_is_replaced_is_for_drop_in_models_forgets_them_and_goes():
         assert type(other.weight.data) is DTensor
         assert isinstance(model.weight.data, DTensor)
         other.weight.data = other.weight.data * 0 + 7  # nothing, as ever
-        owners = len(guards.assigned._owners)
+        owners = len(guards.tensors._owners)
         gone = weakref.ref(model)
         del model
         gc.collect()
         assert gone() is None
-        assert len(guards.assigned._owners) < owners
+        assert len(guards.tensors._owners) < owners
         guards.uninstall()
     assert (vars(DTensor).get("data"), nn.utils.get_total_norm) == (data, norm)
     assert len(_global_optimizer_pre_hooks) == hooks
