@@ -322,7 +322,7 @@ INTERNALS: dict[str, Row] = {
     **dict.fromkeys(("_comm_hook", "_comm_hook_state"), _HOOK),
     "_exec_order_data": _Internal("refused", "it sets the order of gathering", "set_modules_to_forward_prefetch"),
     "_sync_gradients": _Internal("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
-    "_unshard": _Internal("refused", "and reshard; FSDP2 does so by itself", "FSDPModule.unshard"),
+    "_unshard": _Internal("refused", "FSDP2 does so by itself", "FSDPModule.unshard and FSDPModule.reshard"),
     "_unshard_stream": _Internal("refused", "FSDP2 keeps its streams to itself", "FSDPModule.unshard"),
     "_reset_lazy_init": ATTRIBUTES["_lazy_init"],
     **dict.fromkeys(
@@ -340,8 +340,8 @@ ATTRIBUTES |= INTERNALS
 # Private names of torch's modules
 
 _NO_PREFIX = Row("mapped", "FSDP2 adds nothing to names", '""', "names")
-_SUMMONED = _Internal("refused", _OURS, "full_params(model, writeback=True)")
-_OPTIM = _Internal("refused", _OURS, "full_optimizer_state_dict(model, optimizer)")
+_SUMMONED = _Internal("refused", "of shardkit.state, or FSDP.summon_full_params", "full_params(model, writeback=True)")
+_OPTIM = _Internal("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
 _DTENSORS = _Internal("refused", "leave it out: state of FSDP2 is DTensors")
 
 # By the name of a function, a constant, or a module; the last part of a dotted path that is here counts.
@@ -357,7 +357,7 @@ PRIVATE: dict[str, Row] = {
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
     "_shard_utils": _Internal("refused", "FSDP2's sharded tensors are DTensors", "DTensor"),
     "_set_fsdp_extensions": _Internal(
-        "refused", "FSDP2 shards what tensor parallelism sharded, without extensions", "a 2D mesh"
+        "refused", "FSDP2 shards what tensor parallelism sharded, without extensions", "a 2D device_mesh"
     ),
     "_replace_with_full_state_dict_type": _Internal("refused", _OURS, "full_state_dict(model)"),
     "_prefetch_handle": INTERNALS["_exec_order_data"],

@@ -3,10 +3,10 @@
 The class: ``module`` is what a program sees, ``record`` what a wrapper remembers, ``construct`` what its constructor
 does, ``roots`` what its first forward decides, ``copying`` its deep copies, ``methods`` the model's own methods.
 
-What it does for a program: ``summon``; ``clip``; ``state``, ``state_load`` and ``settings`` for model state;
-``optim_state``, ``optim_load``, ``optim_keys`` and ``rekey`` for optimizer state; ``optimizers`` for those that were
-built before wrapping; ``shard_grads`` and ``assigned`` for programs that handle gradients and weights by hand.
+What it does for a program: ``summon``; ``state``, ``state_load`` and ``settings`` for model state; ``optim_state``,
+``optim_load``, ``optim_keys`` and ``rekey`` for optimizer state; ``optimizers`` for those that were built before
+wrapping; ``tensors`` for programs that handle weights and gradients by hand.
 
-Names: ``private`` serves torch's private modules, ``internals`` and ``missing`` attributes of FSDP1's wrappers,
-``guards`` torch's own statics. ``redirect`` and ``rewrite`` run a program as it is; ``announce`` tells what runs.
+Names: ``internals`` answers for FSDP1's attributes, ``private`` serves torch's private modules, ``guards`` torch's own
+statics. ``redirect`` and ``rewrite`` run a program as it is; ``announce`` tells what runs.
 """

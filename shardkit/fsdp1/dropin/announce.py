@@ -54,7 +54,7 @@ def announcement(root: nn.Module) -> str:
     notes = [f"- {note}" for note in record_of(root).translation.notes if note.fate not in _PLAIN]
     code = "\n".join(f"    {line}".rstrip() for line in replacement(root))
     parts = [
-        f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard, as follows. Said once; {QUIET}=1 silences.",
+        f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard. Shown once; set {QUIET}=1 to silence.",
         str(whole_plan(root)),
         *(["What FSDP2 does otherwise:\n" + "\n".join(notes)] if notes else []),
         f"The same without the wrapper, before the optimizer is built:\n\n{code}",
@@ -117,12 +117,12 @@ def _renamed(prefix: str, record: Record) -> ShardingPlan:
     def whole(fqn: str) -> str:
         return without_wrappers(f"{prefix}.{fqn}".strip("."))
 
-    plan, precision = record.translation.plan, record.mixed_precision
+    plan = record.translation.plan
     units = []
     for unit in plan.units:
-        if prefix and unit.modules == ("",):  # which the call took for the root
-            policy = dataclasses.replace(unit.mp_policy, cast_forward_inputs=precision.cast_forward_inputs)
-            policy = unit.mp_policy if precision.param_dtype is None else policy
+        if unit.modules == ("",):  # which the call took for the root
+            casts = record.casts_inputs if record.mixed_precision.param_dtype else unit.mp_policy.cast_forward_inputs
+            policy = dataclasses.replace(unit.mp_policy, cast_forward_inputs=casts)
             unit = dataclasses.replace(unit, reshard_after_forward=record.reshards, mp_policy=policy)
         modules, owned = tuple(map(whole, unit.modules)), tuple(map(whole, unit.params))
         units.append(dataclasses.replace(unit, modules=modules, params=owned))

@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import is_under_way, own_parameters
 from shardkit._fsdp.fsdp1 import TrainingState
 from shardkit.errors import ShardkitError, TranslationError, message
-from shardkit.fsdp1.dropin.record import inner_of, record_of, sharded_of
+from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, record_of, sharded_of
 from shardkit.fsdp1.instead import ATTRIBUTES, INTERNALS, MEMBERS
 from shardkit.fsdp1.translate.strategy import HYBRID, parse_strategy
+from shardkit.shards import device_of
 
 
 class MissingInternal(TranslationError, AttributeError):
@@ -88,6 +90,21 @@ def _inter_node_pg(wrapper: nn.Module) -> Any:
 
 
 _ANSWERS: dict[str, Callable[[nn.Module], Any]] = {
+    # Public in FSDP1. The group that shards, or for NO_SHARD the one that replicates; settings are never None, and of
+    # what keeps full precision, such as BatchNorm, are those of full precision.
+    "process_group": lambda wrapper: record_of(wrapper).process_group,
+    "rank": lambda wrapper: record_of(wrapper).process_group.rank(),
+    "world_size": lambda wrapper: record_of(wrapper).process_group.size(),
+    "sharding_strategy": lambda wrapper: record_of(wrapper).strategy,
+    "mixed_precision": lambda wrapper: (
+        MixedPrecision() if in_full_precision(wrapper) else record_of(wrapper).mixed_precision
+    ),
+    "cpu_offload": lambda wrapper: record_of(wrapper).given.cpu_offload or CPUOffload(),
+    "backward_prefetch": lambda wrapper: record_of(wrapper).given.backward_prefetch,
+    "forward_prefetch": lambda wrapper: bool(record_of(wrapper).given.forward_prefetch),
+    "limit_all_gathers": lambda wrapper: bool(record_of(wrapper).given.limit_all_gathers),
+    "compute_device": lambda wrapper: device_of(record_of(wrapper).mesh),
+    # Internal, or nearly.
     "training_state": training_state,
     "_assert_state": lambda wrapper: partial(assert_state, wrapper),
     "_is_root": lambda wrapper: record_of(wrapper).root,

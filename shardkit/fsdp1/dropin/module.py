@@ -37,15 +37,12 @@ from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
     Record,
-    in_full_precision,
     inner_of,
-    record_of,
     sharded_of,
     without_wrappers,
     wrappers_of,
 )
 from shardkit.fsdp1.translate.arguments import Arguments
-from shardkit.shards import device_of
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -159,8 +156,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether it is the root; decides it, where no forward has yet, as in FSDP1."""
-        is_root: bool = roots.begin(self)
-        return is_root
+        return roots.begin(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -208,36 +204,6 @@ class FullyShardedDataParallel(nn.Module):
         norm = grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """In this context the parameters at and below ``module`` are whole, in their own dtype. Collective.
-
-        ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank
-        by itself, and afterwards the same sharded parameters are in place.
-
-        Args:
-            module: a wrapper, or a module around some.
-            recurse: False is for ``module`` alone.
-            writeback: keep what was written.
-            rank0_only: whole on rank 0 only.
-            offload_to_cpu: on the CPU.
-            with_grads: with gradients.
-
-        Raises:
-            NotImplementedError: a combination that FSDP1 refuses too.
-            AssertionError: inside of a forward, a backward or another such context.
-        """
-        with summon.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
-            yield
-
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's state by the names of the plain model; full tensors, unless set otherwise. Collective if FULL.
 
@@ -261,6 +227,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         return state_load.load_state_dict(self, state_dict, strict, assign)
 
+    summon_full_params = staticmethod(summon.summon_full_params)
     set_state_dict_type = staticmethod(settings.set_state_dict_type)
     get_state_dict_type = staticmethod(settings.get_state_dict_type)
     state_dict_type = staticmethod(settings.state_dict_type)
@@ -287,62 +254,8 @@ class FullyShardedDataParallel(nn.Module):
         return copying.copied(self, memo, _around)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Refused.
-
-        Raises:
-            TranslationError: always; FSDP2 has other ways to change how gradients are reduced.
-        """
+        """Raises TranslationError: FSDP2 has other ways to change how gradients are reduced."""
         raise internals.comm_hook()
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The group that shards, or for NO_SHARD the one that replicates."""
-        return record_of(self).process_group
-
-    @property
-    def rank(self) -> int:
-        """The place of this rank in ``process_group``."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of ``process_group``."""
-        return self.process_group.size()
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """FSDP1's name for what FSDP2 does; NO_SHARD on one rank."""
-        return record_of(self).strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """As given; never None, and that of full precision for what keeps it, such as BatchNorm."""
-        return MixedPrecision() if in_full_precision(self) else record_of(self).mixed_precision
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """As given; never None."""
-        return record_of(self).cpu_offload
-
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        """As given."""
-        return record_of(self).given.backward_prefetch  # type: ignore[no-any-return]
-
-    @property
-    def forward_prefetch(self) -> bool:
-        """As given."""
-        return bool(record_of(self).given.forward_prefetch)
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        """As given."""
-        return bool(record_of(self).given.limit_all_gathers)
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where the model computes."""
-        return device_of(record_of(self).mesh)
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffload,
     FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -24,6 +23,7 @@ from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
+from shardkit.fsdp1.translate.units import casts_inputs
 
 KEY = "_shardkit"
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's own name for it, which programs know
@@ -69,11 +69,6 @@ class Record:
         return self.given.mixed_precision or MixedPrecision()
 
     @property
-    def cpu_offload(self) -> CPUOffload:
-        """Never None, as FSDP1's attribute."""
-        return self.given.cpu_offload or CPUOffload()
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that shards, or for NO_SHARD the one that replicates."""
         axis = 0 if self.strategy is ShardingStrategy.NO_SHARD else self.mesh.ndim - 1
@@ -81,8 +76,13 @@ class Record:
 
     @property
     def reshards(self) -> bool:
-        """Whether its parameters are freed after forward where it is no root."""
-        return parse_strategy(self.given.sharding_strategy).name in RESHARDING
+        """Whether its parameters are freed after forward: the root's are not."""
+        return not self.root and parse_strategy(self.given.sharding_strategy).name in RESHARDING
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether its inputs are cast, by which the first forward makes the root differ from the others."""
+        return casts_inputs(self.mixed_precision, self.root is True)
 
     def ignored_in(self, inner: nn.Module) -> set[nn.Module]:
         """The ignored modules at and below the wrapped one; what a policy wrapped has none of its own."""

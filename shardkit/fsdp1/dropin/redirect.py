@@ -87,34 +87,6 @@ class Program:
         return self.module.__dict__
 
 
-def run_redirected(
-    path: str | os.PathLike[str], argv: Sequence[str] = (), *, also: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Run a program in this process, as ``python -m shardkit.fsdp1 PATH ARGV...`` does, and return its globals.
-
-    ``sys.argv``, ``sys.path`` and ``__main__`` are as before when it returns or raises.
-
-    Args:
-        path: its file.
-        argv: its arguments, without its own name.
-        also: as for :func:`redirected`.
-
-    Raises:
-        ShardkitError: there is no such file.
-        BaseException: whatever the program raises, SystemExit too.
-    """
-    before = sys.argv[:], sys.path[:]
-    mains = {name: sys.modules[name] for name in ("__main__", "__mp_main__")}
-    with redirected(also) as redirect:
-        try:
-            program = Program(os.fspath(path), redirect)
-            sys.path.insert(0, str(program.folder))
-            return program.run(argv)
-        finally:
-            sys.argv[:], sys.path[:] = before
-            sys.modules.update(mains)
-
-
 @contextmanager
 def redirected(also: Sequence[str] = ()) -> Iterator[Redirect]:
     """In this context the program's own modules are imported with ``torch.distributed.fsdp`` turned to ours.

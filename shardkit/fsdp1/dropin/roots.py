@@ -76,10 +76,9 @@ def _settle(wrapper: nn.Module) -> None:
     record, sharded = record_of(wrapper), sharded_of(wrapper)
     if sharded is None or in_full_precision(wrapper):
         return
-    sharded.set_reshard_after_forward(record.reshards and not record.root, recurse=False)
+    sharded.set_reshard_after_forward(record.reshards, recurse=False)
+    set_cast_forward_inputs(sharded, record.casts_inputs)
     precision = record.mixed_precision
-    root_casts = record.root is True and precision.cast_root_forward_inputs
-    set_cast_forward_inputs(sharded, precision.cast_forward_inputs or root_casts)
     if precision.keep_low_precision_grads and precision.param_dtype is not None:
         for param in own_parameters(sharded):  # type: ignore[arg-type]
             param.grad_dtype = None  # any

@@ -27,18 +27,29 @@ class InUse(ShardkitError, AssertionError):
 
 @contextmanager
 def summon_full_params(
-    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
-    """``full_params`` by FSDP1's rules. Collective over the ranks that shard.
+    """In this context the parameters at and below ``module`` are whole, in their own dtype. Collective.
+
+    ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank by
+    itself, and afterwards the same sharded parameters are in place.
 
     Args:
         module: a wrapper, or a module around some.
-        recurse: False is for ``module`` alone, which does nothing where it is no wrapper.
-        writeback, rank0_only, offload_to_cpu, with_grads: as for ``full_params``; combinations that FSDP1 refuses
-            are refused. Under NO_SHARD what is written stays, as there the parameters themselves are shown.
+        recurse: False is for ``module`` alone, which does nothing where it is not a wrapper.
+        writeback: keep what was written; under NO_SHARD it stays in any case, as the parameters themselves are shown.
+        rank0_only: whole on rank 0 only.
+        offload_to_cpu: on the CPU.
+        with_grads: with gradients.
 
     Raises:
-        NotImplementedError, AssertionError: as FSDP1; each is a ShardkitError.
+        NotImplementedError: a combination that FSDP1 refuses too.
+        AssertionError: inside of a forward, a backward or another such context.
     """
     wrappers = [each for each in wrappers_of(module) if recurse or each is module]
     _check(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
@@ -68,7 +79,7 @@ def summon_full_params(
 def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """Calls ``fn`` with each module from the inside out, on full parameters, and keeps what it writes. Collective."""
     assert_state(wrapper, _fsdp1.TrainingState.IDLE)
-    with summon_full_params(wrapper, True, True, False, False, False):
+    with summon_full_params(wrapper):
         for module in _children_first(wrapper):
             fn(module)
 
