@@ -12,14 +12,15 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import _init_utils
 
-from shardkit.fsdp1.dropin.redirect import redirected
+from shardkit.fsdp1.dropin.redirect import Program, redirected
 
 PROGRAMS = Path(__file__).parents[1] / "fsdp1" / "dropin" / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
@@ -48,6 +49,19 @@ def load(name: str, way: str) -> types.ModuleType:
             return importlib.import_module(name)
         finally:
             sys.path.remove(str(PROGRAMS))
+
+
+def run_redirected(path: Path, argv: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``python -m shardkit.fsdp1 PATH ARGV...`` does to its process, undone; the program's globals."""
+    before, mains = (sys.argv[:], sys.path[:]), {name: sys.modules[name] for name in ("__main__", "__mp_main__")}
+    with redirected(also) as redirect:
+        try:
+            program = Program(str(path), redirect)
+            sys.path.insert(0, str(program.folder))
+            return program.run(argv)
+        finally:
+            sys.argv[:], sys.path[:] = before
+            sys.modules.update(mains)
 
 
 @contextlib.contextmanager

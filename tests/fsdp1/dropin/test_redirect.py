@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.sharded_grad_scaler
+from program_runs import run_redirected
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
@@ -24,7 +25,7 @@ import shardkit.fsdp1
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.__main__ import main
-from shardkit.fsdp1.dropin.redirect import Program, redirected
+from shardkit.fsdp1.dropin.redirect import redirected
 from shardkit.fsdp1.dropin.rewrite import SUBMODULES, rewrite
 from shardkit.testing import fake_world
 
@@ -263,19 +264,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     yield tmp_path
     sys.modules.pop("library", None)
-
-
-def run_redirected(path, argv=(), also=()):
-    """What ``python -m shardkit.fsdp1 PATH ARGV...`` does to its process, undone; the program's globals."""
-    before, mains = (sys.argv[:], sys.path[:]), {name: sys.modules[name] for name in ("__main__", "__mp_main__")}
-    with redirected(also) as redirect:
-        try:
-            program = Program(str(path), redirect)
-            sys.path.insert(0, program.folder)
-            return program.run(argv)
-        finally:
-            sys.argv[:], sys.path[:] = before
-            sys.modules.update(mains)
 
 
 def test_a_program_runs_as_under_plain_python(folder):
