@@ -34,6 +34,13 @@ def message(subject: str, problem: str, rule: str, fix: str) -> str:
     return f"{subject}: " + ". ".join(parts) + "."
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one PlanError that lists all ``problems``, if there are any."""
+    text = "\n".join(problems)
+    if text:
+        raise PlanError(text)
+
+
 def listing(names: Iterable[str], most: int = 20) -> str:
     """Names joined by commas; past ``most`` names the rest is counted, so that a message stays readable."""
     all_names = list(names)

@@ -1,12 +1,13 @@
 """ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain data.
 
-``types`` holds the data, ``check`` what must hold of it, ``table``, ``python`` and ``serialize`` write it.
+``types`` holds its parts and ``plan`` the whole, ``check`` what must hold of it; ``table``, ``python`` and
+``serialize`` write it.
 """
 
-from shardkit.plan.check import ancestors as ancestors
-from shardkit.plan.check import is_world_size as is_world_size
+from shardkit.plan.plan import ShardingPlan as ShardingPlan
 from shardkit.plan.types import Collectives as Collectives
 from shardkit.plan.types import MeshSpec as MeshSpec
 from shardkit.plan.types import ParamSpec as ParamSpec
-from shardkit.plan.types import ShardingPlan as ShardingPlan
 from shardkit.plan.types import ShardUnit as ShardUnit
+from shardkit.plan.types import ancestors as ancestors
+from shardkit.plan.types import is_world_size as is_world_size

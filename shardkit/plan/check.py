@@ -9,105 +9,84 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit.errors import listing, message
+from shardkit.plan.types import ancestors, is_world_size
 
 if TYPE_CHECKING:
-    from shardkit.plan.types import ShardingPlan
+    from shardkit.plan.plan import ShardingPlan
 
 
-def problems(plan: ShardingPlan) -> list[str]:
-    """Everything wrong with ``plan``, one error message each; empty when it can be applied."""
-    return [problem for rule in _RULES for problem in rule(plan)]
+def problems(plan: ShardingPlan) -> Iterator[str]:
+    """Everything wrong with ``plan``, one error message each; none when it can be applied."""
+    return (problem for rule in _RULES for problem in rule(plan))
 
 
-def is_world_size(reshard_after_forward: bool | int) -> bool:
-    """Whether ``reshard_after_forward`` is a number of ranks.
-
-    The one place that tells them apart: ``isinstance(True, int)`` and ``True == 1`` hold in Python.
-    """
-    return isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-
-
-def ancestors(fqn: str) -> list[str]:
-    """The FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none for the root."""
-    parts = fqn.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)] if fqn else []
+def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
+    found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
+    if found:
+        problem = f"param_dtype_override_fn is set for {listing(found, 6)}"
+        rule = "A plan is plain data, which ranks compare and JSON keeps, and a function is not"
+        fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
+        yield message("mp_policy", problem, rule, fix)
 
 
 def _structure(plan: ShardingPlan) -> Iterator[str]:
     roots = [index for index, unit in enumerate(plan.units) if "" in unit.modules]
     if roots != [len(plan.units) - 1] or plan.units[-1].modules != ("",):
-        yield message(
-            "units",
-            f"the root is unit {listing(map(str, roots)) or 'of none'} of {len(plan.units)}",
-            "The root is sharded last, once and alone",
-            'Make ShardUnit(modules=("",), ...) the last unit',
-        )
+        problem = f"the root is unit {listing(map(str, roots)) or 'of none'} of {len(plan.units)}"
+        fix = 'Make ShardUnit(modules=("",), ...) the last unit'
+        yield message("units", problem, "The root is sharded last, once and alone", fix)
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
         yield message("prefetch", f"{plan.prefetch!r}", "It is a number of units, 0 or more", "Use prefetch=1 or 0")
 
 
 def _children_first(plan: ShardingPlan) -> Iterator[str]:
+    rule = "fully_shard is called once per module, children before parents"
+    fix = "Put each module in one unit, and inner units before outer ones"
     seen: set[str] = set()
     for unit in plan.units:
         for fqn in unit.modules:
             outer = next((name for name in (*ancestors(fqn), fqn) if name in seen), None)
             if outer is not None:
                 problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
-                yield message(
-                    fqn or "(root)",
-                    problem,
-                    "fully_shard is called once per module, children before parents",
-                    "Put each module in one unit, and inner units before outer ones",
-                )
+                yield message(fqn or "(root)", problem, rule, fix)
         seen.update(unit.modules)
 
 
 def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
     for unit in plan.units:
-        together = set(unit.modules)
-        for fqn in unit.modules if len(together) > 1 else ():
-            outer = [name or "(root)" for name in ancestors(fqn) if name in together]
-            if outer:
-                yield message(
-                    unit.name,
-                    f"{fqn} is inside {outer[0]}",
-                    "The modules of one unit lie beside each other",
-                    f"Leave out {fqn}",
-                )
+        for fqn in unit.modules if len(unit.modules) > 1 else ():
+            outer = next((name or "(root)" for name in ancestors(fqn) if name in unit.modules), None)
+            if outer is not None:
+                rule = "The modules of one unit lie beside each other"
+                yield message(unit.name, f"{fqn} is inside {outer}", rule, f"Leave out {fqn}")
 
 
 def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
     placed = list(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
     if len(placed) == len(plan.specs) and set(placed) == plan.specs.keys():
         return
+    rule = "Every parameter of the model belongs to exactly one unit, or is ignored or replicated"
     for fqn in dict.fromkeys((*plan.specs, *placed)):
         where = [unit.name for unit in plan.units if fqn in unit.params]
         where += ["ignored"] * (fqn in plan.ignored) + ["replicated"] * (fqn in plan.replicated)
         if len(where) != 1 or fqn not in plan.specs:
-            yield message(
-                fqn,
-                f"is in {listing(where) or 'no unit'}",
-                "Every parameter of the model belongs to exactly one unit, or is ignored or replicated",
-                "Make the plan with plan_model",
-            )
+            yield message(fqn, f"is in {listing(where) or 'no unit'}", rule, "Make the plan with plan_model")
 
 
 def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
     if len({spec.dtype for spec in plan.params}) < 2:
         return
     for unit in plan.units:
-        trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
-        if len({spec.dtype for spec in trained}) > 1:
-            by_dtype: dict[torch.dtype, list[str]] = {}
-            for spec in trained:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for spec in plan.specs_of(unit):
+            if spec.trainable:
                 by_dtype.setdefault(spec.dtype, []).append(spec.fqn)
+        if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
-            yield message(
-                unit.name,
-                f"trains parameters of {len(by_dtype)} dtypes ({found})",
-                "What trains in one unit has one dtype, since its gradients are reduced together",
-                "Cast them to one dtype, or give the modules of one dtype a unit of their own",
-            )
+            problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
+            rule = "What trains in one unit has one dtype, since its gradients are reduced together"
+            fix = "Cast them to one dtype, or give the modules of one dtype a unit of their own"
+            yield message(unit.name, problem, rule, fix)
 
 
 def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
@@ -142,38 +121,16 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
     fits = [n for n in range(1, size + 1) if size % n == 0]
     for unit in plan.units:
         value = unit.reshard_after_forward
+        given = f"reshard_after_forward={value!r}"
         if not isinstance(value, int):
-            yield message(
-                unit.name,
-                f"reshard_after_forward={value!r}",
-                "It is True, False or a number of ranks",
-                "Use True",
-            )
+            yield message(unit.name, given, "It is True, False or a number of ranks", "Use True")
         elif is_world_size(value) and value not in fits:
-            yield message(
-                unit.name,
-                f"reshard_after_forward={value} does not divide the {size} ranks of axis {plan.mesh.axis_names[-1]}",
-                "As an int it is the number of ranks to reshard to, a divisor of the shard axis",
-                f"Use {listing(map(str, fits))}, True or False",
-            )
+            problem = f"{given} does not divide the {size} ranks of axis {plan.mesh.axis_names[-1]}"
+            rule = "As an int it is the number of ranks to reshard to, a divisor of the shard axis"
+            yield message(unit.name, problem, rule, f"Use {listing(map(str, fits))}, True or False")
         elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
-            yield message(
-                unit.name,
-                f"reshard_after_forward={value} with tensor-parallel parameters",
-                "torch cannot reshard DTensor parameters to a smaller world",
-                "Use True or False",
-            )
-
-
-def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
-    found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
-    if found:
-        yield message(
-            "mp_policy",
-            f"param_dtype_override_fn is set for {listing(found, 6)}",
-            "A plan is plain data, which ranks compare and JSON keeps, and a function is not",
-            "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params",
-        )
+            rule = "torch cannot reshard DTensor parameters to a smaller world"
+            yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
 
 
 _RULES = (

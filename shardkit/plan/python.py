@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.plan.check import ancestors
-from shardkit.plan.serialize import mp_policy_to_dict, offload_policy_to_dict
+from shardkit.plan.serialize import mp_policy_to_dict
 from shardkit.plan.table import calls, counted, fold
+from shardkit.plan.types import ShardUnit, ancestors
 
 if TYPE_CHECKING:
-    from shardkit.plan.types import ShardingPlan, ShardUnit
+    from shardkit.plan.plan import ShardingPlan
 
-_CHECKPOINT = """
+CHECKPOINT = """
 def checkpoint_forward(module):
     module.forward = functools.wraps(module.forward)(
         functools.partial(checkpoint, module.forward, use_reentrant=False)
@@ -49,26 +49,55 @@ def python(plan: ShardingPlan) -> str:
     runs = fold(plan.units, calls)
     if not _children_first(runs):
         runs = [[unit] for unit in plan.units]
-    parts = [*_imports(plan), *_setup(plan), ""]
+    names = {type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads}
+    names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
+    names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
+    recomputes = any(unit.checkpoint_activations for unit in plan.units)
+    parts = [*imports(names, recomputes=recomputes, uses_dist=bool(plan.replicated))]
+    parts += [*(["", CHECKPOINT] if recomputes else []), *_setup(plan), ""]
     parts += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
-        names = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
-        parts.append(_PREFETCH.format(names=names, ahead=plan.prefetch).rstrip())
+        ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
+        parts.append(_PREFETCH.format(names=ahead, ahead=plan.prefetch).rstrip())
     if plan.replicated:
         parts.append(_REDUCE.rstrip())
-    parts += [_method(name) for name in plan.forward_methods]
+    for name in plan.forward_methods:
+        fqn, _, method = name.rpartition(".")
+        parts.append(f"register_fsdp_forward_method({_module(quoted(fqn))}, {quoted(method)})")
     return "\n".join(parts) + "\n"
-
-
-def _method(name: str) -> str:
-    fqn, _, method = name.rpartition(".")
-    module = f"model.get_submodule({quoted(fqn)})" if fqn else "model"
-    return f"register_fsdp_forward_method({module}, {quoted(method)})"
 
 
 def quoted(name: str) -> str:
     """A name as Python source, in double quotes; JSON's escapes are Python's too."""
     return json.dumps(name, ensure_ascii=False)
+
+
+def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool) -> Iterator[str]:
+    """The lines that import what code with ``fully_shard`` uses, ``fsdp_names`` of torch.distributed.fsdp besides."""
+    yield from ["import functools", ""] if recomputes else []
+    yield "import torch"
+    yield from ["import torch.distributed as dist"] if uses_dist else []
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield f"from torch.distributed.fsdp import {', '.join(sorted({'fully_shard', *fsdp_names}))}"
+    yield from ["from torch.utils.checkpoint import checkpoint"] if recomputes else []
+
+
+def arguments(
+    reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, pin: str = ""
+) -> Iterator[str]:
+    """The arguments of a ``fully_shard`` call on ``mesh``; ``pin`` is code for ``pin_memory``, if not its value."""
+    yield "mesh=mesh"
+    yield f"reshard_after_forward={reshard_after_forward}"
+    if mp_policy != MixedPrecisionPolicy():
+        fields = mp_policy_to_dict(mp_policy).items()
+        given = [f"{name}={f'torch.{value}' if isinstance(value, str) else value}" for name, value in fields]
+        yield f"mp_policy=MixedPrecisionPolicy({', '.join(given)})"
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        yield f"offload_policy=CPUOffloadPolicy(pin_memory={pin or offload_policy.pin_memory})"
+
+
+def _module(name: str) -> str:
+    return "model" if name == '""' else f"model.get_submodule({name})"
 
 
 def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
@@ -79,19 +108,6 @@ def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
             return False
         done.update(unit.modules)
     return True
-
-
-def _imports(plan: ShardingPlan) -> Iterator[str]:
-    recomputes = any(unit.checkpoint_activations for unit in plan.units)
-    policies = {type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads}
-    policies |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
-    yield from ["import functools", ""] if recomputes else []
-    yield "import torch"
-    yield from ["import torch.distributed as dist"] if plan.replicated else []
-    yield "from torch.distributed.device_mesh import init_device_mesh"
-    names = [*sorted(policies), "fully_shard", *(["register_fsdp_forward_method"] if plan.forward_methods else [])]
-    yield f"from torch.distributed.fsdp import {', '.join(names)}"
-    yield from ["from torch.utils.checkpoint import checkpoint", "", _CHECKPOINT] if recomputes else []
 
 
 def _setup(plan: ShardingPlan) -> Iterator[str]:
@@ -111,33 +127,20 @@ def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
     if len(run) == 1:
         yield from _unit(plan, unit, [quoted(fqn) for fqn in unit.modules])
         return
-    first = counted(unit)[1]
+    around, first = counted(unit)
     assert first is not None  # only counted units are folded into a run
     yield f"for i in range({first}, {first + len(run)}):"
-    around = [[quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in each] for each in counted(unit)[0]]
-    names = [f'f"{before}{{i}}{behind}"' for before, behind in around]
+    escaped = [[quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in each] for each in around]
+    names = [f'f"{before}{{i}}{behind}"' for before, behind in escaped]
     yield from ("    " + line for line in _unit(plan, unit, names))
 
 
 def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
-    targets = ["model" if name == '""' else f"model.get_submodule({name})" for name in names]
-    modules = targets[0] if len(targets) == 1 else f"[{', '.join(targets)}]"
+    targets = ", ".join(map(_module, names))
     if unit.checkpoint_activations or unit.compile:
-        yield f"for module in {modules if len(targets) > 1 else f'[{modules}]'}:"
+        yield f"for module in [{targets}]:"
         yield from ["    checkpoint_forward(module)"] if unit.checkpoint_activations else []
         yield from ["    module.forward = torch.compile(module.forward)"] if unit.compile else []
-    yield f"fully_shard({modules}, {', '.join(_arguments(plan, unit))})"
-
-
-def _arguments(plan: ShardingPlan, unit: ShardUnit) -> Iterator[str]:
-    yield "mesh=mesh"
-    yield f"reshard_after_forward={unit.reshard_after_forward}"
-    if unit.mp_policy != MixedPrecisionPolicy():
-        fields = mp_policy_to_dict(unit.mp_policy).items()
-        given = [f"{name}={f'torch.{value}' if isinstance(value, str) else value}" for name, value in fields]
-        yield f"mp_policy=MixedPrecisionPolicy({', '.join(given)})"
-    if unit.offloads:
-        given = [f"{name}={value}" for name, value in offload_policy_to_dict(unit.offload_policy).items()]
-        yield f"offload_policy=CPUOffloadPolicy({', '.join(given)})"
-    if plan.unsharded:
-        yield "ignored_params=ignored_params"
+    given = [*arguments(unit.reshard_after_forward, unit.mp_policy, unit.offload_policy)]
+    given += ["ignored_params=ignored_params"] if plan.unsharded else []
+    yield f"fully_shard({targets if len(names) == 1 else f'[{targets}]'}, {', '.join(given)})"

@@ -9,97 +9,61 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, message
+from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit
 
 if TYPE_CHECKING:
-    from shardkit.plan.types import ShardingPlan
+    from shardkit.plan.plan import ShardingPlan
 
 VERSION = 1
+_NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 
 def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
     """The plan as strings, numbers, lists and dicts; keys are the field names."""
-    return {
-        "version": VERSION,
-        "mesh": {"shape": list(plan.mesh.shape), "axis_names": list(plan.mesh.axis_names)},
-        "units": [
-            {
-                "modules": list(unit.modules),
-                "params": list(unit.params),
-                "reshard_after_forward": unit.reshard_after_forward,
-                "mp_policy": mp_policy_to_dict(unit.mp_policy),
-                "offload_policy": offload_policy_to_dict(unit.offload_policy),
-                "checkpoint_activations": unit.checkpoint_activations,
-                "compile": unit.compile,
-            }
-            for unit in plan.units
-        ],
-        "params": [
-            [
-                spec.fqn,
-                list(spec.shape),
-                dtype_name(spec.dtype),
-                spec.trainable,
-                list(spec.aliases),
-                spec.tensor_parallel,
-            ]
-            for spec in plan.params
-        ],
-        "ignored": list(plan.ignored),
-        "replicated": list(plan.replicated),
-        "prefetch": plan.prefetch,
-        "forward_methods": list(plan.forward_methods),
-        "notes": list(plan.notes),
-    }
+    return {"version": VERSION, **_plain(plan)}
 
 
-def plan_from_dict(data: dict[str, Any]) -> ShardingPlan:
-    """The plan that ``plan_to_dict`` wrote; PlanError when it is not one."""
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, MixedPrecisionPolicy):
+        return mp_policy_to_dict(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    assert dataclasses.is_dataclass(value)
+    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for ``ShardingPlan`` that :func:`plan_to_dict` wrote; PlanError when it did not."""
     try:
-        return _read_plan(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(
-            message(
-                "plan",
-                f"cannot be read ({type(error).__name__}: {error})",
-                f"It is what ShardingPlan.to_dict() wrote, version {VERSION}",
-                "Write it again with this version of shardkit",
-            )
-        ) from error
-
-
-def _read_plan(data: dict[str, Any]) -> ShardingPlan:
-    from shardkit.plan.types import MeshSpec, ParamSpec, ShardingPlan, ShardUnit  # types imports this module
-
-    known = {"version", "mesh", "units", "params", "ignored", "replicated", "prefetch", "forward_methods", "notes"}
-    if set(data) != known or data["version"] != VERSION:
-        raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
-    units = tuple(
-        ShardUnit(
-            modules=tuple(unit["modules"]),
-            params=tuple(unit["params"]),
-            reshard_after_forward=unit["reshard_after_forward"],
-            mp_policy=_mp_policy_from_dict(unit["mp_policy"]),
-            offload_policy=_offload_policy_from_dict(unit["offload_policy"]),
-            checkpoint_activations=unit["checkpoint_activations"],
-            compile=unit["compile"],
+        if data.keys() != {"version", "mesh", "units", "params", "prefetch", *_NAMES} or data["version"] != VERSION:
+            raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
+        fields: dict[str, Any] = {"prefetch": data["prefetch"], **{key: tuple(data[key]) for key in _NAMES}}
+        fields["mesh"] = _read(MeshSpec, data["mesh"], shape=tuple, axis_names=tuple)
+        policies = {"mp_policy": _mp_policy, "offload_policy": _offload_policy}
+        fields["units"] = tuple(
+            _read(ShardUnit, each, modules=tuple, params=tuple, **policies) for each in data["units"]
         )
-        for unit in data["units"]
-    )
-    params = tuple(
-        ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel)
-        for fqn, shape, dtype, trainable, aliases, tensor_parallel in data["params"]
-    )
-    mesh = MeshSpec(tuple(data["mesh"]["shape"]), tuple(data["mesh"]["axis_names"]))
-    return ShardingPlan(
-        units=units,
-        mesh=mesh,
-        params=params,
-        ignored=tuple(data["ignored"]),
-        replicated=tuple(data["replicated"]),
-        prefetch=data["prefetch"],
-        forward_methods=tuple(data["forward_methods"]),
-        notes=tuple(data["notes"]),
-    )
+        fields["params"] = tuple(
+            ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel)
+            for fqn, shape, dtype, trainable, aliases, tensor_parallel in data["params"]
+        )
+        return fields
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        rule = f"It is what ShardingPlan.to_dict() wrote, version {VERSION}"
+        raise PlanError(message("plan", problem, rule, "Write it again with this version of shardkit")) from error
+
+
+def _read(cls: Any, data: dict[str, Any], **readers: Any) -> Any:
+    """A dataclass from exactly its fields; ``readers`` make those that JSON has in another form."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    if data.keys() != names:
+        raise ValueError(f"{cls.__name__} with the keys {sorted(data)}")
+    return cls(**{name: readers[name](value) if name in readers else value for name, value in data.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -118,22 +82,14 @@ def dtype_from_name(name: str) -> torch.dtype:
 def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """The fields that differ from torch's defaults, dtypes by name."""
     default = MixedPrecisionPolicy()
-    names = [item.name for item in dataclasses.fields(policy)]
-    changed = {name: getattr(policy, name) for name in names if getattr(policy, name) != getattr(default, name)}
-    return {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in changed.items()}
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return {name: _plain(value) for name, value in fields.items() if value != getattr(default, name)}
 
 
-def _mp_policy_from_dict(data: dict[str, Any]) -> MixedPrecisionPolicy:
-    fields: dict[str, Any] = {
-        name: dtype_from_name(value) if isinstance(value, str) else value for name, value in data.items()
-    }
+def _mp_policy(data: dict[str, Any]) -> MixedPrecisionPolicy:
+    fields: dict[str, Any] = {k: dtype_from_name(v) if isinstance(v, str) else v for k, v in data.items()}
     return MixedPrecisionPolicy(**fields)
 
 
-def offload_policy_to_dict(policy: OffloadPolicy) -> dict[str, Any]:
-    """The fields of a CPUOffloadPolicy; empty for no offload."""
-    return {"pin_memory": policy.pin_memory} if isinstance(policy, CPUOffloadPolicy) else {}
-
-
-def _offload_policy_from_dict(data: dict[str, Any]) -> OffloadPolicy:
+def _offload_policy(data: dict[str, Any]) -> OffloadPolicy:
     return CPUOffloadPolicy(**data) if data else OffloadPolicy()

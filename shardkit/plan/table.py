@@ -1,19 +1,22 @@
-"""A plan as text for people: the table, the difference of two plans, and the torch code it stands for."""
+"""A plan as text for people: the table, and the difference of two plans."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import listing
-from shardkit.plan.serialize import mp_policy_to_dict, plan_to_dict
+from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
+from shardkit.plan.types import ParamSpec, ShardUnit
 
 if TYPE_CHECKING:
-    from shardkit.plan.types import ParamSpec, ShardingPlan, ShardUnit
+    from shardkit.plan.plan import ShardingPlan
 
+_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
+_RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
 
 
@@ -39,21 +42,21 @@ def table(plan: ShardingPlan) -> str:
     def looks(unit: ShardUnit) -> tuple[object, ...]:
         return (*calls(unit), [spec[1:4] for spec in plan.specs_of(unit)])
 
-    rows = [_row(plan, units) for units in fold(plan.units, looks)]
-    titles = (
-        "unit",
-        "parameters",
-        "bytes",
-        "dtype",
-        "computes in",
-        "reshards",
-        "lives on",
-        "recomputed",
-        "compiled",
-    )
-    shown = [column for column in range(len(titles)) if any(row[column] for row in rows)]
-    lines = _align([[titles[column] for column in shown], *([row[column] for column in shown] for row in rows)])
+    rows = [_TITLES, *(_row(plan, units) for units in fold(plan.units, looks))]
+    shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    right = ("parameters", "bytes")
+    lines = aligned(list(zip(*shown, strict=True)), [at for at, (title, *_) in enumerate(shown) if title not in right])
     return "\n".join([_headline(plan), "", *lines, "", *_footer(plan)])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Rows of cells as lines with columns of one width; those in ``left`` flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if column in left else str.rjust for column in range(len(widths))]
+    return [
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _headline(plan: ShardingPlan) -> str:
@@ -84,17 +87,11 @@ def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
         nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
         _dtypes(specs),
         "" if mp_policy == MixedPrecisionPolicy() else _computes_in(mp_policy),
-        _reshards(unit.reshard_after_forward),
+        _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
         "yes" if unit.checkpoint_activations else "",
         "yes" if unit.compile else "",
     ]
-
-
-def _reshards(value: bool | int) -> str:
-    if value is True or value is False:
-        return "after forward" if value else "after backward"
-    return f"to {value} ranks"
 
 
 def _computes_in(mp_policy: MixedPrecisionPolicy) -> str:
@@ -104,41 +101,25 @@ def _computes_in(mp_policy: MixedPrecisionPolicy) -> str:
 
 
 def _dtypes(specs: Sequence[ParamSpec]) -> str:
-    trained = sorted({str(spec.dtype)[6:] for spec in specs if spec.trainable})
-    frozen = sorted({str(spec.dtype)[6:] for spec in specs if not spec.trainable})
+    trained = sorted({dtype_name(spec.dtype) for spec in specs if spec.trainable})
+    frozen = sorted({dtype_name(spec.dtype) for spec in specs if not spec.trainable})
     return ", ".join([*trained, *(f"{name} frozen" for name in frozen)])
 
 
 def _footer(plan: ShardingPlan) -> list[str]:
     counts = plan.collectives()
+    kept = plan.units[-1].params if plan.units else ()
     lines = [f"tied: {' = '.join((spec.fqn, *spec.aliases))}" for spec in plan.params if spec.aliases]
-    if plan.units and plan.units[-1].params:
-        lines.append(f"the root keeps: {listing(plan.units[-1].params, 6)}")
-    if plan.ignored:
-        lines.append(f"ignored: {listing(plan.ignored, 6)}")
-    if plan.replicated:
-        lines.append(f"replicated, gradients reduced: {listing(plan.replicated, 6)}")
-    if plan.prefetch:
-        lines.append(f"prefetch: {plan.prefetch} units ahead")
-    if plan.forward_methods:
-        lines.append(f"methods that gather: {listing(plan.forward_methods, 6)}")
+    lines += [f"the root keeps: {listing(kept, 6)}"] * bool(kept)
+    lines += [f"ignored: {listing(plan.ignored, 6)}"] * bool(plan.ignored)
+    lines += [f"replicated, gradients reduced: {listing(plan.replicated, 6)}"] * bool(plan.replicated)
+    lines += [f"prefetch: {plan.prefetch} units ahead"] * bool(plan.prefetch)
+    lines += [f"methods that gather: {listing(plan.forward_methods, 6)}"] * bool(plan.forward_methods)
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "
         f"{counts.reduce_scatters} reduce-scatters, {counts.all_reduces} all-reduces"
     )
     return lines + [f"note: {note}" for note in plan.notes]
-
-
-def _align(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = {0, *(column for column, title in enumerate(rows[0]) if title not in ("parameters", "bytes"))}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list[list[ShardUnit]]:
@@ -171,13 +152,8 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """What two units must share to stand in one loop of the code."""
-    return (
-        repr(unit.reshard_after_forward),
-        unit.mp_policy,
-        repr(unit.offload_policy),
-        unit.checkpoint_activations,
-        unit.compile,
-    )
+    reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile
 
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
@@ -195,18 +171,12 @@ def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
     """The plan as one string per thing that two plans can differ in."""
     data = plan_to_dict(plan)
     facts = {
-        "mesh": str(plan.mesh),
-        "prefetch": str(plan.prefetch),
-        "ignored": str(list(plan.ignored)),
-        "replicated": str(list(plan.replicated)),
-        "forward methods": str(list(plan.forward_methods)),
+        name.replace("_", " "): str(data[name]) for name in ("prefetch", "ignored", "replicated", "forward_methods")
     }
+    facts |= {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}
     for unit, fields in zip(plan.units, data["units"], strict=True):
         if unit.name in shared:
             facts |= {f"unit {unit.name}: {key}": str(value) for key, value in fields.items()}
         else:
             facts[f"unit {unit.name}"] = f"{len(unit.params)} parameters"
-    facts["order of units"] = str([unit.name for unit in plan.units])
-    for spec in plan.params:
-        facts[f"parameter {spec.fqn}"] = repr(spec[1:])
-    return facts
+    return facts | {f"parameter {spec.fqn}": repr(spec[1:]) for spec in plan.params}

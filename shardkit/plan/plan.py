@@ -1,0 +1,179 @@
+"""ShardingPlan: every decision of a sharding, and what follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from shardkit.errors import PlanError, message, refuse
+from shardkit.plan import check, python, serialize, table
+from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Every decision of a sharding, made before any of it is carried out; plain data, pure and local.
+
+    ``print(plan)`` is a table, ``plan.diff(other)`` compares, ``plan.to_python()`` writes the torch code,
+    ``plan.to_dict()`` and ``from_dict`` go through JSON.
+
+    Attributes:
+        units: the ``fully_shard`` calls in the order they are made, children first and the root last.
+        mesh: shape and axis names of the data-parallel mesh.
+        params: what is known of each parameter of the model, in the model's order.
+        ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
+        replicated: FQNs of the parameters that cannot be sharded, scalars and empty ones: whole on every rank, on the
+            mesh's device and in the dtype they are stored in, their gradients reduced over the whole mesh.
+        prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
+        forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
+            names from the root.
+        notes: what the reader should know of how the plan came about; not compared.
+    """
+
+    units: tuple[ShardUnit, ...]
+    mesh: MeshSpec
+    params: tuple[ParamSpec, ...] = ()
+    ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    prefetch: int = 0
+    forward_methods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(map(self._resolved, self.units)))
+
+    def _resolved(self, unit: ShardUnit) -> ShardUnit:
+        """The unit with what torch takes its settings for."""
+        value = unit.reshard_after_forward
+        if is_world_size(value) and value in (1, self.mesh.shard_size):
+            unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
+        return self._with_reduce_dtype(unit)
+
+    def _with_reduce_dtype(self, unit: ShardUnit) -> ShardUnit:
+        """The unit with the ``reduce_dtype`` that ``None`` stands for, so that a plan means the same on every torch.
+
+        It is the dtype of the parameters, as since torch 2.15. Before, torch reduced in ``param_dtype``.
+        """
+        policy = unit.mp_policy
+        if policy.param_dtype is None or policy.reduce_dtype is not None:
+            return unit
+        dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
+        return replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop())) if len(dtypes) == 1 else unit
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """The parameters by FQN."""
+        return {spec.fqn: spec for spec in self.params}
+
+    @property
+    def unsharded(self) -> tuple[str, ...]:
+        """The parameters that no unit owns: ignored or replicated."""
+        return (*self.ignored, *self.replicated)
+
+    def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
+        """The parameters that ``unit`` owns."""
+        return [self.specs[fqn] for fqn in unit.params if fqn in self.specs]
+
+    def trains(self, unit: ShardUnit) -> bool:
+        """Whether ``unit`` owns a parameter that trains."""
+        return any(spec.trainable for spec in self.specs_of(unit))
+
+    def check(self) -> None:
+        """Raises one PlanError that lists everything wrong with the plan in itself; pure and local."""
+        refuse(check.problems(self))
+
+    def collectives(
+        self, micro_batches: int = 1, *, keep_unsharded: bool | None = None, shard_gradients: bool = False
+    ) -> Collectives:
+        """The collectives of one step, counted per rank; pure and local.
+
+        Holds for eager torch when the units run in the model's order, each once per forward; a unit that runs
+        twice is gathered again.
+
+        Args:
+            micro_batches: forwards and backwards with gradients, in a step of ``shardkit.accumulate``.
+            keep_unsharded: as given to ``accumulate``.
+            shard_gradients: as given to ``accumulate``.
+
+        Raises:
+            PlanError: ``micro_batches`` is not a positive integer.
+
+        Source: ``FSDPState`` and ``FSDPParamGroup`` of torch 2.13, tested equal to what
+        ``shardkit.testing.comm_counts`` counts.
+        """
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            rule, fix = "A step has at least one forward and backward", "Pass the number that the step has"
+            raise PlanError(message("micro_batches", f"is {micro_batches!r}", rule, fix))
+        counts = Collectives()
+        sharded = self.mesh.shard_size > 1
+        in_backward = self._gathered_in_backward()
+        for unit in self.units:
+            if unit.params:
+                trains = self.trains(unit)
+                kept = unit.reshard_after_forward is False if keep_unsharded is None else keep_unsharded
+                gathers = 1 if kept else micro_batches * (1 + (unit.name in in_backward))
+                counts.all_gathers += sharded * gathers
+                counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
+                counts.all_reduces += self.mesh.replicates and trains
+        if any(self.specs[fqn].trainable for fqn in self.replicated):
+            counts.all_reduces += sum(size > 1 for size in self.mesh.shape)
+        return counts
+
+    def _gathered_in_backward(self) -> set[str]:
+        """Names of the units that are resharded after forward and gathered again in backward.
+
+        Backward does not reach units that come before the first trainable parameter, since what they return
+        needs no gradient. Prefetching, always at least one unit ahead, still gathers the last of them.
+        """
+        order = {spec.fqn: place for place, spec in enumerate(self.params)}
+        first_trained = min((order[spec.fqn] for spec in self.params if spec.trainable), default=None)
+        if first_trained is None:
+            return set()
+        units = [unit for unit in self.execution_order() if unit.params]
+        before = [unit for unit in units if max(order[fqn] for fqn in unit.params) < first_trained]
+        skipped = {unit.name for unit in before[: -max(1, self.prefetch)]}
+        return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
+
+    def execution_order(self) -> list[ShardUnit]:
+        """The units in the order in which a forward most likely runs them: the model's own, parents first."""
+        first: dict[str, int] = {}
+        for place, spec in enumerate(self.params):
+            for fqn in ancestors(spec.fqn):
+                first.setdefault(fqn, place)
+        return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
+
+    def digest(self) -> bytes:
+        """32 bytes that two ranks share exactly when their plans are equal (SHA-256 of the JSON form)."""
+        data = {key: value for key, value in self.to_dict().items() if key != "notes"}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data: strings, numbers, lists and dicts."""
+        return serialize.plan_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ShardingPlan:
+        """The plan that ``to_dict`` wrote.
+
+        Raises:
+            PlanError: a key is missing or unknown, or a value has the wrong type.
+        """
+        return cls(**serialize.fields_of_plan(data))
+
+    def diff(self, other: ShardingPlan) -> str:
+        """One line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
+        return table.diff(self, other)
+
+    def to_python(self) -> str:
+        """Plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
+
+        Without what shardkit adds at run time: forwards without grad reshard, any module may run first, and gradients
+        of gradients are right.
+        """
+        return python.python(self)
+
+    def __str__(self) -> str:
+        return table.table(self)
