@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
-from shardkit.meta.disguise import Disguise
-from shardkit.meta.record import Recorder
+from shardkit.meta.record import Disguise, Recorder
 from shardkit.meta.tape import Tape, View, view_of
 from shardkit.shards import local_value
 
@@ -52,16 +51,16 @@ def recording() -> Iterator[Recorder]:
             stack.enter_context(recorder)
             yield recorder
     except BaseException:
-        recorder.abandon()
+        recorder.close(failed=True)
         raise
     finally:
         _current = None
-    recorder.close()
+    recorder.close(failed=False)
 
 
 @contextmanager
 def _refused_elsewhere() -> Iterator[None]:
-    """Refuse to register parameters and buffers in other threads, whose tensors are neither on meta nor recorded."""
+    """Refuse parameters and buffers of modules that other threads make: neither on meta nor recorded."""
     refused: list[ShardkitError] = []
 
     def check(module: nn.Module, name: str, tensor: Tensor | None) -> None:

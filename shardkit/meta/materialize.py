@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,16 +17,13 @@ from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.held import held_tensors
-from shardkit.meta.consensus import agree, digest_of
 from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.own import Initialiser, Recorded, record_initialisers
-from shardkit.meta.replay import Player
+from shardkit.meta.replay import Final, Player
 from shardkit.meta.rng import settle, undone_on_error
-from shardkit.meta.schedule import Final
-from shardkit.meta.shards import Cutter, Target, install
-from shardkit.meta.tape import Tape, closure, find_storage, view_of
-from shardkit.meta.undefined import Definedness
-from shardkit.shards import local_value
+from shardkit.meta.shards import Cutter, Target, install, meshes
+from shardkit.meta.tape import Definedness, Tape, closure, find_storage, view_of
+from shardkit.shards import device_of, local_value
 
 
 def materialize(
@@ -39,23 +38,22 @@ def materialize(
     Every meta parameter and buffer (persistent or not), and every meta tensor that a module holds elsewhere (in
     attributes, lists, closures, modules that are not registered), gets this rank's part of the value that the same
     code would have computed without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``,
-    ties, attributes and post-accumulate hooks. Real tensors are left alone.
-    In place. Each rank replays the whole construction and keeps its shards, so it costs about one construction
-    in time, and about one largest full tensor in host memory beyond the shards.
+    ties, attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays the whole
+    construction and keeps its shards: about the time of one construction, and beyond the shards about one largest full
+    tensor in host memory.
 
-    **Collective: every rank of the model's meshes must call.** It communicates only once, three numbers for each
-    mesh axis, to check that all ranks are to make the same model.
+    **Collective: every rank of the model's meshes must call.** It communicates once, three numbers for each mesh
+    axis, to check that all ranks are to make the same model.
 
     Args:
         model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its first forward.
-        device: where the values are computed. None is where the model was built, the CPU as a rule. ``"cuda"``
-            is faster, and equals construction on that device, whose generators draw other numbers. The shards
-            end up on their mesh's device, or on the CPU when they are offloaded, whatever this is.
+        device: where the values are computed; None is where the model was built, as a rule the CPU. ``"cuda"`` is
+            faster, and equals construction on that device, whose generators draw other numbers. The shards end up on
+            their mesh's device, or on the CPU when they are offloaded, whatever this is.
         seed: values as after ``torch.manual_seed(seed)``. None: as in the state that torch's generator had when
             ``init_on_meta`` was entered. Python's and numpy's random numbers were drawn during ``init_on_meta``.
         init: called with each module, children first, as ``model.apply(init)`` right after construction, with
-            full-size parameters to write to in place (recorded, so no memory is used for them). What it does not
-            write keeps the constructed value.
+            full-size parameters to write to in place (recorded, so without memory). The rest keeps constructed values.
 
     A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets what its own
     ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute.
@@ -70,12 +68,7 @@ def materialize(
         ShardkitError: the model is not sharded, or not on meta (any more); ranks have different seeds or different
             constructions; values would stay undefined. Nothing was changed.
 
-    Example::
-
-        with init_on_meta():
-            model = Transformer(config)
-        shard_model(model)
-        materialize(model)
+    Example: see :func:`init_on_meta`.
     """
     _check_model(model)
     targets = find_targets(model)
@@ -102,27 +95,16 @@ def materialize(
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise ShardkitError(
-            message("model", f"a {type(model).__name__} is no nn.Module", "materialize takes a sharded model", "")
-        )
+        problem = f"a {type(model).__name__} is not an nn.Module"
+        raise ShardkitError(message("model", problem, "materialize takes a sharded model", ""))
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ShardkitError(
-            message(
-                "model",
-                "no module of it is sharded",
-                "materialize makes only this rank's shards, so it needs to know them",
-                "Call shard_model(model) or fully_shard first",
-            )
-        )
+        rule = "materialize makes only this rank's shards, so it needs to know them"
+        fix = "Call shard_model(model) or fully_shard first"
+        raise ShardkitError(message("model", "no module of it is sharded", rule, fix))
     if not find_targets(model):
-        raise ShardkitError(
-            message(
-                "model",
-                "none of its parameters and buffers is on the meta device",
-                "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')",
-                "Leave the call out if the model has its values already",
-            )
-        )
+        problem = "none of its parameters and buffers is on the meta device"
+        rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
+        raise ShardkitError(message("model", problem, rule, "Leave the call out if the model has its values already"))
 
 
 def is_on_meta(tensor: Tensor) -> bool:
@@ -154,7 +136,11 @@ def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *
         target.recorded = _recorded(target)
     missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
     if missing and init is None and is_recorded(model):
-        _refuse_to_guess([target for target in targets if id(target.tensor) in missing])
+        # PEFT's adapters, put on after init_on_meta: reset_parameters of nn.Linear would not give lora_B its zeros.
+        problem = "made on the meta device outside init_on_meta(), so its initial values were not recorded"
+        rule = "The rest of the model was recorded, and materialize does not guess values"
+        fix = "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)"
+        raise _error([target for target in targets if id(target.tensor) in missing], problem, rule, fix)
     if missing or init is not None:
         known = {id(t.tensor): t.recorded for t in targets if t.recorded is not None}
         recorded = record_initialisers(model, known, missing, init)
@@ -165,18 +151,6 @@ def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *
     return tapes
 
 
-def _refuse_to_guess(targets: list[Target]) -> None:
-    # PEFT's adapters, put on after init_on_meta: reset_parameters of their nn.Linear would not give zeros to lora_B.
-    raise ShardkitError(
-        message(
-            listing(fqn for target in targets for fqn in target.fqns),
-            "made on the meta device outside init_on_meta(), so its initial values were not recorded",
-            "The rest of the model was recorded, and materialize does not guess values",
-            "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)",
-        )
-    )
-
-
 def _recorded(target: Target) -> Recorded | None:
     """What the tape knows of a tensor: by its storage, or by its places in modules where it has a new one."""
     if is_plain_meta(target.tensor):
@@ -185,78 +159,50 @@ def _recorded(target: Target) -> Recorded | None:
             return found[0], view_of(target.tensor, found[1])
     by_place = [records[module][name] for module, name in target.slots if name in records.get(module, {})]
     if any(record != by_place[0] for record in by_place):
-        raise ShardkitError(
-            message(
-                target.fqns[0],
-                f"it was tied to {listing(target.fqns[1:])} after init_on_meta",
-                "Each of them was recorded with a value of its own",
-                "Tie them inside init_on_meta()",
-            )
-        )
+        problem = f"it was tied to {listing(target.fqns[1:])} after init_on_meta"
+        rule = "Each of them was recorded with a value of its own"
+        raise ShardkitError(message(target.fqns[0], problem, rule, "Tie them inside init_on_meta()"))
     return by_place[0] if by_place else None
 
 
+def _error(targets: Iterable[Target], problem: str, rule: str, fix: str) -> ShardkitError:
+    names = [fqn for target in targets for fqn in target.fqns]
+    return ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
+
+
 def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
-    if quantised := [fqn for t in targets if _torch.is_wrapper(local_value(t.tensor)) for fqn in t.fqns]:
+    quantised = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
+    if quantised:
         rule = "Initial values are plain, and what is inside of this class is not"
-        raise ShardkitError(message(listing(quantised), "quantised on meta", rule, "Quantise after materialize"))
+        raise _error(quantised, "quantised on meta", rule, "Quantise after materialize")
     is_defined = Definedness(tapes)
     undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
     if undefined:
-        raise ShardkitError(
-            message(
-                listing((fqn for t in undefined for fqn in t.fqns), most=len(undefined) + 1000),
-                "would stay uninitialised: neither the construction nor an initialiser of the model writes all of it",
-                "materialize leaves no memory undefined",
-                "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them",
-            )
-        )
-    _check_held(targets)
+        problem = "would stay uninitialised: neither the construction nor an initialiser of the model writes all of it"
+        fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
+        raise _error(undefined, problem, "materialize leaves no memory undefined", fix)
+    # A parameter from before fully_shard would get values of its own, and never train.
+    registered = [t.recorded for t in targets if t.slots]
+    stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.recorded in registered]
+    if stale:
+        rule = "It would stay a full tensor that does not train"
+        fix = "Shard with shard_model, which keeps such places up to date, or drop it before sharding"
+        raise _error(stale, "is a parameter that fully_shard has replaced in its module", rule, fix)
     changed = [t for t in targets if t.recorded is not None and t.recorded[1].size != tuple(t.tensor.shape)]
     if changed:
-        raise ShardkitError(
-            message(
-                listing(fqn for t in changed for fqn in t.fqns),
-                "the shape is not the one that was recorded",
-                "What computes initial values, and their shapes, belongs inside init_on_meta()",
-                "Move the change there",
-            )
-        )
+        rule = "What computes initial values, and their shapes, belongs inside init_on_meta()"
+        raise _error(changed, "the shape is not the one that was recorded", rule, "Move the change there")
     check_unbound(targets)
-
-
-def _check_held(targets: list[Target]) -> None:
-    """Raise if a parameter from before ``fully_shard`` is held: it would get values of its own, and never train."""
-    held = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter)]
-    registered = [t.recorded for t in targets if t.slots] if held else []
-    stale = [t for t in held if t.recorded in registered]
-    if stale:
-        raise ShardkitError(
-            message(
-                listing(fqn for t in stale for fqn in t.fqns),
-                "is a parameter that fully_shard has replaced in its module",
-                "It would stay a full tensor that does not train",
-                "Shard with shard_model, which keeps such places up to date, or drop it before sharding",
-            )
-        )
 
 
 def check_unbound(targets: list[Target]) -> None:
     """Raise if ``install`` would lose a gradient hook, or be refused because of a weak reference."""
-    referenced = [t for t in targets if isinstance(t.tensor, DTensor) and _is_bound(t.tensor)]
-    if referenced:
-        raise ShardkitError(
-            message(
-                listing(fqn for t in referenced for fqn in t.fqns),
-                "it has a gradient hook, or something holds a weak reference to it",
-                "torch.utils.swap_tensors, which gives a tensor object its value, loses the one and refuses the other",
-                "Make it after materialize",
-            )
-        )
-
-
-def _is_bound(tensor: Tensor) -> bool:
-    return bool(weakref.getweakrefs(tensor) or tensor_hooks(tensor))
+    bound = [t for t in targets if isinstance(t.tensor, DTensor)]
+    bound = [t for t in bound if weakref.getweakrefs(t.tensor) or tensor_hooks(t.tensor)]
+    if bound:
+        problem = "it has a gradient hook, or something holds a weak reference to it"
+        rule = "torch.utils.swap_tensors, which gives a tensor object its value, loses the one and refuses the other"
+        raise _error(bound, problem, rule, "Make it after materialize")
 
 
 def player_of(
@@ -273,12 +219,43 @@ def player_of(
     finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
     player = Player(tapes, finals, device=torch.device(device or tapes[-1].device), seed=seed, draw_all=draw_all)
     if player.stale:
-        raise ShardkitError(
-            message(
-                "model",
-                f"{len(player.stale)} real tensors that init_on_meta recorded as constants were changed since",
-                "They must stay as they were until materialize",
-                "Clone what you want to change",
-            )
-        )
+        problem = f"{len(player.stale)} real tensors that init_on_meta recorded as constants were changed since"
+        rule = "They must stay as they were until materialize"
+        raise ShardkitError(message("model", problem, rule, "Clone what you want to change"))
     return player
+
+
+# ---- all ranks are about to make the same model, or all raise --------------------------------------------------
+
+
+def digest_of(tapes: Iterable[Tape], targets: Iterable[Target], seed: int | None) -> int:
+    """A number that differs when ranks would make different models: 63 bits of a SHA-256."""
+    digest = hashlib.sha256(repr(seed).encode())
+    numbers = {storage: i for i, storage in enumerate(s for tape in tapes for s in tape.storages)}
+    for tape in tapes:
+        tape.update_digest(digest, numbers, with_entry=seed is None)
+    for target in targets:
+        digest.update(repr((target.fqns, target.tensor.shape)).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def agree(model: nn.Module, digest: int, problem: Exception | None) -> None:
+    """Raise on every rank when one has a problem, or when digests differ. Collective over the model's meshes."""
+    failed = differ = False
+    for mesh in meshes(model):
+        extremes = torch.tensor([digest, -digest, problem is not None], dtype=torch.int64, device=device_of(mesh))
+        for axis in range(mesh.ndim):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        highest, minus_lowest, any_failed = extremes.tolist()
+        failed |= bool(any_failed)
+        differ |= highest != -minus_lowest
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ShardkitError(message("model", "materialize failed on another rank", "All ranks stop", "See its error"))
+    if differ:
+        found = "ranks recorded different constructions, or started from different random states"
+        rule = "All ranks must make the same model, of which each keeps its shards"
+        fix = "Call torch.manual_seed with one number on all ranks before init_on_meta(), or pass one to "
+        fix += "materialize(model, seed=...); seed the data by rank afterwards"
+        raise ShardkitError(message("seed", found, rule, fix))

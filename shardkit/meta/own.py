@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import recording
-from shardkit.meta.record import Recorder
 from shardkit.meta.tape import Tape, View
 
 Recorded = tuple[Tape, View]
@@ -31,53 +30,32 @@ _WHOLE_MODEL = ("init_weights", "initialize_weights", "_init_weights")
 def record_initialisers(
     model: nn.Module, known: dict[int, Recorded], missing: set[int], init: Initialiser | None
 ) -> dict[int, Recorded]:
-    """Run ``init``, or the model's own initialisers, on stand-ins for all parameters and buffers.
+    """What the missing tensors are, and with ``init`` the known ones, after ``init`` or the model's own initialisers.
 
-    Args:
-        model: the sharded model; unchanged when this returns.
-        known: what recorded tensors are, by ``id`` of the model's present tensor. ``init`` goes on from these
-            values, as ``model.apply(init)`` does after construction; the model's own initialisers leave them.
-        missing: ``id`` of each meta tensor that no construction was recorded for.
-        init: called with each module, children first, as by ``Module.apply``.
-
-    Returns:
-        what the missing tensors, and with ``init`` the known ones, are now.
+    They run on stand-ins for all parameters and buffers. ``known`` is what was recorded, by ``id`` of the model's
+    present tensor: ``init`` goes on from these values, as ``model.apply(init)`` does after construction. ``missing``
+    is the ``id`` of each meta tensor that no construction was recorded for.
     """
     slots = list(_slots(model))
     wanted = missing | known.keys() if init is not None else missing
     with recording() as recorder:
-        stand_ins = {id(tensor): _stand_in(tensor) for _, _, tensor in slots}
-        if init is not None:
-            stand_ins |= {id(t): _continuation(t, known[id(t)]) for _, _, t in slots if id(t) in known}
+        stand_ins = {id(t): _like(t, torch.empty(t.shape, dtype=t.dtype)) for _, _, t in slots}
+        for tensor in (t for _, _, t in slots if init is not None and id(t) in known):
+            tape, view = known[id(tensor)]
+            stand_ins[id(tensor)] = _like(tensor, view.of(tape.storages[view.storage]).to(tensor.dtype))
         with _swapped_in(model, slots, stand_ins), torch.no_grad():
             if init is not None:
                 model.apply(init)
             else:
                 _run_own(model, missing, slots)
             # By place, not by stand-in: an initialiser may assign a new tensor.
-            return {id(t): _view(recorder, tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted}
+            places = [(id(t), tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted]
+            return {key: (recorder.tape, recorder.view(tensor)) for key, tensor in places}
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    yield tensors, name, tensor
-
-
-def _view(recorder: Recorder, tensor: Tensor | None) -> Recorded:
-    assert tensor is not None
-    return recorder.tape, recorder.view(tensor)
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
-
-
-def _continuation(tensor: Tensor, recorded: Recorded) -> Tensor:
-    tape, view = recorded
-    return _like(tensor, view.of(tape.storages[view.storage]).to(tensor.dtype))
+    registries = (tensors for module in model.modules() for tensors in (module._parameters, module._buffers))
+    yield from ((each, name, tensor) for each in registries for name, tensor in each.items() if tensor is not None)
 
 
 def _like(tensor: Tensor, stand_in: Tensor) -> Tensor:
@@ -127,15 +105,11 @@ def _check_resets(model: nn.Module, owners: set[int]) -> None:
         if method is not None and any(below):
             unknown[name or "(root)"] = method
     if unknown:
-        raise ShardkitError(
-            message(
-                listing(unknown),
-                f"initialised by {listing(dict.fromkeys(unknown.values()))}, which takes arguments",
-                "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
-                "adapters have others, and materialize does not guess values",
-                "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)",
-            )
-        )
+        problem = f"initialised by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
+        rule = "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
+        rule += "adapters have others, and materialize does not guess values"
+        fix = "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)"
+        raise ShardkitError(message(listing(unknown), problem, rule, fix))
 
 
 def _initialise_whole(module: nn.Module) -> None:

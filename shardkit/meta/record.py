@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
@@ -63,31 +64,27 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            raise ShardkitError(
-                message(
-                    "init_on_meta", "a DTensor is used inside", "The construction is that of one rank", "Shard after it"
-                )
-            )
+            rule = "The construction is that of one rank"
+            raise ShardkitError(message("init_on_meta", "a DTensor is used inside", rule, "Shard after it"))
         if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
             return args[0] if args[0].is_meta else self._twin(args[0])
         if _makes_tensor(func, tensors):
-            return self.record(func, args, kwargs)
+            return self._record(func, args, kwargs)
         return self._run_for_real(func, args, kwargs)
 
     # ---- recording one call -------------------------------------------------------------------------------
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a call, run it on meta, and return what it returns."""
         real_of: dict[int, Tensor] = {}
         args, kwargs = map_leaves(lambda leaf: self._on_meta(leaf, real_of), (args, kwargs))
         if _torch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
             return func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
         op = self._describe(func, args, kwargs)
-        known = {view.storage for view in op.views}
         out = self._run_on_meta(func, args, kwargs)
-        op.outs = tuple(self._new_view(leaf, known) for leaf in leaves(out) if isinstance(leaf, Tensor))
+        op.outs = tuple(self._new_view(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor))
         if op.writes or op.random or any(op.outs):  # else a view, or a change of sizes and strides
             self._append(op)
             self._sync(op, args, kwargs, real_of)
@@ -96,19 +93,11 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Note a whole Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
-        kind = WHOLE if view.covers(self.tape.num_bytes(view.storage)) else PART
+        writes = ((view, self._kind(view, True, [])),)
         generator = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
-        default = torch.get_default_dtype()
+        dtype = torch.get_default_dtype()
         self._append(
-            Op(
-                func,
-                (view, *args),
-                kwargs,
-                writes=((view, kind),),
-                default_dtype=default,
-                random=True,
-                generator=generator,
-            )
+            Op(func, (view, *args), kwargs, writes=writes, default_dtype=dtype, random=True, generator=generator)
         )
 
     def view(self, tensor: Tensor) -> View:
@@ -140,32 +129,26 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.tape.predecessors.add(watch.stream.entry)
         return self._watches[key]
 
-    def close(self) -> None:
-        """End of the recording: generators are left as the user should find them."""
+    def close(self, failed: bool) -> None:
+        """End of the recording: generators are left as the user should find them, or put back where it failed."""
         for watch in self._watches.values():
-            watch.close()
-
-    def abandon(self) -> None:
-        """Recording failed: generators go back to where they were."""
-        for watch in self._watches.values():
-            watch.restore()
+            watch.restore() if failed else watch.close()
 
     # ---- parts of record ----------------------------------------------------------------------------------
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         reads, writes = self._accesses(func, args, kwargs)
-        names = _argument_names(func)
         generator = kwargs.get("generator")
-        on_meta = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         return Op(
             func,
-            on_meta[0],
-            {k: v for k, v in on_meta[1].items() if k not in ("device", "pin_memory")},
+            args,
+            {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")},
             reads=tuple(reads),
             writes=tuple(writes),
             default_dtype=torch.get_default_dtype(),
             undefined=_name(func) in _EMPTY,
-            on_device="device" in names,
+            on_device="device" in _argument_names(func),
             random=_torch.has_tag(func, "nondeterministic_seeded"),
             generator=generator,
         )
@@ -209,19 +192,14 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return map_leaves(_meta_like, real)
 
     def _append(self, op: Op) -> None:
+        self.tape.ops.append(op)
         if op.random:
             watch = self.watch(op.generator)
             op.reset = watch.reset()
-            self.tape.ops.append(op)
             watch.step()
-        else:
-            self.tape.ops.append(op)
 
-    def _new_view(self, tensor: Tensor, known: set[int]) -> View | None:
-        found = find_storage(tensor)
-        if found is not None:
-            return None
-        return view_of(tensor, self.tape.add(tensor.untyped_storage()))
+    def _new_view(self, tensor: Tensor) -> View | None:
+        return None if find_storage(tensor) else view_of(tensor, self.tape.add(tensor.untyped_storage()))
 
     # ---- real tensors -------------------------------------------------------------------------------------
 
@@ -238,9 +216,9 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _twin(self, real: Tensor) -> Tensor:
         """A meta tensor for a real one, its storage recorded as a constant."""
         storage = real.untyped_storage()
-        constant = self._constants.get(id(storage))
-        if constant is None:
-            self._constants[id(storage)] = constant = self._constant(real, storage)
+        if id(storage) not in self._constants:
+            self._constants[id(storage)] = self._constant(real, storage)
+        constant = self._constants[id(storage)]
         return view_of(real, constant.number).of(constant.meta)
 
     def _constant(self, real: Tensor, storage: torch.UntypedStorage) -> _Constant:
@@ -255,7 +233,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             op = Op(None, outs=(whole,), value=whole.of(storage).clone())
         self.tape.ops.append(op)
-        return _Constant(number, meta, storage, real, op)
+        return _Constant(number, meta, storage, op)
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for argument, value in zip(_torch.schema(func).arguments, args, strict=False):
@@ -287,8 +265,68 @@ class _Constant:
     number: int
     meta: torch.UntypedStorage
     storage: torch.UntypedStorage  # kept alive, so that its identity stays its own
-    real: Tensor
     op: Op
+
+
+# ---- the model's code sees ordinary tensors --------------------------------------------------------------------
+
+
+class Disguise(TorchFunctionMode):
+    """Lets meta tensors pass for ordinary ones in what is no aten call.
+
+    transformers, torch.nn.init and others look for meta tensors and then skip their own initialisers; ordinary
+    construction would run them. Methods that hand out values (``tolist``, ``numpy``) get them from the tape.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._answers: dict[Any, Callable[[Tensor], Any]] = {
+            _getter("device"): lambda tensor: device,
+            _getter("is_meta"): lambda tensor: False,
+            _getter("is_cpu"): lambda tensor: device.type == "cpu",
+            _getter("is_cuda"): lambda tensor: device.type == "cuda",
+        }
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer as for an ordinary tensor; anything else runs unchanged."""
+        kwargs = kwargs or {}
+        if func is Tensor.to and any(isinstance(arg, Tensor) and arg.is_meta for arg in (*args, *kwargs.values())):
+            return self._to(args[0], args[1:], kwargs)
+        if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
+            return func(*args, **kwargs)
+        if func in self._answers:
+            return self._answers[func](args[0])
+        if func in _VALUES:
+            return func(self._recorder.value(args[0]), *args[1:], **kwargs)
+        if func is Tensor.cpu and self._device.type == "cpu":
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """``tensor.to(...)`` in any of its forms; to the device where tensors pretend to be, it is only a cast."""
+        names: tuple[str, ...] = ("device", "dtype", "non_blocking", "copy")
+        if args and isinstance(args[0], (torch.dtype, Tensor)):
+            names = ("dtype" if isinstance(args[0], torch.dtype) else "tensor", "non_blocking", "copy")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        other = given.pop("tensor", None)
+        if other is not None:
+            given |= {"device": self._device if other.is_meta else other.device, "dtype": other.dtype}
+        device, dtype = given.pop("device", None), given.pop("dtype", None) or tensor.dtype
+        if device is None or torch.device(device).type == self._device.type:
+            return Tensor.to(tensor, dtype, **given)
+        return Tensor.to(tensor, device, dtype, **given)
+
+
+_VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
+
+
+def _getter(name: str) -> Any:
+    """What a function mode is given for reading an attribute of a tensor."""
+    return getattr(Tensor, name).__get__
 
 
 # ---- facts about aten calls -----------------------------------------------------------------------------------

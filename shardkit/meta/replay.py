@@ -1,14 +1,15 @@
 """Replay: run a tape on a real device, with one full tensor alive at a time as far as the tape allows.
 
-Random ops run in the order of recording, since each moves the generator on; all else runs when something needs
-it. A random op whose result is overwritten later still draws its numbers, into memory that is dropped at once.
+Random ops run in the order of recording, since each moves the generator on; all else runs when something needs it. A
+random op whose result is overwritten later still draws its numbers, into memory that is dropped at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,117 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.meta.schedule import Buffer, Final, Schedule
-from shardkit.meta.tape import WHOLE, Op, Stream, Tape, View, leaves, map_leaves
+from shardkit.meta.tape import UPDATE, WHOLE, Op, Stream, Tape, View, leaves, map_leaves, view_of
+
+
+@dataclass(frozen=True)
+class Final:
+    """A tensor that is wanted at the end: ``take`` gets its value once, as soon as that is final.
+
+    ``take(value, alone)`` may keep the value's memory when it is ``alone``, as nothing else will look at it, and
+    says whether it did.
+    """
+
+    view: View
+    take: Callable[[Tensor, bool], bool]
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One life of a storage: from the op that makes or wholly overwrites it to the next that does."""
+
+    changes: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    uses: int = 0  # needed ops that have not run, and finals that were not taken
+    real: torch.UntypedStorage | None = None
+
+
+class Schedule:
+    """Which ops are needed, what each waits for, and after which random op each final value is there."""
+
+    def __init__(self, ops: list[Op], finals: list[Final]) -> None:
+        self.ops = ops
+        self.buffers: list[dict[int, Buffer]] = []  # of each op: storage -> the life of it that the op touches
+        self.waits: list[list[int]] = []
+        current: dict[int, Buffer] = {}
+        for index, op in enumerate(ops):
+            self.buffers.append(self._touch(index, op, current))
+            self.waits.append(self._data_waits(index, op))
+        self.final_buffers = [current[final.view.storage] for final in finals]
+        self.needed = self._find_needed()
+        self._add_order_waits()
+        self._count_uses()
+        ready = self._ready()
+        self.finals_after: dict[int, list[tuple[Final, Buffer]]] = defaultdict(list)
+        for final, buffer in zip(finals, self.final_buffers, strict=True):
+            self.finals_after[ready[buffer.changes[-1]]].append((final, buffer))
+
+    def _touch(self, index: int, op: Op, current: dict[int, Buffer]) -> dict[int, Buffer]:
+        touched = {view.storage: current[view.storage] for view in op.reads}
+        for view in op.reads:
+            touched[view.storage].reads.append(index)
+        for view, kind in op.writes:
+            if kind == WHOLE:
+                current[view.storage] = Buffer()
+            touched[view.storage] = current[view.storage]
+            if touched[view.storage].changes[-1:] != [index]:
+                touched[view.storage].changes.append(index)
+        for out in op.outs:
+            if out is not None:
+                touched[out.storage] = current[out.storage] = Buffer(changes=[index])
+        return touched
+
+    def _data_waits(self, index: int, op: Op) -> list[int]:
+        """The ops that made what this one reads or changes: the last change, which waits for those before it."""
+        before = []
+        for buffer in self.buffers[index].values():
+            changes = buffer.changes[:-1] if buffer.changes[-1] == index else buffer.changes
+            before += changes[-1:]
+        return before
+
+    def _find_needed(self) -> list[bool]:
+        needed = [False] * len(self.ops)
+        todo = [buffer.changes[-1] for buffer in self.final_buffers]
+        # What decides how many numbers a random op draws must be right: all that it reads.
+        todo += [index for index, op in enumerate(self.ops) if op.random and _reads_values(op)]
+        while todo:
+            index = todo.pop()
+            if not needed[index]:
+                needed[index] = True
+                todo += self.waits[index]
+        return needed
+
+    def _add_order_waits(self) -> None:
+        """A change in place waits for the needed reads of what was there before."""
+        for buffer in _each_once(b for touched in self.buffers for b in touched.values()):
+            reads = [index for index in buffer.reads if self.needed[index]]
+            for change in buffer.changes:
+                if self.needed[change]:
+                    self.waits[change] += [read for read in reads if read < change]
+
+    def _count_uses(self) -> None:
+        for index, touched in enumerate(self.buffers):
+            if self.needed[index]:
+                for buffer in _each_once(touched.values()):
+                    buffer.uses += 1
+        for buffer in self.final_buffers:
+            buffer.uses += 1
+
+    def _ready(self) -> list[int]:
+        """For each op the last random op that it depends on, itself included; -1 for none."""
+        ready: list[int] = []
+        for index, op in enumerate(self.ops):
+            after = max((ready[i] for i in self.waits[index]), default=-1)
+            ready.append(index if op.random else after)
+        return ready
+
+
+def _reads_values(op: Op) -> bool:
+    return bool(op.reads) or any(kind == UPDATE for _, kind in op.writes)
+
+
+def _each_once(buffers: Iterable[Buffer]) -> list[Buffer]:
+    return list({id(buffer): buffer for buffer in buffers}.values())
 
 
 class Player:
@@ -60,7 +170,7 @@ class Player:
         """Replay. The default generator is used, and put back to its state at the end."""
         after = self._schedule.finals_after
         last = len(self._schedule.ops) if self._draw_all else max(after, default=-1)
-        with _default_state_kept(self.device), _default_dtype_kept(), torch.no_grad():
+        with _defaults_kept(self.device), torch.no_grad():
             self._take(-1)
             index = 0
             for tape in self._tapes:
@@ -119,7 +229,9 @@ class Player:
                 self._need(wait)
             self._run(index)
         else:
-            self._run_for_its_draws(op)
+            real: dict[int, torch.UntypedStorage] = {}
+            self._call(op, real)  # for its draws
+            self._spare = next(iter(real.values()), None)
         marks.step()
 
     # ---- values -------------------------------------------------------------------------------------------
@@ -158,17 +270,12 @@ class Player:
         else:
             real = {number: buffer.real for number, buffer in touched.items() if buffer.real is not None}
             results = [leaf for leaf in leaves(self._call(op, real)) if isinstance(leaf, Tensor)]
-            for out, result in zip(op.outs, results, strict=True) if any(op.outs) else ():
+            for out, result in zip(op.outs, results, strict=any(op.outs)):
                 if out is not None:
                     touched[out.storage].real = self._as_recorded(out, result)
         self._done[index] = True
-        for buffer in {id(b): b for b in touched.values()}.values():
+        for buffer in _each_once(touched.values()):
             self._release(buffer)
-
-    def _run_for_its_draws(self, op: Op) -> None:
-        real: dict[int, torch.UntypedStorage] = {}
-        self._call(op, real)
-        self._spare = next(iter(real.values()), None)
 
     def _call(self, op: Op, real: dict[int, torch.UntypedStorage]) -> Any:
         """Make the recorded call. Storages missing in ``real`` are such as it does not read."""
@@ -210,12 +317,7 @@ class Player:
 
     def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
         """The storage of a result, laid out as the meta kernel had it: later views count on that."""
-        same = (out.size, out.stride, out.offset) == (
-            tuple(result.size()),
-            result.stride(),
-            result.storage_offset(),
-        )
-        if same and out.conj == result.is_conj() and out.neg == result.is_neg():
+        if replace(view_of(result, out.storage), dtype=out.dtype) == out:
             return result.untyped_storage()
         storage = self._allocate(out.storage)
         out.of(storage).copy_(result)
@@ -267,21 +369,14 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 
 
 @contextmanager
-def _default_state_kept(device: torch.device) -> Iterator[None]:
-    generator = _torch.default_generator(device)
+def _defaults_kept(device: torch.device) -> Iterator[None]:
+    """Put the state of the device's default generator, and the default dtype, back in the end."""
+    generator, dtype = _torch.default_generator(device), torch.get_default_dtype()
     state = generator.get_state()
     try:
         yield
     finally:
         generator.set_state(state)
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    try:
-        yield
-    finally:
         torch.set_default_dtype(dtype)
 
 
@@ -296,4 +391,4 @@ def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
     finals = [Final(view, partial(keep, index)) for index, view in enumerate(views)]
     with _torch.no_modes():
         Player(tapes, finals, device=torch.device("cpu"), draw_all=False).run()
-    return [values[index] for index in range(len(finals))]
+    return [values[index] for index in sorted(values)]

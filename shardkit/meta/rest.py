@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from shardkit.meta.consensus import digest_of
 from shardkit.meta.context import records
-from shardkit.meta.materialize import find_targets, is_on_meta, player_of, resolve
+from shardkit.meta.materialize import digest_of, find_targets, is_on_meta, player_of, resolve
 from shardkit.meta.rng import undone_on_error
 from shardkit.meta.shards import Target
 

@@ -34,8 +34,8 @@ class Watch:
         self._entry = self.generator.get_state()
         pending = _pending.get(id(self.generator))
         chained = pending is not None and torch.equal(pending.marker, self._entry)
-        self.stream = Stream(generator, pending.tape if chained and pending is not None else self._entry)
-        self.stream.entry_on_device = _torch.accelerator_state() if generator is None else None
+        entry = pending.tape if pending is not None and chained else self._entry
+        self.stream = Stream(generator, entry, _torch.accelerator_state() if generator is None else None)
         self.num_ops = 0
         self._plant()
 
@@ -120,9 +120,8 @@ def settle(tapes: Iterable[Tape], ends: dict[Tape, dict[int, Tensor]], device: t
     for tape in tapes:
         for key, stream in tape.streams.items():
             stream.final = ends[tape][key]
-            pending = _pending.get(key)
-            waiting = pending is not None and pending.tape is tape
-            if waiting and pending is not None:
+            pending, waiting = _pending.get(key), False
+            if pending is not None and pending.tape is tape:
                 del _pending[key]
                 waiting = torch.equal(pending.generator.get_state(), pending.marker)
             if waiting or (seeded and stream.generator is None):

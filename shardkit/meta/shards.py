@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Homes:
     def __init__(self, model: nn.Module) -> None:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._offloaded = {id(p) for module in sharded for p in _torch.offloaded_parameters(module)}
-        mesh = next(meshes(model), None)
+        mesh = next(iter(meshes(model)), None)
         self._plain = torch.device("cpu") if mesh is None else device_of(mesh)
 
     def of(self, tensor: Tensor) -> torch.device:
@@ -105,7 +105,11 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
         except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
             if isinstance(tensor, DTensor):
                 raise
-            _replace(target, value)
+            for module, name in target.slots:
+                places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                places[name] = value
+            for put in target.places:
+                put(value)
         if hooks:
             set_post_accumulate_hooks(tensor, hooks)
     for module in model.modules():
@@ -113,19 +117,6 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
             _torch.reread_sharded_parameters(module)
 
 
-def _replace(target: Target, value: Tensor) -> None:
-    """Put another tensor in all places of a tensor that is not sharded."""
-    for module, name in target.slots:
-        places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        places[name] = value
-    for put in target.places:
-        put(value)
-
-
-def meshes(model: nn.Module) -> Iterator[DeviceMesh]:
+def meshes(model: nn.Module) -> Iterable[DeviceMesh]:
     """The different meshes of a model's parameters, in order."""
-    seen: list[DeviceMesh] = []
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh not in seen:
-            seen.append(parameter.device_mesh)
-            yield parameter.device_mesh
+    return dict.fromkeys(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))

@@ -90,13 +90,6 @@ class Op:
         """Whether this is a constant that was changed since it was recorded."""
         return self.source is not None and _torch.version(self.source) != self.version
 
-    @property
-    def views(self) -> Iterator[View]:
-        """Every tensor that the op touches."""
-        yield from self.reads
-        yield from (view for view, _ in self.writes)
-        yield from (view for view in self.outs if view is not None)
-
 
 @dataclass(slots=True)
 class Stream:
@@ -166,40 +159,27 @@ _live: weakref.WeakSet[Tape] = weakref.WeakSet()
 def find_storage(tensor: Tensor) -> tuple[Tape, int] | None:
     """The tape that knows a meta tensor's storage, and the storage's number there."""
     storage = tensor.untyped_storage()
-    for tape in list(_live):
-        number = tape.find(storage)
-        if number is not None:
-            return tape, number
-    return None
+    found = ((tape, tape.find(storage)) for tape in list(_live))
+    return next(((tape, number) for tape, number in found if number is not None), None)
 
 
 def view_of(tensor: Tensor, number: int) -> View:
     """A tensor as a View of the storage with that number."""
-    return View(
-        number,
-        tuple(tensor.size()),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    place = (tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+    return View(number, *place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def closure(tapes: Iterable[Tape], *, chained: bool) -> list[Tape]:
-    """The tapes, and all tapes whose storages they use, in the order of recording.
+    """The tapes and all tapes whose storages they use, in the order of recording.
 
-    Args:
-        tapes: where to begin.
-        chained: include the tapes whose replay gives the states that the others' generators begin with.
+    With ``chained`` also those whose replay gives the states that the others' generators begin with.
     """
     todo, found = list(tapes), set[Tape]()
     while todo:
         tape = todo.pop()
         if tape not in found:
             found.add(tape)
-            todo.extend(tape.parents)
-            todo.extend(tape.predecessors if chained else ())
+            todo += [*tape.parents, *(tape.predecessors if chained else ())]
     return sorted(found, key=lambda tape: tape.serial)
 
 
@@ -229,3 +209,55 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield tree
+
+
+class Definedness:
+    """What is written of each storage, after running over a tape's ops in order.
+
+    A storage is wholly defined, or it has a list of the views that were overwritten since it was made. An op
+    that reads undefined memory makes undefined memory. Initialising through an index or a mask
+    (``p[mask] = 0``) does not count: which elements it reaches is a matter of values, not of shapes.
+    """
+
+    def __init__(self, tapes: Iterable[Tape]) -> None:
+        self._written: dict[int, list[View] | None] = {}  # None: all of it
+        for tape in tapes:
+            for op in tape.ops:
+                self._run(op)
+
+    def __call__(self, view: View) -> bool:
+        """Whether every element of the view is defined."""
+        written = self._written[view.storage]
+        if written is None:
+            return True
+        return bool(written) and _covered(view, written)
+
+    def _run(self, op: Op) -> None:
+        clean = not op.undefined and all(map(self, op.reads))
+        updates_clean = all(self(view) for view, kind in op.writes if kind == UPDATE)
+        for view in op.outs:
+            if view is not None:
+                self._written[view.storage] = None if clean and updates_clean else []
+        for view, kind in op.writes:
+            self._write(view, kind, clean)
+
+    def _write(self, view: View, kind: str, clean: bool) -> None:
+        written = self._written[view.storage]
+        if not clean:
+            self._written[view.storage] = []
+        elif kind == WHOLE:
+            self._written[view.storage] = None
+        elif kind == PART and written is not None:
+            written.append(view)
+
+
+def _covered(view: View, written: list[View]) -> bool:
+    # Exact, by marking elements: one byte an element, and only for storages that are filled part by part.
+    if any(part.dtype.itemsize != view.dtype.itemsize for part in written):
+        return False
+    size = view.dtype.itemsize
+    num_elements = max(v.num_bytes() for v in (view, *written)) // size
+    marks = torch.zeros(num_elements, dtype=torch.bool)
+    for part in written:
+        marks.as_strided(part.size, part.stride, part.offset).fill_(True)
+    return bool(marks.as_strided(view.size, view.stride, view.offset).all())

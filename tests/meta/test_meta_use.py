@@ -202,7 +202,7 @@ def test_a_model_that_was_never_on_meta():
 
 
 def test_not_a_module():
-    with pytest.raises(ShardkitError, match=r"^model: a dict is no nn.Module"):
+    with pytest.raises(ShardkitError, match=r"^model: a dict is not an nn.Module"):
         materialize({})
 
 
