@@ -16,14 +16,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.apply.fit import check_unsharded
 from shardkit.apply.mesh import spec_of
-from shardkit.apply.shard import apply_decided
+from shardkit.apply.shard import apply_decided, given_plan
 from shardkit.errors import PlanError, listing, message
 from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.plan.table import nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.rules import Rule
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
+LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # bytes, and of the model's: what is replicated beyond is worth a warning
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -85,54 +87,31 @@ def plan_model(
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3
     """
-    tree = ModelTree(model)
-    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
-    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
-    ignored = _ignored(tree, ignored_params)
-    methods = forward_methods if isinstance(forward_methods, str) else tuple(forward_methods)
-
-    def make() -> ShardingPlan:
-        return build_plan(tree, spec_of(mesh), _rules(units), settings, ignored, prefetch, methods)
-
-    if example_batch is None:
-        return make()
-    from shardkit.memory.dry_run import plan_checked
-
-    return plan_checked(tree, make, example_batch, is_default=units is None)
-
-
-# FSDP1's arguments, and what takes their place.
-_OF_FSDP1 = {
-    "auto_wrap_policy": "units=by_class(Block) or by_size(...), or nothing: the default rule finds the blocks",
-    "sharding_strategy": "reshard_after_forward=False for SHARD_GRAD_OP, MeshSpec.hybrid(...) for HYBRID_SHARD",
-    "mixed_precision": "mp_policy=MixedPrecisionPolicy(...)",
-    "cpu_offload": "offload_policy=CPUOffloadPolicy()",
-    "ignored_modules": "ignored_params=[*module.parameters()]",
-    "ignored_states": "ignored_params=",
-    "param_init_fn": "init_on_meta() and materialize(model, init=...)",
-    "process_group": "mesh=",
-    "device_mesh": "mesh=",
-    "device_id": "nothing: the model goes to the mesh's device",
-    "use_orig_params": "nothing: it is always so",
-    "backward_prefetch": "prefetch=",
-    "forward_prefetch": "prefetch=",
-    "limit_all_gathers": "nothing: it is always so",
-}
+    given = (units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations)
+    return _decide(model, *given, compile, prefetch, forward_methods, example_batch)[0]
 
 
 def _names_fsdp1(function: Callable[P, R]) -> Callable[P, R]:
     """Name what takes the place of FSDP1's arguments, where Python would call them unexpected."""
+    known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = [f"for {name}, {_OF_FSDP1[name]}" for name in kwargs if name in _OF_FSDP1]
-        if given:
-            problem, rule = f"{listing(name for name in kwargs if name in _OF_FSDP1)}: arguments of FSDP1", "Pass "
-            fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
-            raise PlanError(message(function.__name__, problem, rule + "; ".join(given), fix))
+        if not kwargs.keys() <= known:
+            _refuse_fsdp1(function.__name__, [name for name in kwargs if name not in known])
         return function(*args, **kwargs)
 
     return checked
+
+
+def _refuse_fsdp1(function: str, unexpected: list[str]) -> None:
+    from shardkit.fsdp1.instead import ARGUMENTS
+
+    names = [name for name in unexpected if name in ARGUMENTS]
+    if names:
+        rule = "Pass " + "; ".join(f"for {name}, {ARGUMENTS[name].use}" for name in names)
+        fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
+        raise PlanError(message(function, f"{listing(names)}: arguments of FSDP1", rule, fix))
 
 
 @_names_fsdp1
@@ -176,26 +155,50 @@ def shard_model(
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
     """
-    arguments: dict[str, Any] = {
-        "units": units,
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "ignored_params": ignored_params,
-        "checkpoint_activations": checkpoint_activations,
-        "compile": compile,
-        "prefetch": prefetch,
-        "forward_methods": forward_methods,
-    }
+    given: tuple[Any, ...] = (units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params)
+    given += (checkpoint_activations, compile, prefetch, forward_methods, example_batch)
+    on = mesh if isinstance(mesh, DeviceMesh) else None
 
-    def decide() -> ShardingPlan:
+    def decide() -> tuple[ShardingPlan, ModelTree]:
         if plan is not None:
-            _check_plan_alone(plan, arguments | {"memory_budget": memory_budget, "example_batch": example_batch})
-            return plan
-        decided = plan_model(model, mesh=mesh, **arguments, example_batch=example_batch)
-        return decided if memory_budget is None else _within(memory_budget, model, decided, example_batch)
+            _check_plan_alone(given, memory_budget)
+            return given_plan(model, plan, on)
+        decided, tree = _decide(model, *given)
+        _warn_of_replicas(decided)
+        return decided if memory_budget is None else _within(memory_budget, model, decided, example_batch), tree
 
-    return apply_decided(model, decide, mesh if isinstance(mesh, DeviceMesh) else None, sync_module_states)
+    return apply_decided(model, decide, on, sync_module_states)
+
+
+def _decide(
+    model: nn.Module,
+    units: Rule | Sequence[Rule] | None,
+    mesh: DeviceMesh | MeshSpec | None,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: Iterable[nn.Parameter | str] | None,
+    checkpoint_activations: bool,
+    compile: bool,
+    prefetch: int,
+    forward_methods: Iterable[str],
+    example_batch: Any,
+) -> tuple[ShardingPlan, ModelTree]:
+    """What ``plan_model`` returns, and the walk over the model that it was made from."""
+    tree = ModelTree(model)
+    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
+    ignored = _ignored(tree, ignored_params)
+    methods = forward_methods if isinstance(forward_methods, str) else tuple(forward_methods)
+
+    def make() -> ShardingPlan:
+        return build_plan(tree, spec_of(mesh), _rules(units), settings, ignored, prefetch, methods)
+
+    if example_batch is None:
+        return make(), tree
+    from shardkit.memory.dry_run import plan_checked
+
+    return plan_checked(tree, make, example_batch, is_default=units is None), tree
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any) -> ShardingPlan:
@@ -206,31 +209,39 @@ def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any)
     from shardkit.memory import plan_for_budget
 
     choice = plan_for_budget(model, budget, plan=plan, batch=batch)
+    choice.plan.check()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)
     return choice.plan
 
 
-def _check_plan_alone(plan: ShardingPlan, arguments: dict[str, Any]) -> None:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(plan_model).parameters.items()}
-    given = [
-        name for name, value in arguments.items() if value is not defaults.get(name) and value != defaults.get(name)
-    ]
-    if given:
-        raise PlanError(
-            message(
-                "plan",
-                f"given together with {listing(given)}",
-                "A ShardingPlan holds every decision, so no other one can be given beside it",
-                "Pass plan=plan_model(model, ...) alone",
-            )
-        )
+def _warn_of_replicas(plan: ShardingPlan) -> None:
+    """Warn of large parameters that every rank holds whole although they have a shape that could be sharded."""
+    replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
+    size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
+    if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
+        held = f"{nbytes(size)} on every rank, and as much again for gradients and each optimizer state"
+        rule = "They train in another dtype than the rest of their unit, and FSDP2 reduces a unit in one dtype"
+        fix = "Cast them to the dtype of the rest before shard_model, so that they are sharded"
+        logger.warning(message(listing((spec.fqn for spec in replicas), 6), f"replicated, {held}", rule, fix))
+
+
+def _check_plan_alone(given: tuple[Any, ...], memory_budget: int | str | None) -> None:
+    parameters = list(inspect.signature(plan_model).parameters.values())[1:]
+    pairs = ((each, value) for each, value in zip(parameters, given, strict=True) if each.name != "mesh")
+    changed = [each.name for each, value in pairs if not (value is each.default or value == each.default)]
+    changed += ["memory_budget"] * (memory_budget is not None)
+    if changed:
+        rule = "A ShardingPlan holds every decision, so no other one can be given beside it"
+        fix = "Pass plan=plan_model(model, ...) alone"
+        raise PlanError(message("plan", f"given together with {listing(changed)}", rule, fix))
 
 
 def _rules(units: Rule | Sequence[Rule] | None) -> list[Rule] | None:
-    if units is None or isinstance(units, (list, tuple)):
-        return None if units is None else list(units)
-    return [units]  # type: ignore[list-item]  # a Sequence that is neither list nor tuple is refused as a rule
+    if units is None:
+        return None
+    # A Sequence that is neither list nor tuple is refused as a rule.
+    return list(units) if isinstance(units, (list, tuple)) else [units]  # type: ignore[list-item]
 
 
 def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str] | None) -> set[str]:
@@ -246,14 +257,8 @@ def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str] | Non
         else:
             found.add(fqn)
     if unknown:
-        raise PlanError(
-            message(
-                "ignored_params",
-                f"{listing(unknown)} not in the model",
-                "They are parameters of the model, or their FQNs",
-                "Take them from model.named_parameters()",
-            )
-        )
+        rule, fix = "They are parameters of the model, or their FQNs", "Take them from model.named_parameters()"
+        raise PlanError(message("ignored_params", f"{listing(unknown)} not in the model", rule, fix))
     return found
 
 

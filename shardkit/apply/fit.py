@@ -15,9 +15,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from shardkit._torch import SHARDS_INTEGERS, has_own_dispatch
 from shardkit.apply.carry import cannot_carry
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import ShardingPlan
-from shardkit.planning.methods import method_problems
+from shardkit.planning.build import method_problems
 from shardkit.planning.ownership import assign, split_problem
 from shardkit.planning.rules import has_forward
 from shardkit.planning.tree import ModelTree
@@ -47,19 +47,22 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
     inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
     problems = [*_no_params(tree), *_uninitialised(tree), *_sharded_modules(tree, inside)]
     problems += _sharded_params(tree, mesh, inside)
-    if problems:
-        raise PlanError("\n".join(problems))
+    refuse(problems)
+
+
+def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
+    """Raises one PlanError that lists why ``plan`` does not hold, or is of another model; local.
+
+    A plan that was decided from ``tree`` needs no such check.
+    """
+    plan.check()
+    refuse([*_other_params(tree, plan), *_other_modules(tree, plan)])
+    refuse([*_other_owners(tree, plan), *method_problems(tree, plan)])
 
 
 def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
-    """Raises one PlanError that lists why ``plan`` cannot be applied to the model on ``device``; local."""
-    plan.check()
-    problems = [*_other_params(tree, plan), *_other_modules(tree, plan)]
-    if not problems:
-        problems = [problem for rule in _FITS for problem in rule(tree, plan)]
-        problems += _devices(tree, plan, device)
-    if problems:
-        raise PlanError("\n".join(problems))
+    """Raises one PlanError that lists why ``plan``, made for the model, cannot be applied on ``device``; local."""
+    refuse([*(problem for rule in _FITS for problem in rule(tree, plan)), *_devices(tree, plan, device)])
 
 
 def _no_params(tree: ModelTree) -> Iterator[str]:
@@ -273,4 +276,4 @@ def _why_not_split(param: nn.Parameter, ranks: int) -> str | None:
     return None
 
 
-_FITS = (_other_owners, _containers, _overlaps, cannot_carry, _integers, _unsplittable, method_problems)
+_FITS = (_containers, _overlaps, cannot_carry, _integers, _unsplittable)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.carry import Carried
-from shardkit.apply.fit import check_fit, check_is_plan, check_unsharded
+from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.apply.recompute import recomputed
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
@@ -49,24 +49,35 @@ def apply_plan(
         PlanError: the plan does not hold, does not fit the model or the mesh, or differs between ranks, as do the
             values that they start from. Raised on every rank, with the model unchanged.
     """
-    return apply_decided(model, lambda: plan, mesh, sync_module_states)
+    return apply_decided(model, lambda: given_plan(model, plan, mesh), mesh, sync_module_states)
+
+
+def given_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None) -> tuple[ShardingPlan, ModelTree]:
+    """A plan that was not decided from ``model`` just now, and the model's tree; PlanError where they do not fit."""
+    check_is_plan(plan)
+    tree = ModelTree(model)
+    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    check_made_for(tree, plan)
+    return plan, tree
 
 
 def apply_decided(
     model: nn.Module,
-    decide: Callable[[], ShardingPlan],
+    decide: Callable[[], tuple[ShardingPlan, ModelTree]],
     mesh: DeviceMesh | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
-    """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all."""
+    """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all.
+
+    ``decide`` returns a plan and the tree of ``model`` that it was made from, or checked against.
+    """
     ensure_process_group()
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
 
     def decide_and_check() -> ShardingPlan:
-        plan = decide()
-        check_is_plan(plan)
+        plan, tree = decide()
         check_mesh(mesh, plan.mesh)
-        check_applicable(model, plan, mesh, mesh.device_type if mesh else device_type())
+        check_fit(tree, plan, mesh.device_type if mesh else device_type())
         return plan
 
     with real_tensors():  # what ranks tell each other is real, also where the model is made of fake tensors
@@ -98,6 +109,7 @@ def check_applicable(
     """
     tree = ModelTree(model)
     check_unsharded(tree, mesh, apart)
+    check_made_for(tree, plan)
     check_fit(tree, plan, device)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.plan.table import nbytes
 from shardkit.planning.default import default_units
-from shardkit.planning.methods import forward_methods, method_problems
 from shardkit.planning.ownership import assign, split_problem, unit_of_entries
 from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, select
@@ -43,16 +43,7 @@ def build_plan(
     prefetch: int = 0,
     methods: Iterable[str] = (),
 ) -> ShardingPlan:
-    """The plan for a model.
-
-    Args:
-        tree: the model.
-        mesh: shape and axis names, in ranks.
-        rules: the user's, or None for the default rule.
-        settings: what holds where no rule says otherwise.
-        ignored: FQNs of parameters to leave alone.
-        prefetch: units to gather ahead.
-        methods: those that gather besides forward.
+    """The plan for the model of ``tree``; ``rules`` are the user's, or None for the default rule.
 
     Raises:
         PlanError: the rules do not fit the model or each other, or the plan does not hold.
@@ -67,7 +58,8 @@ def build_plan(
         others = inseparable_dtypes(tree, selections, left_alone | whole)
         whole = whole.union(others)
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
-        notes += [f"{listing(others, 4)}: {reason}, so are replicated"] * bool(others)
+        size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
+        notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
     return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, whole)
 
 
@@ -82,9 +74,7 @@ def plan_of(
     methods: Iterable[str] = (),
     whole: frozenset[str] | None = None,
 ) -> ShardingPlan:
-    """The plan whose units are ``selections``, the root's among them; ``notes`` say how they came about.
-
-    ``whole`` are the parameters to replicate, None for those that FSDP2 cannot shard.
+    """The plan whose units are ``selections``, the root's among them; ``whole`` is replicated.
 
     Raises:
         PlanError: the selections split a tie or lie inside each other, or the plan does not hold.
@@ -92,25 +82,20 @@ def plan_of(
     selections = _children_first(tree, selections)
     whole = tree.unshardable - left_alone if whole is None else whole
     ownership = assign(tree, [selection.entries for selection in selections], left_alone | whole)
-    if ownership.split:
-        raise PlanError("\n".join(split_problem(tree, fqn) for fqn in ownership.split))
-    units = [
-        _unit(tree, selection, params, settings) for selection, params in zip(selections, ownership.params, strict=True)
-    ]
+    refuse(split_problem(tree, fqn) for fqn in ownership.split)
+    owned = zip(selections, ownership.params, strict=True)
     plan = ShardingPlan(
-        units=tuple(units),
+        units=tuple(_unit(tree, selection, params, settings) for selection, params in owned),
         mesh=mesh,
         params=tree.specs(),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in whole),
         prefetch=prefetch,
-        forward_methods=forward_methods(tree, methods),
+        forward_methods=_forward_methods(tree, methods),
         notes=(*notes, *_ignored_notes(tree, left_alone)),
     )
     plan.check()
-    problems = [*method_problems(tree, plan)]
-    if problems:
-        raise PlanError("\n".join(problems))
+    refuse(method_problems(tree, plan))
     return plan
 
 
@@ -129,33 +114,28 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
             if entry:
                 inner[around[tree.parents[entry]]].add(index)
     order: dict[int, None] = {}  # a dict is an ordered set
-    root = next(index for index, selection in enumerate(selections) if 0 in selection.entries)
 
     def visit(unit: int, path: frozenset[int]) -> None:
         if unit in path:
-            raise PlanError(_interlocked(tree, selections[unit]))
+            name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
+            problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
+            rule = "The modules of one unit lie beside each other"
+            raise PlanError(message(name, problem, rule, "Leave the inner module out"))
         if inner[unit]:
             for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
                 visit(below, path | {unit})
         order[unit] = None
 
-    visit(root, frozenset())
+    visit(around[0], frozenset())
     return [selections[index] for index in order]
-
-
-def _interlocked(tree: ModelTree, selection: Selection) -> str:
-    names = [tree.fqns[entry] or "(root)" for entry in selection.entries]
-    return message(
-        f"group({', '.join(map(repr, names))})",
-        "has a module that lies inside another one of the same unit, or of a unit inside it",
-        "The modules of one unit lie beside each other",
-        "Leave the inner module out",
-    )
 
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
     chosen = selection.overrides
-    is_block = _is_block(tree, selection)
+    first = selection.entries[0]
+    # Blocks are units of one module that has submodules: recomputing a lone embedding, norm or head saves nothing,
+    # and neither does recomputing the root.
+    is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
     mp_policy = settings.mp_policy if selection.entries == (0,) else settings.inner_mp_policy
     reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
     return ShardUnit(
@@ -169,16 +149,34 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     )
 
 
-def _is_block(tree: ModelTree, selection: Selection) -> bool:
-    """Whether settings that are for blocks reach it: one module, with submodules, other than the root.
-
-    Recomputing a lone embedding, norm or head saves nothing, and recomputing the root saves nothing either.
-    """
-    entry = selection.entries[0]
-    return len(selection.entries) == 1 and entry != 0 and tree.ends[entry] > entry + 1
-
-
 def _ignored_notes(tree: ModelTree, ignored: frozenset[str]) -> Iterable[str]:
     trained = [fqn for fqn in ignored if tree.params[fqn].requires_grad]
     if trained:
         yield f"{listing(sorted(trained), 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
+
+
+def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
+    """``generate`` where the model has it, then those that the user named, each once."""
+    if isinstance(given, str):
+        rule = "It is a list of names"
+        raise PlanError(message("forward_methods", f"the string {given!r}", rule, f"Pass forward_methods=[{given!r}]"))
+    own = ["generate"] if callable(getattr(tree.modules[0], "generate", None)) else []
+    return tuple(dict.fromkeys([*own, *given]))
+
+
+def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """Why a method that the plan names cannot gather; nothing where all can."""
+    units = {id(tree.modules[tree.places[fqn]]) for unit in plan.units for fqn in unit.modules if fqn in tree.places}
+    for name in plan.forward_methods:
+        fqn, _, method = name.rpartition(".") if isinstance(name, str) else ("", "", name)
+        module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
+        problem, fix = "", "Correct the name, or leave it out"
+        if not isinstance(method, str) or not callable(getattr(module, method, None)):
+            problem = f"{name!r} is not a method of the model or of a module in it"
+        elif method == "forward":
+            problem, fix = f"{name!r} gathers by itself", "Leave it out"
+        elif id(module) not in units:
+            problem = f"{name!r} is a method of {fqn}, which is not a unit"
+            fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
+        if problem:
+            yield message("forward_methods", problem, "Methods of the model and of its units gather parameters", fix)

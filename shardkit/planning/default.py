@@ -1,15 +1,4 @@
-"""The default rule: what ``shard_model(model)`` decides when it is told nothing.
-
-1. Blocks are units: the classes that the model declares (transformers' ``_no_split_modules``) where they are
-   items of a container, then the repeated modules among the items of every other container.
-2. The input embedding is a unit, so that its weight is not held from the start of forward to its end.
-3. The final norm and the head are one unit that stays gathered, because backward needs it at once.
-4. The root keeps what is left and stays gathered.
-5. Where this would split a tied parameter or mix dtypes that train, the units are repaired and a note says so.
-
-Nothing finer than a block becomes a unit: parts of a block may be called by some ranks only (experts), or never
-called while their weights are used (``nn.MultiheadAttention.out_proj``), and both need the parent to gather.
-"""
+"""The default rule: blocks, the input embedding, ``[norm, head]`` and the root; ``docs/design.md`` says why."""
 
 from __future__ import annotations
 
@@ -28,7 +17,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[str]]:
     """The selections of the default rule, the root included, and a note for each repair."""
-    blocks = find_blocks(tree)
+    blocks = _find_blocks(tree)
     outside = _outside(tree, blocks)
     head = _find_head(tree, blocks, outside)
     selections = [Selection((entry,)) for entry in blocks]
@@ -40,7 +29,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     return selections, notes + more_notes
 
 
-def find_blocks(tree: ModelTree) -> list[int]:
+def _find_blocks(tree: ModelTree) -> list[int]:
     """The entries of the model's repeated blocks, outermost only, in the model's order."""
     declared = set(getattr(tree.modules[0], "_no_split_modules", None) or ())
     # Each module once, also where the list repeats one, as in ModuleList([block] * 3).
@@ -88,13 +77,10 @@ def _outside(tree: ModelTree, blocks: list[int]) -> list[int]:
     lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
     tops = {item for entry in lists for item in tree.children(entry)}.union(blocks)
     found: list[int] = []
-    entry = 0
-    while entry < len(tree.modules):
-        if entry in tops:
-            entry = tree.ends[entry]
-        else:
-            found.append(entry)
-            entry += 1
+    end = 0
+    for entry in range(len(tree.modules)):
+        end = max(end, tree.ends[entry]) if entry in tops else end
+        found += [entry] * (entry >= end)
     return found
 
 
@@ -112,9 +98,8 @@ def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int
     """``[norm, head]``, the first norm behind the blocks; the head alone only where it is tied."""
     if head is None:
         return []
-    start = blocks[-1] if blocks else 0
-    norms = [entry for entry in outside if start < entry < head and _is_norm(tree, entry)]
-    norms = [norm for norm in norms if is_called(tree, norm)]
+    behind = (entry for entry in outside if (blocks[-1] if blocks else 0) < entry < head)
+    norms = [entry for entry in behind if _is_norm(tree, entry) and is_called(tree, entry)]
     norms = [norm for norm in norms if len(_trained_dtypes(tree, norm) | _trained_dtypes(tree, head)) < 2]
     tied = any(tree.names[id(param)] in tree.ties for param in tree.owned[head])
     return [(norms[0], head)] if norms else [(head,)] if tied else []

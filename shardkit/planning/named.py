@@ -22,18 +22,12 @@ def named_model(given: str) -> nn.Module:
         with torch.device("meta"):
             model = _from_transformers(given) if Path(given).exists() else _from_factory(given)
     except Exception as error:  # whatever the user's code raises
-        raise PlanError(
-            message(
-                "model",
-                f"{given} cannot be built: {type(error).__name__}: {error}",
-                "It is package.module:factory, a callable without arguments, or a config.json of transformers",
-                "Check that it can be imported from here",
-            )
-        ) from error
+        problem = f"{given} cannot be built: {type(error).__name__}: {error}"
+        rule = "It is package.module:factory, a callable without arguments, or a config.json of transformers"
+        raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
     if not isinstance(model, nn.Module):
-        raise PlanError(
-            message("model", f"{given} gives a {type(model).__name__}", "It gives a module", "Return the model")
-        )
+        problem = f"{given} gives a {type(model).__name__}"
+        raise PlanError(message("model", problem, "It gives a module", "Return the model"))
     return model
 
 

@@ -25,10 +25,7 @@ class Ownership:
 def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Collection[str] = ()) -> Ownership:
     """What a series of ``fully_shard`` calls would own: each parameter belongs to the innermost unit around it.
 
-    Args:
-        tree: the model.
-        units: for each unit the entries of its modules; the root must be among them.
-        ignored: FQNs of parameters that no unit owns.
+    ``units`` are the entries of each unit's modules, the root among them; no unit owns what is ``ignored``.
     """
     around = unit_of_entries(tree, units)
     left_alone = frozenset(ignored)
@@ -71,9 +68,6 @@ def owners(tree: ModelTree, fqn: str) -> list[int]:
 def split_problem(tree: ModelTree, fqn: str) -> str:
     """The error for a tied parameter that is in several units."""
     modules = [tree.fqns[entry] or "(root)" for entry in owners(tree, fqn)]
-    return message(
-        fqn,
-        f"is shared by {listing(modules)}, which are in different units",
-        "A tied parameter is gathered and reduced in one unit",
-        f"Put them in one: group({', '.join(map(repr, modules))})",
-    )
+    problem = f"is shared by {listing(modules)}, which are in different units"
+    rule = "A tied parameter is gathered and reduced in one unit"
+    return message(fqn, problem, rule, f"Put them in one: group({', '.join(map(repr, modules))})")

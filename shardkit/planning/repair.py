@@ -32,9 +32,8 @@ def join_ties(
         split = assign(tree, [selection.entries for selection in selections], ignored).split
         if not split:
             return selections, notes
-        for entries in _components(split.values())[:1]:  # joining one may mend others
-            selections, new_notes = _join(tree, selections, entries)
-            notes += new_notes
+        selections, new_notes = _join(tree, selections, _components(split.values())[0])  # which may fix others
+        notes += new_notes
     raise AssertionError(f"ties {split} are still split")  # our own invariant: the root takes all in the end
 
 
@@ -61,9 +60,8 @@ def split_dtypes(
         selections = [*selections, *new]  # one of these may itself be around a third dtype
         taken_out += [entry for selection in new for entry in selection.entries]
     names = listing((tree.fqns[entry] for entry in sorted(taken_out)), 4)
-    return selections, [f"{names}: train in another dtype than what is around them, so are units of their own"] * bool(
-        taken_out
-    )
+    note = f"{names}: train in another dtype than what is around them, so are units of their own"
+    return selections, [note] * bool(taken_out)
 
 
 def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: frozenset[str]) -> list[str]:
@@ -134,7 +132,8 @@ def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tu
     owning = [selections[index] for index in sorted({around[entry] for entry in sharing})]
     if 0 in modules:
         gone = [each for each in owning if 0 not in each.entries]
-        note = f"{_names(tree, gone)}: shares a parameter with the root, so the root gathers it"
+        names = listing(tree.fqns[entry] for each in gone for entry in each.entries)
+        note = f"{names}: shares a parameter with the root, so the root gathers it"
         return [each for each in selections if each not in gone], [note]
     gone = [each for each in owning if any(_inside(tree, modules, entry) for entry in each.entries)]
     entries = _outermost(tree, {*modules, *(entry for each in gone for entry in each.entries)})
@@ -142,10 +141,6 @@ def _join(tree: ModelTree, selections: list[Selection], sharing: set[int]) -> tu
     joined = Selection(tuple(entries), settings, reshard=all(each.reshard for each in gone))
     kept = [each for each in selections if each not in gone]
     return [joined, *kept], []
-
-
-def _names(tree: ModelTree, selections: Iterable[Selection]) -> str:
-    return listing(tree.fqns[entry] for each in selections for entry in each.entries)
 
 
 def _inside(tree: ModelTree, modules: Iterable[int], entry: int) -> bool:

@@ -1,8 +1,4 @@
-"""The user's rules for units: which modules share one all-gather, and with which settings.
-
-A rule is a small object that turns a model into selections. Rules combine in a list; for each module the first
-rule that matches it wins.
-"""
+"""The user's rules for units: which modules share one all-gather, and with which settings."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import TypedDict, Unpack
 
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.planning.tree import ModelTree
 
 
@@ -67,8 +63,9 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
 
     Args:
         classes: classes, or names of classes where importing them is a burden.
-        together: so many neighbours are one unit, torch's ``fully_shard([a, b])``. Small blocks then cost less time
-            on the CPU, in fewer hooks and larger collectives, and more memory, since they are gathered together.
+        together: fuses this many consecutive modules into one unit, torch's ``fully_shard([a, b])``. Small blocks
+            then cost less time on the CPU, in fewer hooks and larger collectives, and more memory, since they are
+            gathered together.
         overrides: settings for these units.
 
     Example:
@@ -79,14 +76,8 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
     text = f"by_class({shown})"
     for cls in classes:
         if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise PlanError(
-                message(
-                    text,
-                    f"{cls!r} is not a module class",
-                    "Give nn.Module classes or their names",
-                    "Give a class",
-                )
-            )
+            fix = "Pass a class"
+            raise PlanError(message(text, f"{cls!r} is not a module class", "It takes nn.Module classes or names", fix))
     types = tuple(cls for cls in classes if not isinstance(cls, str))
     names = {cls for cls in classes if isinstance(cls, str)}
 
@@ -102,14 +93,16 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
     Args:
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
             not ``layers.0.mlp``. ``""`` is the root.
-        together: so many neighbours are one unit, as for ``by_class``.
+        together: fuses this many consecutive modules into one unit, as for ``by_class``.
         overrides: settings for these units.
     """
     patterns = [_compile_glob(glob) for glob in globs]
     text = f"by_name({', '.join(map(repr, globs))})"
-    return _rule_of_predicate(
-        text, lambda fqn, _: any(pattern.fullmatch(fqn) for pattern in patterns), overrides, together
-    )
+
+    def matches(fqn: str, _: nn.Module) -> bool:
+        return any(pattern.fullmatch(fqn) for pattern in patterns)
+
+    return _rule_of_predicate(text, matches, overrides, together)
 
 
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -189,14 +182,8 @@ def as_rule(rule: Rule) -> UnitRule:
         return by_class(rule)
     if callable(rule) and not isinstance(rule, (type, nn.Module)):
         return _rule_of_predicate(getattr(rule, "__name__", repr(rule)), rule, Overrides())
-    raise PlanError(
-        message(
-            "units",
-            f"{rule!r} is no rule",
-            "A rule is by_class, by_name, by_size, group, a module class, an FQN glob or a callable (fqn, module)",
-            "Pass one of these or a list of them",
-        )
-    )
+    kinds = "A rule is by_class, by_name, by_size, group, a module class, an FQN glob or a callable (fqn, module)"
+    raise PlanError(message("units", f"{rule!r} is not a unit rule", kinds, "Pass one of these or a list of them"))
 
 
 def first_entries(tree: ModelTree) -> list[int]:
@@ -213,7 +200,7 @@ def _rule_of_predicate(
     text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
     if isinstance(together, bool) or not isinstance(together, int) or together < 1:
-        rule = "It is how many neighbours are one unit, at least 1"
+        rule = "It is the number of consecutive modules in one unit, at least 1"
         raise PlanError(message(f"{text}, together", repr(together), rule, "Use together=2"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
@@ -229,7 +216,7 @@ def _rule_of_predicate(
 
 
 def _joined(tree: ModelTree, found: list[Selection], taken: frozenset[int], together: int) -> list[Selection]:
-    """So many at a time of those that have one parent and are not taken, in the model's order."""
+    """Units of ``together`` modules that have one parent and are not taken, in the model's order."""
     siblings: dict[int, list[Selection]] = {}
     for new in found:
         if new.entries[0] not in taken:
@@ -244,12 +231,8 @@ def _joined(tree: ModelTree, found: list[Selection], taken: frozenset[int], toge
 def _compile_glob(glob: str) -> re.Pattern[str]:
     tokens = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", glob)
     meaning = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    return re.compile(
-        "".join(
-            meaning.get(token, token.replace("[!", "[^") if token.startswith("[") else re.escape(token))
-            for token in tokens
-        )
-    )
+    sets = {token: token.replace("[!", "[^") for token in tokens if token.startswith("[")}
+    return re.compile("".join((meaning | sets).get(token, re.escape(token)) for token in tokens))
 
 
 def _entries_of_size(tree: ModelTree, taken: frozenset[int], min_numel: int) -> list[int]:
@@ -276,47 +259,29 @@ def _has_params(tree: ModelTree, selection: Selection) -> bool:
 def _no_match(text: str, tree: ModelTree, problem: str) -> str:
     classes = dict.fromkeys(type(module).__name__ for module in tree.modules)
     modules = [fqn for fqn in tree.fqns if fqn and fqn.count(".") < 2]
-    return message(
-        text,
-        problem,
-        f"Classes there are: {listing(classes)}. Modules there are: {listing(modules)}",
-        "Name one of these, or leave the rule out",
-    )
+    there = f"Classes there are: {listing(classes)}. Modules there are: {listing(modules)}"
+    return message(text, problem, there, "Name one of these, or leave the rule out")
 
 
 def _claimed(rule: UnitRule, tree: ModelTree, found: Sequence[Selection], taken: Mapping[int, str]) -> str:
     entries = [entry for new in found for entry in new.entries if entry in taken]
     claims = [f"{tree.fqns[entry] or '(root)'} (by {taken[entry]})" for entry in entries]
-    return message(
-        rule.text,
-        f"claims what earlier rules claim: {listing(claims)}",
-        "A module is in one unit; for each module the first rule that matches it wins",
-        "Leave one of the rules out, or put the narrower one first",
-    )
+    problem = f"claims what earlier rules claim: {listing(claims)}"
+    first_wins = "A module is in one unit; for each module the first rule that matches it wins"
+    return message(rule.text, problem, first_wins, "Leave one of the rules out, or put the narrower one first")
 
 
 def _check_selection(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
     for entry in selection.entries:
         if not has_forward(tree.modules[entry]):
             name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
-            raise PlanError(
-                message(
-                    name,
-                    f"{rule.text} matches it, a {kind} without forward",
-                    "A unit is gathered when its module is called, and this one never is",
-                    f'Take what is in it: by_name("{name}.*")',
-                )
-            )
+            called = "A unit is gathered when its module is called, and this one never is"
+            fix = f'Take what is in it: by_name("{name}.*")'
+            raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
     unknown = sorted(set(selection.overrides) - set(_SETTINGS))
     if unknown:
-        raise PlanError(
-            message(
-                rule.text,
-                f"unknown setting {listing(unknown)}",
-                f"A unit's settings are {listing(_SETTINGS)}",
-                "Use one of these",
-            )
-        )
+        known = f"A unit's settings are {listing(_SETTINGS)}"
+        raise PlanError(message(rule.text, f"unknown setting {listing(unknown)}", known, "Use one of these"))
     check_settings(rule.text, selection.overrides)
 
 
@@ -331,15 +296,9 @@ _SETTINGS: dict[str, type] = {
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     """Raises PlanError where a setting has another type than torch's; None means the default."""
-    wrong = [
-        message(
-            f"{subject}, {name}" if subject else name,
-            repr(settings[name]),
-            f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks",
-            "Give it one",
-        )
-        for name, kind in _SETTINGS.items()
-        if name in settings and not isinstance(settings[name], (kind, type(None)))
-    ]
-    if wrong:
-        raise PlanError("\n".join(wrong))
+    wrong = []
+    for name, kind in _SETTINGS.items():
+        if name in settings and not isinstance(settings[name], (kind, type(None))):
+            rule = f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks"
+            wrong.append(message(f"{subject}, {name}" if subject else name, repr(settings[name]), rule, "Pass one"))
+    refuse(wrong)

@@ -1,8 +1,4 @@
-"""One walk over a model: every module and parameter by FQN, and who is inside whom.
-
-Planning asks many questions of the same model; the walk is done once and answers them all. It visits every
-path, so a module or parameter that is reachable under several names keeps them all.
-"""
+"""One walk over a model, of which planning asks all: every module and parameter, under each of its names."""
 
 from __future__ import annotations
 
@@ -34,14 +30,9 @@ class ModelTree:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise PlanError(
-                message(
-                    "model",
-                    f"a {type(model).__name__} is not a module",
-                    "Planning and sharding take one torch.nn.Module",
-                    "Pass the model itself",
-                )
-            )
+            rule = "Planning and sharding take one torch.nn.Module"
+            problem = f"a {type(model).__name__} is not a module"
+            raise PlanError(message("model", problem, rule, "Pass the model itself"))
         self.fqns: list[str] = []
         self.modules: list[nn.Module] = []
         self.parents: list[int] = []

@@ -56,7 +56,7 @@ def test_no_parameters() -> None:
         (by_name("layers"), ["layers: by_name('layers') matches it, a ModuleList without forward", "layers.*"]),
         (by_class(Block, reshard=True), ["unknown setting reshard", "reshard_after_forward"]),
         (by_class(Block, reshard_after_forward="yes"), ["by_class(Block), reshard_after_forward: 'yes'"]),
-        (42, ["units: 42 is no rule", "by_class"]),
+        (42, ["units: 42 is not a unit rule", "by_class"]),
     ],
 )
 def test_a_rule_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
@@ -336,3 +336,11 @@ def test_half_set_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(model, "process group: WORLD_SIZE, MASTER_PORT not set, though RANK is", "torchrun"):
         shard_model(model)
     assert not dist.is_initialized()
+
+
+def test_arguments_of_fsdp1_are_answered_with_what_takes_their_place() -> None:
+    model = Decoder()
+    with refused(model, "shard_model: auto_wrap_policy, use_orig_params: arguments of FSDP1", "units=by_class(Block)"):
+        shard_model(model, auto_wrap_policy=None, use_orig_params=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shards'"):
+        shard_model(model, shards=4)  # type: ignore[call-arg]
