@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from shardkit.errors import ShardkitError
 
 COMMANDS = {  # the module of each, in the order of --help
-    "demo": "shardkit.demo.cli",
+    "demo": "shardkit.demo",
     "plan": "shardkit.memory.cli",
     "translate": "shardkit.fsdp1.translate.cli",
     "audit": "shardkit.fsdp1.audit.cli",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardkit.demo.train import LEARNING_RATE, Job, Run
+from shardkit.demo.train import LEARNING_RATE, Run
 
 # Each shard's norm is a float32 sum of up to 33,000 squares, in 8 lanes or more: 33,000 / 8 roundings of 6e-8, half
 # of that after the root. Seen: 6e-6.
@@ -28,14 +28,7 @@ def is_exact(device_type: str, ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
-
-    Attributes:
-        name: what was compared.
-        difference: the largest one found.
-        bound: the largest one allowed.
-        reason: why that much.
-    """
+    """The largest difference that was found, the largest that is allowed, and why that much; prints as a line."""
 
     name: str
     difference: float
@@ -52,12 +45,12 @@ class Check:
         return f"  {self.name:13}  {self.difference:<9.3g}  {f'at most {self.bound:g}, {self.reason}':55}  {verdict}"
 
 
-def compare(job: Job, sharded: Run, plain: Run) -> list[Check]:
+def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
     """The checks of a sharded run against a plain one; pure."""
-    norms = _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(job.steps))
+    norms = _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(len(plain.norms)))
     losses = _difference(torch.stack(sharded.losses), torch.stack(plain.losses))
     weights = max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items())
-    if is_exact(job.device.type, job.ranks):
+    if is_exact(device_type, ranks):
         return [
             Check("losses", losses, 0, "the arithmetic is the same"),
             Check("final weights", weights, 0, "the arithmetic is the same"),
@@ -68,6 +61,12 @@ def compare(job: Job, sharded: Run, plain: Run) -> list[Check]:
         Check("final weights", weights, WEIGHT_BOUND, "a third of an AdamW step; likewise"),
         Check("clip norms", norms, NORM_BOUND_OF_OTHER_GRADIENTS, "relative; of slightly different gradients"),
     ]
+
+
+def compare_resumed(losses: list[float], expected: list[float]) -> Check:
+    """The check of a resumed training against the one that never stopped; pure."""
+    difference = _difference(torch.tensor(losses), torch.tensor(expected))
+    return Check("losses", difference, LOSS_BOUND, "nats; the batch is cut, so added, in other parts")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -1,6 +1,5 @@
 """The demo: it runs as the README says, its verdict can be no, and a failing rank is reported."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -8,20 +7,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
-from shardkit.demo import launch
-from shardkit.demo.console import Progress
-from shardkit.demo.launch import run_on_ranks
-from shardkit.demo.model import ByteTransformer
-from shardkit.demo.peak import LivePeak
-from shardkit.demo.text import load_text, micro_batch
-from shardkit.demo.train import Job, Run, held_tensors, nbytes
-from shardkit.demo.verify import compare
-from shardkit.testing import distributed
-from shardkit.testing.ranks import START_METHOD, _context
+from shardkit.demo.model import ByteTransformer, load_text, micro_batch
+from shardkit.demo.train import Job, LivePeak, Run
+from shardkit.demo.verify import compare, compare_resumed
+from shardkit.testing import RankPool, distributed
 
 
 def test_the_command_runs_in_processes_of_its_own():
@@ -36,35 +28,17 @@ def test_the_command_runs_in_processes_of_its_own():
 
 
 @pytest.fixture
-def forked_ranks(monkeypatch, tmp_path):
-    """``run_on_ranks`` forks from the server of ``shardkit.testing``, which has imported torch once for all."""
-
-    def spawn(body, args, nprocs, daemon):
-        into = {name: tmp_path / name for name in ("stdout", "stderr")}
-        try:
-            ranks = functools.partial(start_processes, nprocs=nprocs, daemon=daemon, start_method=START_METHOD)
-            ranks(as_a_new_process, (body, args, dict(os.environ), into))
-        finally:
-            for name, file in into.items():
-                getattr(sys, name).write(file.read_text())
-                file.unlink()
-
-    monkeypatch.setattr(launch, "spawn", spawn)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # --device cpu sets it
-    assert _context(START_METHOD)  # makes the server import torch
+def same_environment(monkeypatch):
+    """What ``--device cpu`` and the demo set is taken back."""
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
-def as_a_new_process(rank, body, args, environment, into):
-    """A fork of the server has the server's environment and output, which a new process would have from its parent."""
-    os.environ.update(environment)
-    for name, file in into.items():
-        with file.open("a") as opened:
-            os.dup2(opened.fileno(), getattr(sys, f"__{name}__").fileno())
-    body(rank, *args)
-
-
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("same_environment")
 def test_the_command_of_the_readme_trains_and_verifies(capfd):
+    with RankPool(1) as pool:
+        pool.run(dist.get_rank)
+    capfd.readouterr()  # what the imports of the fork server say
     assert main(["demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]) == 0
     shown = capfd.readouterr()
     assert shown.err == ""
@@ -88,37 +62,29 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "leave", lambda code: code)  # the rank is the pool's
         threads = torch.get_num_threads()
-        sound = demo.run_demo(steps=1, device="cpu")  # like torchrun, the pool says which rank this is
+        sound = main(["demo", "--steps", "1", "--device", "cpu"])  # like torchrun, the pool says which rank this is
         patch.setattr(demo, "train_sharded", corrupted)
-        corrupt = demo.run_demo(steps=1, device="cpu")
+        corrupt = main(["demo", "--steps", "1", "--device", "cpu"])
         torch.set_num_threads(threads)
     assert (sound, corrupt) == ((0, 1) if dist.get_rank() == 0 else (0, 0))
 
 
-def raise_on_rank_1():
+def lost(job):
     if dist.get_rank() == 1:
         raise KeyError("lost")
     dist.barrier()
 
 
-def disagree():
-    return 1 if dist.get_rank() == 0 else 0
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(("body", "said"), [(raise_on_rank_1, "KeyError: 'lost'"), (disagree, "")])
-def test_a_failing_rank_is_reported_with_its_traceback(body, said, capfd):
-    assert run_on_ranks(body, 2) == 1
+@pytest.mark.usefixtures("same_environment")
+def test_a_failing_rank_is_reported_with_its_traceback(monkeypatch, capfd):
+    monkeypatch.setattr(demo, "train_and_compare", lost)
+    assert main(["demo", "--ranks", "2", "--steps", "1", "--device", "cpu"]) == 1
     errors = capfd.readouterr().err
-    assert said in errors
-    assert ("rank 1 failed" in errors) == bool(said)
+    assert "KeyError: 'lost'" in errors
+    assert "rank 1" in errors
 
 
 # --- The verdict ----------------------------------------------------------------------------------------------------
-
-
-def job(ranks: int, steps: int = 2) -> Job:
-    return Job(torch.zeros(0), torch.device("cpu"), ranks, steps)
 
 
 def a_run() -> Run:
@@ -131,7 +97,7 @@ def a_run() -> Run:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_equal_runs_pass(ranks):
-    assert all(check.holds for check in compare(job(ranks), a_run(), a_run()))
+    assert all(check.holds for check in compare("cpu", ranks, a_run(), a_run()))
 
 
 @pytest.mark.parametrize(("ranks", "change", "holds"), [(2, 1e-7, False), (3, 1e-7, True), (3, 3e-3, False)])
@@ -142,7 +108,7 @@ def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, wha
         changed.losses[1] += 10 * change  # of 4.0, where 1e-7 is less than a digit
     else:
         changed.weights["b"][1, 0] += change
-    verdicts = {check.name: check.holds for check in compare(job(ranks), changed, a_run())}
+    verdicts = {check.name: check.holds for check in compare("cpu", ranks, changed, a_run())}
     assert verdicts == {"losses": True, "final weights": True, "clip norms": True} | {what: holds}
 
 
@@ -150,7 +116,13 @@ def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, wha
 def test_norms_may_differ_by_rounding_only(change, holds):
     changed = a_run()
     changed.norms[0] *= 1 + change
-    assert [check.holds for check in compare(job(2), changed, a_run())] == [True, True, holds]
+    assert [check.holds for check in compare("cpu", 2, changed, a_run())] == [True, True, holds]
+
+
+def test_a_resumed_training_has_the_losses_of_the_first():
+    assert compare_resumed([4.0, 3.0], [4.0, 3.0005]).holds
+    assert not compare_resumed([4.0, 3.0], [4.0, 3.002]).holds
+    assert not compare_resumed([4.0, float("nan")], [4.0, 3.0]).holds
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -158,7 +130,7 @@ def test_nan_never_passes(ranks):
     broken = a_run()
     broken.weights["a"][0] = broken.losses[0] = torch.tensor(torch.nan)
     broken.norms[0] = torch.tensor(torch.nan)
-    checks = compare(job(ranks), broken, broken)
+    checks = compare("cpu", ranks, broken, broken)
     assert not any(check.holds for check in checks)
     assert all("FAILED" in str(check) for check in checks)
 
@@ -194,15 +166,6 @@ def test_a_python_without_sources_is_refused(tmp_path):
         load_text(tmp_path)
 
 
-def test_held_bytes_are_parameters_gradients_and_both_moments():
-    model = torch.nn.Linear(10, 10, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert nbytes(held_tensors(model.parameters(), optimizer)) == 400
-    model(torch.ones(1, 10)).sum().backward()
-    optimizer.step()
-    assert nbytes(held_tensors(model.parameters(), optimizer)) == 4 * 400 + 4  # and the count of steps
-
-
 def test_the_peak_counts_what_lives_at_once():
     model = torch.nn.Linear(100, 50, bias=False)
     with LivePeak(model.parameters()) as live:
@@ -216,12 +179,11 @@ def test_the_peak_counts_what_lives_at_once():
 
 
 @pytest.mark.parametrize(("terminal", "lines"), [(True, 1), (False, 5)])
-def test_progress_is_one_moving_line_or_a_few(terminal, lines, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    progress = Progress("sharded", 20)
+def test_progress_is_one_moving_line_or_a_few(terminal, lines, tmp_path):
+    job = Job(1, 20, output=tmp_path / "output", terminal=terminal)
     for step in range(20):
-        progress.show(step, torch.tensor(1.5))
-    out = capsys.readouterr().out
+        job.show_progress("sharded", step, torch.tensor(1.5))
+    out = job.output.read_bytes().decode()
     assert out.count("\n") == lines
     assert out.count("\r") == (20 if terminal else 0)
     assert out.endswith("sharded  step 20/20  loss 1.5000\n")
