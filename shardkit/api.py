@@ -45,7 +45,7 @@ def plan_model(
     forward_methods: Iterable[str] = (),
     example_batch: Any = None,
 ) -> ShardingPlan:
-    """The plan by which ``shard_model`` would shard ``model``: plain data that prints as a table.
+    """Plans how ``shard_model`` would shard ``model``, as plain data that prints as a table.
 
     Pure and local: nothing of the model changes, and it may be on the meta device. With a MeshSpec no process group
     is needed, so the plan for a cluster can be read on a laptop.
@@ -54,7 +54,7 @@ def plan_model(
         model: the whole model.
         units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``,
             ``by_size``, ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool
-            or a dict of settings), where for each module the first match wins and the root takes what is left.
+            or a dict of settings); the first matching rule wins, and the root takes the rest.
             None is the default rule: blocks, the input embedding, and ``[norm, head]``.
         mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
@@ -70,7 +70,7 @@ def plan_model(
         checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations.
             Blocks are units of one module that has submodules, other than the root.
         compile: ``torch.compile`` the forward of the blocks.
-        prefetch: how many units ahead to all-gather explicitly; 0 leaves it to torch, one ahead.
+        prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
             ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
         example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a tuple of positional

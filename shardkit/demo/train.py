@@ -30,7 +30,7 @@ SEQUENCES = 8  # of one micro-batch, one for each rank and step
 CONTEXT = 128  # bytes of each
 CHECKPOINT = "checkpoint"
 MOST_RESUMED = 10  # steps, which are trained a second time
-PROGRESS_LINES = 5  # where there is no terminal
+PROGRESS_LINES = 5  # off a terminal
 
 
 @dataclass(frozen=True)

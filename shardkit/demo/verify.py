@@ -9,15 +9,22 @@ from torch import Tensor
 
 from shardkit.demo.train import LEARNING_RATE, Run
 
-# Each shard's norm is a float32 sum of up to 33,000 squares, in 8 lanes or more: 33,000 / 8 roundings of 6e-8, half
-# of that after the root. Seen: 6e-6.
-NORM_BOUND = 1e-4
+Bound = tuple[float, str]  # the largest difference that is allowed, and why that much
+EXACT: dict[str, Bound] = {
+    "losses": (0, "the arithmetic is the same"),
+    "final weights": (0, "the arithmetic is the same"),
+    # Each shard's norm is a float32 sum of up to 33,000 squares, in 8 lanes or more: 33,000 / 8 roundings of 6e-8,
+    # half of that after the root. Seen: 6e-6.
+    "clip norms": (1e-4, "relative; float32 against float64"),
+}
 # With more than two ranks, or on a GPU, gradients are added in another order too, and training lets such roundings
 # grow: 8e-7 in a weight after 60 steps on 3 ranks, 4e-5 after 150. A wrong or missing gradient moves weights by whole
 # AdamW steps, three times this bound each.
-WEIGHT_BOUND = LEARNING_RATE / 3
-LOSS_BOUND = 1e-3  # nats
-NORM_BOUND_OF_OTHER_GRADIENTS = 1e-2
+ROUNDED: dict[str, Bound] = {
+    "losses": (1e-3, "nats; gradients are added in another order"),
+    "final weights": (LEARNING_RATE / 3, "a third of an AdamW step; likewise"),
+    "clip norms": (1e-2, "relative; of slightly different gradients"),
+}
 MOST_STEPS = 150  # where roundings grow
 
 
@@ -47,26 +54,19 @@ class Check:
 
 def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
     """The checks of a sharded run against a plain one; pure."""
-    norms = _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(len(plain.norms)))
-    losses = _difference(torch.stack(sharded.losses), torch.stack(plain.losses))
-    weights = max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items())
-    if is_exact(device_type, ranks):
-        return [
-            Check("losses", losses, 0, "the arithmetic is the same"),
-            Check("final weights", weights, 0, "the arithmetic is the same"),
-            Check("clip norms", norms, NORM_BOUND, "relative; float32 against float64"),
-        ]
-    return [
-        Check("losses", losses, LOSS_BOUND, "nats; gradients are added in another order"),
-        Check("final weights", weights, WEIGHT_BOUND, "a third of an AdamW step; likewise"),
-        Check("clip norms", norms, NORM_BOUND_OF_OTHER_GRADIENTS, "relative; of slightly different gradients"),
-    ]
+    found = {
+        "losses": _difference(torch.stack(sharded.losses), torch.stack(plain.losses)),
+        "final weights": max(_difference(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()),
+        "clip norms": _difference(torch.stack(sharded.norms) / torch.stack(plain.norms), torch.ones(len(plain.norms))),
+    }
+    bounds = EXACT if is_exact(device_type, ranks) else ROUNDED
+    return [Check(name, difference, *bounds[name]) for name, difference in found.items()]
 
 
 def compare_resumed(losses: list[float], expected: list[float]) -> Check:
     """The check of a resumed training against the one that never stopped; pure."""
     difference = _difference(torch.tensor(losses), torch.tensor(expected))
-    return Check("losses", difference, LOSS_BOUND, "nats; the batch is cut, so added, in other parts")
+    return Check("losses", difference, ROUNDED["losses"][0], "nats; the batch is cut, so added, in other parts")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -69,7 +69,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
-            return args[0] if args[0].is_meta else self._twin(args[0])
+            return args[0] if args[0].is_meta else self._stand_in(args[0])
         if _makes_tensor(func, tensors):
             return self._record(func, args, kwargs)
         return self._run_for_real(func, args, kwargs)
@@ -209,11 +209,11 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_meta(self, leaf: Any, real_of: dict[int, Tensor]) -> Any:
         if not isinstance(leaf, Tensor) or leaf.is_meta:
             return leaf
-        twin = self._twin(leaf)
-        real_of[id(twin)] = leaf
-        return twin
+        stand_in = self._stand_in(leaf)
+        real_of[id(stand_in)] = leaf
+        return stand_in
 
-    def _twin(self, real: Tensor) -> Tensor:
+    def _stand_in(self, real: Tensor) -> Tensor:
         """A meta tensor for a real one, its storage recorded as a constant."""
         storage = real.untyped_storage()
         if id(storage) not in self._constants:
@@ -272,7 +272,7 @@ class _Constant:
 
 
 class Disguise(TorchFunctionMode):
-    """Lets meta tensors pass for ordinary ones in what is no aten call.
+    """Lets meta tensors pass for ordinary ones where no aten call is made.
 
     transformers, torch.nn.init and others look for meta tensors and then skip their own initialisers; ordinary
     construction would run them. Methods that hand out values (``tolist``, ``numpy``) get them from the tape.

@@ -2,7 +2,7 @@
 
 While a tape records, a generator holds a *marker*, a state that says only "after n random ops". Whoever saves
 and restores states inside the construction (``torch.random.fork_rng``) saves and restores markers, which replay
-turns into true states; whoever seeds (``torch.manual_seed``) leaves a state that is no marker, which is taken
+turns into true states; whoever seeds (``torch.manual_seed``) leaves a state that is not a marker, which is taken
 literally. After the recording the generator holds a last marker, which stands for the state that ordinary
 construction would have left. It must differ from every state before: were the generator put back to where it
 was, a second recording could not tell "goes on from the first" from "seeded with the same number again".
