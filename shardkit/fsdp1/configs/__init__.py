@@ -14,10 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.configs.build import build
 from shardkit.fsdp1.configs.reader import Reader, load
 from shardkit.fsdp1.configs.recognise import FORMATS, recognise
-from shardkit.fsdp1.configs.target import Ranks, Reading
+from shardkit.fsdp1.configs.target import Ranks, Reading, build
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import check_ranks
 

@@ -7,8 +7,7 @@ files in ``examples/config_yaml_templates`` and ``examples/torch_native_parallel
 from __future__ import annotations
 
 from shardkit.fsdp1.configs import deepspeed
-from shardkit.fsdp1.configs.axes import read_axes
-from shardkit.fsdp1.configs.keys import VERSION, read_fsdp
+from shardkit.fsdp1.configs.keys import VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Reader, Table, one_of
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 
@@ -64,12 +63,9 @@ def read(config: Reader, ranks: Ranks) -> Target:
     config.section("tp_config")
     section = config.section("fsdp_config", prefix="fsdp_")
     version = 2 if section.take("version", VERSION) == "2" else 1
-    axes = read_axes(config.section("parallelism_config", prefix="parallelism_config_"), ranks, _AXES, "one")
-    if version == 1 and axes.given:
-        rule = "accelerate builds a mesh of several axes in version 2 only"
-        fix = "Say fsdp_version: 2, or leave parallelism_config out"
-        config.problem("parallelism_config", "with fsdp_version 1", rule, fix)
-    target = Target(axes.mesh, precision=_precision(config, version), compile=compiled, axes=axes.others)
+    section_of_axes = config.section("parallelism_config", prefix="parallelism_config_")
+    mesh, others = read_axes(section_of_axes, version, ranks.world_size, _AXES, rest_shards=False)
+    target = Target(mesh, precision=_precision(config, version), compile=compiled, axes=others)
     return read_fsdp(section, version, ranks, target)
 
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit.fsdp1.configs.axes import CONTEXT, Axes, read_axes
-from shardkit.fsdp1.configs.keys import BY_CLASS, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
+from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, STRATEGIES, VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import NAMES, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.transformers import TRAINER, named_strategy, read_compile, read_precision, read_words
@@ -69,13 +68,18 @@ def read(config: Reader, ranks: Ranks) -> Target:
     version = _version(config, section, values["fsdp_version"], inside["version"])
     words = read_words(config) or ()
     strategy = _strategy(config, words, section, version)
-    axes = _axes(config, ranks, version)
+    context = config.section("context_parallel")  # which newer versions have beside context_parallel_size
+    mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, context=context)
+    context.read({"*": CONTEXT})
+    old = config.raw("sequence_parallel_degree") not in (None, 1)
+    told = "refused: It is context_parallel_size since axolotl 0.12: say so."
+    config.note("sequence_parallel_degree", told if old else "implied: None.")
     _quantized(config, version)
     target = Target(
-        axes.mesh,
+        mesh,
         precision=read_precision(config, version),
         offload="offload" in words,
-        axes=axes.others,
+        axes=others,
         compile=read_compile(config),
     )
     policy = BY_CLASS if version == 2 or "auto_wrap" in words else ROOT_ONLY
@@ -110,20 +114,6 @@ def _strategy(config: Reader, words: tuple[str, ...], section: Reader, version: 
         told = STRATEGIES[name] if strategy else "noted: It names no strategy."
     config.note("fsdp", told)
     return strategy
-
-
-def _axes(config: Reader, ranks: Ranks, version: int) -> Axes:
-    """The sizes of a mesh; newer versions have ``context_parallel: {size: 8}`` beside ``context_parallel_size``."""
-    context = config.section("context_parallel")
-    axes = read_axes(config, ranks, _AXES, "all", context)
-    context.read({"*": CONTEXT})
-    old = config.raw("sequence_parallel_degree") not in (None, 1)
-    told = "refused: It is context_parallel_size since axolotl 0.12: say so."
-    config.note("sequence_parallel_degree", told if old else "implied: None.")
-    if version == 1 and axes.given:
-        key = next((key for key in _AXES.values() if config.raw(key) not in (None, 1)), "context_parallel")
-        config.problem(key, "with fsdp_version 1", "Meshes of several axes are for version 2", "Say fsdp_version: 2")
-    return axes
 
 
 def _quantized(config: Reader, version: int) -> None:

@@ -1,4 +1,4 @@
-"""The keys of an ``fsdp_config`` section, which accelerate, transformers and axolotl share.
+"""The keys that formats share: an ``fsdp_config`` section, of accelerate, transformers and axolotl, and sizes of axes.
 
 Facts from accelerate 1.x (``FullyShardedDataParallelPlugin``, ``commands/launch.py``), transformers 4 and 5
 (``TrainingArguments.fsdp_config``) and axolotl 0.x (``utils/schemas/fsdp.py``).
@@ -6,17 +6,18 @@ Facts from accelerate 1.x (``FullyShardedDataParallelPlugin``, ``commands/launch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.reader import (
     BOOLEAN,
     NAMES,
     NUMBER,
+    RANKS,
     Key,
     Kind,
     Reader,
@@ -126,7 +127,6 @@ def read_fsdp(
     strategy = _strategy_1(section, strategy) if version == 1 else _strategy_2(section, strategy)
     values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2), **(_UNITS if policy else {})})
     offload = target.offload or any(values.get(key) for key in ("offload_params", "cpu_offload"))
-    arguments = _fsdp1_arguments(section, values, strategy) if version == 1 else {}
     kept = (values["state_dict_type"] or "").partition("_")[0].lower()
     return replace(
         target,
@@ -138,11 +138,11 @@ def read_fsdp(
         offload=offload,
         pin_memory=_pin_memory(section, version, offload),
         checkpoint_activations=values.get("activation_checkpointing", False),
-        prefetch=int(arguments.get("forward_prefetch", 0)),
-        sync_module_states=arguments.get("sync_module_states", False),
+        prefetch=int(version == 1 and values["forward_prefetch"]),
+        sync_module_states=values.get("sync_module_states", False),
         rank0_loads=values["cpu_ram_efficient_loading"],
         state_dict_type=kept if kept in ("full", "sharded") else None,
-        fsdp1=arguments if version == 1 else None,
+        strategy=strategy if version == 1 else None,
     )
 
 
@@ -245,13 +245,77 @@ def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
     return pin if offload else None
 
 
-def _fsdp1_arguments(section: Reader, values: dict[str, Any], strategy: ShardingStrategy) -> dict[str, Any]:
-    """FSDP1's arguments that have keys of their own."""
-    names = [key for key in ("backward_prefetch", "backward_prefetch_policy") if section.raw(key) is not None]
-    prefetch = values[names[0]] if names else "BACKWARD_PRE"
-    switches = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-    return {
-        "sharding_strategy": strategy,
-        **{key: values[key] for key in switches},
-        "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
-    }
+# --- Sizes of the axes of ranks ----------------------------------------------------------------------------------
+
+_OTHERS = {
+    "tp": "Tensor parallelism is yours to apply first, on a mesh with a tp axis",
+    "cp": "Splitting the sequence is yours, on a mesh with a cp axis",
+    "sp": "Splitting the sequence is yours, on a mesh with an sp axis",
+    "ep": "Expert parallelism is yours, on a mesh with an ep axis",
+}
+CONTEXT = "elsewhere: It is for context parallelism, which is yours."
+
+
+def read_axes(
+    config: Reader,
+    version: int,
+    world: int | None,
+    names: Mapping[str, str],
+    rest_shards: bool,
+    context: Reader | None = None,
+) -> tuple[MeshSpec | None, dict[str, int]]:
+    """The data-parallel mesh that sizes of axes make, None where none is given; and other axes of more ranks than one.
+
+    Args:
+        config: the section with the sizes, whose product must be the world size.
+        version: of FSDP; only 2 has them.
+        world: ranks in all, as far as they are known.
+        names: the section's key of each axis.
+        rest_shards: whether without ``dp_shard`` all ranks that are left shard, or one.
+        context: a section whose ``size`` is that of the context axis, where it may have one of its own.
+
+    Context parallel ranks shard the parameters too: each sees a part of every sequence, so their gradients add up.
+    """
+    places = [(config, key, axis) for axis, key in names.items()] + ([(context, "size", "cp")] if context else [])
+    sizes = {axis: config.get(key, RANKS) for axis, key in names.items() if config.get(key, RANKS) is not None}
+    if context is not None and (inner := context.get("size", RANKS)) is not None:
+        if sizes.setdefault("cp", inner) != inner:
+            context.problem("size", f"{inner}, and {names['cp']} {sizes['cp']}", "They are the same", "Leave one out")
+    mesh = _mesh_of(config, world, sizes, rest_shards) if sizes else None
+    for reader, key, axis in places:
+        if version == 1 and sizes.get(axis, 1) > 1 and key in reader:
+            reader.problem(key, "with fsdp_version 1", "Axes of ranks are for version 2", "Say fsdp_version: 2")
+        reader.note(key, _answer(axis, sizes.get(axis, 1), mesh))
+    config.read({"cp_comm_strategy cp_handler cp_backend sp_handler sp_backend": CONTEXT})
+    return mesh, {axis: size for axis, size in sizes.items() if axis in _OTHERS and size > 1}
+
+
+def _mesh_of(config: Reader, world: int | None, sizes: Mapping[str, int], rest_shards: bool) -> MeshSpec | None:
+    replicate, context = sizes.get("dp_replicate", 1), sizes.get("cp", 1) * sizes.get("sp", 1)
+    beside = sizes.get("tp", 1) * sizes.get("ep", 1)
+    shard = sizes.get("dp_shard", 1)
+    if rest_shards and "dp_shard" not in sizes:
+        if world is None:
+            return None
+        shard = max(1, world // (replicate * context * beside))
+    product = replicate * shard * context * beside
+    if world is not None and product != world:
+        told = ", ".join(f"{axis}={size}" for axis, size in {**sizes, "dp_shard": shard}.items())
+        problem = f"{told} make {product} ranks, and there are {world}"
+        rule, fix = (
+            "The sizes of the axes multiply to the number of ranks",
+            "Change one of them, or the number of ranks",
+        )
+        config.problem(next(iter(config), "sizes"), problem, rule, fix)
+    return MeshSpec.hybrid(replicate, shard * context) if replicate > 1 else MeshSpec.sharded(shard * context)
+
+
+def _answer(axis: str, size: int, mesh: MeshSpec | None) -> str:
+    if axis not in _OTHERS:
+        return f"mapped: {size} on axis {axis}."
+    if size == 1:
+        return "implied: An axis of one rank is none."
+    if axis in ("cp", "sp"):
+        return f"noted: {_OTHERS[axis]}; its ranks also shard the parameters. Give shardkit the data-parallel sub-mesh."
+    of = f" ({mesh})" if mesh is not None else ""
+    return f"noted: {_OTHERS[axis]}. Give shardkit the data-parallel sub-mesh{of}."

@@ -53,11 +53,11 @@ def read_as_fsdp1(
     config: Reader, ranks: Ranks, mixed: MixedPrecision | None, target: Target, policy: str | None = None
 ) -> Target:
     """``read_fsdp`` with the defaults of FSDP1's own arguments, where accelerate has others."""
-    target = read_fsdp(config, 1, ranks, replace(target, precision=precision_of(mixed)), policy=policy)
+    target = replace(target, precision=precision_of(mixed), mixed=mixed)
+    target = read_fsdp(config, 1, ranks, target, policy=policy)
     sync = target.sync_module_states and "sync_module_states" in config
-    arguments = {**(target.fsdp1 or {}), "sync_module_states": sync, "mixed_precision": mixed}
     casts = mixed is not None and mixed.cast_forward_inputs
-    return replace(target, sync_module_states=sync, fsdp1=arguments, casts="all" if casts else "root")
+    return replace(target, sync_module_states=sync, casts="all" if casts else "root")
 
 
 def precision_of(mixed: MixedPrecision | None) -> Precision:

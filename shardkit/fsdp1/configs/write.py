@@ -10,8 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import listing
-from shardkit.fsdp1.configs.build import mp_policy
-from shardkit.fsdp1.configs.target import Reading, Target
+from shardkit.fsdp1.configs.target import Reading, Target, mp_policy
 from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.plan.python import quoted

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardkit.fsdp1.configs import read_config, write
-from shardkit.fsdp1.configs.build import build
 from shardkit.fsdp1.configs.recognise import FORMATS
-from shardkit.fsdp1.configs.target import Ranks, Reading
+from shardkit.fsdp1.configs.target import Ranks, Reading, build
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.planning.named import named_model

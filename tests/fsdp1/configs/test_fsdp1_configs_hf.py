@@ -40,7 +40,7 @@ def test_the_words_of_fsdp(words, mesh, reshard):
     assert (reading.format, target.mesh, target.reshard_after_forward) == ("transformers", mesh, reshard)
     assert target.offload == ("offload" in words)
     assert target.wrap == Wrap("declared" if "auto_wrap" in words else "root")
-    assert target.fsdp1 is not None
+    assert target.strategy is not None
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_the_units_of_transformers(config, wrap):
 
 
 def test_a_switch_is_version_2_and_words_are_version_1():
-    assert read({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}).target.fsdp1 is None
-    assert read({"fsdp": True, "fsdp_config": {"version": 1}}).target.fsdp1 is not None
-    assert read({"fsdp": "full_shard", "fsdp_config": {"version": 2}}).target.fsdp1 is None
+    assert read({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}).target.strategy is None
+    assert read({"fsdp": True, "fsdp_config": {"version": 1}}).target.strategy is not None
+    assert read({"fsdp": "full_shard", "fsdp_config": {"version": 2}}).target.strategy is None
     assert fate(read({"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}), "fsdp") == "refused"
     assert fate(read({"fsdp": "", "fsdp_config": {}}), "fsdp") == "refused"
 
