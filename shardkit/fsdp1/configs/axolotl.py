@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.distributed.fsdp import ShardingStrategy
-
-from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, STRATEGIES, VERSION, read_axes, read_fsdp
+from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import NAMES, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
-from shardkit.fsdp1.configs.transformers import TRAINER, named_strategy, read_compile, read_precision, read_words
+from shardkit.fsdp1.configs.transformers import TRAINER, WORDS, read_compile, read_precision, read_strategy
 
 _FINAL = Key(
     choice(("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
@@ -66,8 +64,11 @@ def read(config: Reader, ranks: Ranks) -> Target:
     section = config.section("fsdp_config", prefix="fsdp_")
     values, inside = config.read(_KEYS), section.read(_SECTION)
     version = _version(config, section, values["fsdp_version"], inside["version"])
-    words = read_words(config) or ()
-    strategy = _strategy(config, words, section, version)
+    words = config.get("fsdp", WORDS, ()) or ()
+    beside = version == 1 and section.raw("sharding_strategy") is not None
+    later = "noted: fsdp_config.sharding_strategy goes before it." if beside else None
+    instead = ": give dp_shard_size and dp_replicate_size."
+    strategy = read_strategy(config, words, version, instead, "noted: It names no strategy.", later)
     context = config.section("context_parallel")  # which newer versions have beside context_parallel_size
     mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, context=context)
     context.read({"*": CONTEXT})
@@ -99,21 +100,6 @@ def _version(config: Reader, section: Reader, outside: str | None, inside: str |
         return int(version)
     old = config.raw("fsdp") or any(key in section for key in ("sharding_strategy", "use_orig_params"))
     return 1 if old or "reshard_after_forward" not in section else 2
-
-
-def _strategy(config: Reader, words: tuple[str, ...], section: Reader, version: int) -> ShardingStrategy | None:
-    strategy = named_strategy(config, words)
-    name = strategy.name.lstrip("_") if strategy else ""
-    if version == 2 and name not in ("", "FULL_SHARD", "SHARD_GRAD_OP"):
-        told = f"refused: Version 2 has no {name.lower()}: give dp_shard_size and dp_replicate_size."
-        strategy = None
-    elif strategy and version == 1 and section.raw("sharding_strategy") is not None:
-        told = "noted: fsdp_config.sharding_strategy goes before it."
-        strategy = None
-    else:
-        told = STRATEGIES[name] if strategy else "noted: It names no strategy."
-    config.note("fsdp", told)
-    return strategy
 
 
 def _quantized(config: Reader, version: int) -> None:

@@ -278,9 +278,9 @@ def read_axes(
     """
     places = [(config, key, axis) for axis, key in names.items()] + ([(context, "size", "cp")] if context else [])
     sizes = {axis: config.get(key, RANKS) for axis, key in names.items() if config.get(key, RANKS) is not None}
-    if context is not None and (inner := context.get("size", RANKS)) is not None:
-        if sizes.setdefault("cp", inner) != inner:
-            context.problem("size", f"{inner}, and {names['cp']} {sizes['cp']}", "They are the same", "Leave one out")
+    inner = context.get("size", RANKS) if context else None
+    if context and inner and sizes.setdefault("cp", inner) != inner:
+        context.problem("size", f"{inner}, and {names['cp']} {sizes['cp']}", "They are the same", "Leave one out")
     mesh = _mesh_of(config, world, sizes, rest_shards) if sizes else None
     for reader, key, axis in places:
         if version == 1 and sizes.get(axis, 1) > 1 and key in reader:

@@ -7,13 +7,14 @@ version, as transformers 4 did; ``fsdp=True`` for FSDP2, as transformers 5 does.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
-from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, Key, Reader, Table, given, load
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, Answer, Key, Kind, Reader, Table, given, load
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
@@ -59,9 +60,11 @@ def read(config: Reader, ranks: Ranks) -> Target:
     section = _section(config)
     section.read(_XLA)
     written = section.take("version", VERSION)
-    words = read_words(config)
+    words = config.get("fsdp", WORDS, ())
     version = int(written or ("2" if words is None else "1"))
-    strategy = _strategy(config, words or (), version)
+    instead = ". Say version: 1 in fsdp_config, which shardkit then translates."
+    off = "refused: It is off, so there is no sharding to translate."
+    strategy = read_strategy(config, words or (), version, instead, off)
     least, classes = values["fsdp_min_num_params"], values["fsdp_transformer_layer_cls_to_wrap"]
     target = Target(
         None,
@@ -78,45 +81,46 @@ def read(config: Reader, ranks: Ranks) -> Target:
     return replace(target, wrap=wrap)
 
 
-def read_words(config: Reader) -> tuple[str, ...] | None:
-    """The words of ``fsdp="full_shard auto_wrap"`` or of a list of them; None where it only switches FSDP on."""
-    value = config.raw("fsdp")
+def _words(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, bool) or str(value).lower() in ("true", "1"):
         return None
-    if value is None or value == "":
-        return ()
     words = value.split() if isinstance(value, str) else value
-    if isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words):
-        return tuple(word.lower().replace(",", "") for word in words)
-    config.problem("fsdp", repr(value), "It is true, words such as full_shard auto_wrap, or a list of them", "Use true")
-    return ()
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise ValueError
+    return tuple(word.lower().replace(",", "") for word in words)
 
 
-def named_strategy(config: Reader, words: tuple[str, ...]) -> ShardingStrategy | None:
-    """The strategy that is one of the words, which may also say offload and auto_wrap; a problem where others do."""
+# Of fsdp="full_shard auto_wrap" or a list; None where it only switches FSDP on or off.
+WORDS = Kind("It is true, words such as full_shard auto_wrap, or a list of them", "Use true", _words)
+
+
+def read_strategy(
+    config: Reader, words: tuple[str, ...], version: int, instead: str, off: Answer, later: Answer | None = None
+) -> ShardingStrategy | None:
+    """The strategy among the words of ``fsdp``, which may also say offload and auto_wrap.
+
+    Args:
+        config, words, version: the keys, the words, and the version of FSDP.
+        instead: what version 2 has instead of other strategies.
+        off: the answer where ``fsdp`` is off.
+        later: the answer where another key goes before it.
+    """
     named = [word for word in words if word.upper() in STRATEGIES]
     if len(named) > 1 or not {*words} <= {*named, "offload", "auto_wrap"}:
         rule = f"Its words are one of {', '.join(STRATEGIES).lower()}, and offload and auto_wrap"
         config.problem("fsdp", " ".join(words), rule, "Use full_shard auto_wrap")
         return None
-    return parse_strategy(named[0]) if named else None
-
-
-def _strategy(config: Reader, words: tuple[str, ...], version: int) -> ShardingStrategy | None:
-    strategy = named_strategy(config, words)
-    if strategy is not None and version == 2 and strategy.name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        name = strategy.name.lstrip("_").lower()
-        told = f"refused: Version 2 has no {name}. Say version: 1 in fsdp_config, which shardkit then translates."
-        config.note("fsdp", told)
+    if version == 2 and named and named[0] not in ("full_shard", "shard_grad_op"):
+        config.note("fsdp", f"refused: Version 2 has no {named[0]}{instead}")
         return None
-    if config.raw("fsdp") in (False, None, "", []):
-        config.note("fsdp", "refused: It is off, so there is no sharding to translate.")
-        return strategy
-    told = STRATEGIES[strategy.name.lstrip("_")] if strategy else "mapped: FSDP is on; fsdp_config says how."
+    if named and later:
+        config.note("fsdp", later)
+        return None
+    told = STRATEGIES[named[0].upper()] if named else "mapped: FSDP is on; fsdp_config says how."
     also = " offload: CPUOffloadPolicy." if "offload" in words else ""
     wraps = " auto_wrap: units as fsdp_config says." if "auto_wrap" in words else ""
-    config.note("fsdp", told + also + wraps)
-    return strategy
+    config.note("fsdp", off if config.raw("fsdp") in (False, None, "", []) else told + also + wraps)
+    return parse_strategy(named[0]) if named else None
 
 
 def _section(config: Reader) -> Reader:

@@ -226,12 +226,12 @@ def _units(target: Target) -> Iterator[str]:
     if wrap.by == "size":
         yield _BY_SIZE.format(least=wrap.min_num_params)
     elif wrap.by == "root":
-        yield _BY_CLASS.format(what="None but the root, so the whole model is gathered at once", names=set())
+        yield _BY_CLASS.format(what="None but the root, so the whole model is gathered at once", names=())
     elif wrap.by == "classes":
-        yield _BY_CLASS.format(what="The blocks", names=set(wrap.classes))
+        yield _BY_CLASS.format(what="The blocks", names=wrap.classes)
     else:
-        names = "set(model._no_split_modules)" + (f" | {set(wrap.classes)}" if wrap.classes else "")
-        yield _BY_CLASS.format(what="The blocks that the model declares", names=names)
+        names = ", ".join(["*model._no_split_modules", *map(repr, wrap.classes)])
+        yield _BY_CLASS.format(what="The blocks that the model declares", names=f"{{{names}}}")
 
 
 def _shard(target: Target) -> Iterator[str]:

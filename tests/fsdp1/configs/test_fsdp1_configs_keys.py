@@ -1,4 +1,4 @@
-"""Random configurations of every format: a target or an error, and a note for each key, exactly once."""
+"""Random configurations of every format, a target or an error and one note for each key; and what the tables hold."""
 
 import pytest
 import torch.nn as nn
@@ -9,7 +9,18 @@ from small_models import Decoder
 
 from shardkit import PlanError
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import from_config, read_config
+from shardkit.fsdp1.configs import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    from_config,
+    keys,
+    lightning,
+    plain,
+    read_config,
+    roll,
+    transformers,
+)
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
 from shardkit.fsdp1.instead import FATES
@@ -76,6 +87,36 @@ def test_wrong_values_are_errors_that_name_the_key_or_are_not_looked_at(name, da
             assert subject.split(".")[0] in {*config, "sharding_strategy", "world_size"}, line
         return
     assert len(reading.notes) >= len([value for value in config.values() if value != {"a": 1}])
+
+
+def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
+    modules = (keys, accelerate, transformers, axolotl, deepspeed, lightning, roll, plain)
+    names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
+    assert len(names) > 25
+    for module, name in names:
+        table = getattr(module, name)
+        words = [word for words in table for word in words.split()]
+        assert len(words) == len(set(words)), (module, name)
+        for row in table.values():
+            for answer in answers_of(row):
+                fate, _, sentence = answer.partition(": ")
+                assert (fate in FATES, sentence.endswith(".")) == (True, True), (module, name, answer)
+
+
+def answers_of(row):
+    """The answers of a line of a table, after a look that it has one for each value."""
+    if isinstance(row, str):
+        return [row]
+    if callable(row.answers):
+        return [row.answers(row.default)]
+    if isinstance(row.answers, str):
+        return [row.answers]
+    assert row.default in row.answers
+    if True in row.answers:
+        assert row.answers.keys() == {True, False, row.default}
+    else:
+        assert all(row.kind.parse(value) == value for value in row.answers.keys() - {None})
+    return row.answers.values()
 
 
 class Model(Decoder):
