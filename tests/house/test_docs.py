@@ -134,7 +134,8 @@ def test_the_commands_of_the_pages_exist():
 @pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "planning.rules"])
 def test_the_examples_of_docstrings_are_right(name):
     module = importlib.import_module(f"shardkit.{name}")
-    names = vars(shardkit) | vars(shardkit.testing) | {"torch": torch, "nn": nn}
+    public = {name: getattr(shardkit, name) for name in shardkit.__all__}
+    names = public | vars(shardkit.testing) | {"torch": torch, "nn": nn}
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     results = doctest.testmod(module, extraglobs=names, optionflags=options)
     assert results.attempted > 0
