@@ -35,21 +35,13 @@ PROGRESS_LINES = 5  # off a terminal
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on how many ranks, for how long, and where checkpoint and messages go.
+    """What is trained, on how many ranks, for how long, and where checkpoint and messages go."""
 
-    Attributes:
-        ranks: those that train first, each on a micro-batch of its own.
-        steps: of the optimizer.
-        folder: for the checkpoint; None saves none.
-        output: the file that rank 0 writes its messages to, for another process to print; None prints them.
-        terminal: whether they are shown on a terminal, where the line of progress moves.
-    """
-
-    ranks: int
-    steps: int
-    folder: Path | None = None
-    output: Path | None = None
-    terminal: bool = False
+    ranks: int  # those that train first, each on a micro-batch of its own
+    steps: int  # of the optimizer
+    folder: Path | None = None  # for the checkpoint; None saves none
+    output: Path | None = None  # that rank 0 writes its messages to, for another process to print; None prints them
+    terminal: bool = False  # whether they are shown on one, where the line of progress moves
 
     @property
     def saved_after(self) -> int:
@@ -78,21 +70,13 @@ class Job:
 
 @dataclass
 class Run:
-    """What a training leaves to compare.
+    """What a training leaves to compare."""
 
-    Attributes:
-        losses: of each step, the mean over its batch.
-        norms: of each step, the gradients' norm before clipping.
-        weights: the final parameters by FQN, whole and on the CPU.
-        held: bytes of the parameters, gradients and optimizer state that one process holds between two steps.
-        peak: the most bytes that one process holds in a forward and backward; on the CPU, those of live tensors.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    held: int = 0
-    peak: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # of each step, the mean over its batch
+    norms: list[Tensor] = field(default_factory=list)  # of each step, of the gradients before clipping
+    weights: dict[str, Tensor] = field(default_factory=dict)  # the final ones by FQN, whole and on the CPU
+    held: int = 0  # bytes of parameters, gradients and optimizer state in one process between two steps
+    peak: int = 0  # the most bytes of one process in a forward and backward; on the CPU, those of live tensors
 
 
 def train_sharded(job: Job) -> Run:

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +44,8 @@ def recording() -> Iterator[Recorder]:
     recorder = _current = Recorder(Tape(device))
     _thread = threading.get_ident()
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_refused_elsewhere())
-            stack.enter_context(_torch.recorded_samplers(recorder.record_sampler))
-            stack.enter_context(Disguise(recorder, device))
-            stack.enter_context(recorder)
+        sampled = _torch.recorded_samplers(recorder.record_sampler)
+        with _refused_elsewhere(), sampled, Disguise(recorder, device), recorder:
             yield recorder
     except BaseException:
         recorder.close(failed=True)

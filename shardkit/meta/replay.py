@@ -52,7 +52,10 @@ class Schedule:
         current: dict[int, Buffer] = {}
         for index, op in enumerate(ops):
             self.buffers.append(self._touch(index, op, current))
-            self.waits.append(self._data_waits(index, op))
+            # For what made what this one reads or changes: the last change before, which waits for those before it.
+            changes = [buffer.changes for buffer in self.buffers[index].values()]
+            before = (each[:-1] if each[-1] == index else each for each in changes)
+            self.waits.append([last for each in before for last in each[-1:]])
         self.final_buffers = [current[final.view.storage] for final in finals]
         self.needed = self._find_needed()
         self._add_order_waits()
@@ -76,14 +79,6 @@ class Schedule:
             if out is not None:
                 touched[out.storage] = current[out.storage] = Buffer(changes=[index])
         return touched
-
-    def _data_waits(self, index: int, op: Op) -> list[int]:
-        """The ops that made what this one reads or changes: the last change, which waits for those before it."""
-        before = []
-        for buffer in self.buffers[index].values():
-            changes = buffer.changes[:-1] if buffer.changes[-1] == index else buffer.changes
-            before += changes[-1:]
-        return before
 
     def _find_needed(self) -> list[bool]:
         needed = [False] * len(self.ops)
@@ -117,8 +112,7 @@ class Schedule:
         """For each op the last random op that it depends on, itself included; -1 for none."""
         ready: list[int] = []
         for index, op in enumerate(self.ops):
-            after = max((ready[i] for i in self.waits[index]), default=-1)
-            ready.append(index if op.random else after)
+            ready.append(index if op.random else max((ready[i] for i in self.waits[index]), default=-1))
         return ready
 
 

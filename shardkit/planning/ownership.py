@@ -11,15 +11,10 @@ from shardkit.planning.tree import ModelTree
 
 @dataclass(frozen=True)
 class Ownership:
-    """The parameters of each unit, and those that more than one unit would have to own.
+    """The parameters of each unit, and those that more than one unit would have to own."""
 
-    Attributes:
-        params: for each unit the FQNs it owns, in torch's order: children before parents.
-        split: for each tied parameter that is in several units, the entries that register it.
-    """
-
-    params: list[list[str]]
-    split: dict[str, list[int]]
+    params: list[list[str]]  # for each unit the FQNs it owns, in torch's order: children before parents
+    split: dict[str, list[int]]  # for each tied parameter that is in several units, the entries that register it
 
 
 def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Collection[str] = ()) -> Ownership:

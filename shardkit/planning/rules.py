@@ -27,32 +27,20 @@ class Overrides(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Selection:
-    """Modules that will be one unit.
+    """Modules that will be one unit."""
 
-    Attributes:
-        entries: their places in the ModelTree; several are torch's list form.
-        overrides: settings that a rule asked for.
-        reshard: what ``reshard_after_forward=None`` means for it.
-    """
-
-    entries: tuple[int, ...]
-    overrides: Overrides = field(default_factory=Overrides)
-    reshard: bool = True
+    entries: tuple[int, ...]  # their places in the ModelTree; several are torch's list form
+    overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
+    reshard: bool = True  # what reshard_after_forward=None means for it
 
 
 @dataclass(frozen=True)
 class UnitRule:
-    """What ``by_class``, ``by_name``, ``by_size`` and ``group`` return; made by them only.
+    """What ``by_class``, ``by_name``, ``by_size`` and ``group`` return; made by them only."""
 
-    Attributes:
-        text: the call that made it, for messages.
-        select: from a model and the entries that earlier rules took, the selections of this rule.
-        together: whether all that it matches is one unit.
-    """
-
-    text: str
-    select: Callable[[ModelTree, frozenset[int]], list[Selection]]
-    together: bool = False
+    text: str  # the call that made it, for messages
+    select: Callable[[ModelTree, frozenset[int]], list[Selection]]  # given the entries that earlier rules took
+    together: bool = False  # whether all that it matches is one unit
 
 
 Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
