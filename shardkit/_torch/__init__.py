@@ -53,9 +53,9 @@ if torch_version() > NEWEST_TESTED:
 
 def missing_name(path: str) -> ShardkitError:
     """The error for a private name that the torch that is imported does not have."""
-    tested = [".".join(map(str, version)) for version in (MINIMUM_TORCH, NEWEST_TESTED)]
-    rule = f"This function of shardkit needs it, and is tested with torch {' to '.join(tested)}"
-    fix = "Use such a torch, or a newer shardkit; `python -m shardkit.testing.torch_names` lists all that is missing"
+    rule = "This function of shardkit needs it, and is tested with torch {}.{} to {}.{}"
+    rule = rule.format(*MINIMUM_TORCH, *NEWEST_TESTED)
+    fix = "Use one of these, or a newer shardkit; `python -m shardkit.testing.torch_names` lists all that is missing"
     return ShardkitError(message(path, f"torch {torch.__version__} does not have it", rule, fix))
 
 
@@ -76,28 +76,26 @@ def _private(path: str) -> Any:
 SHARDS_INTEGERS = torch_version() >= (2, 13)
 
 
-# grads: one kernel for many tensors. torch.nn.utils.clip_grad_norm_ is built on the same two; torch has no
-# public name for them. The dtype argument of the norm is older than torch 2.11.
+# grads: one kernel for many tensors, as torch.nn.utils.clip_grad_norm_ uses; no public names (torch 2.11 to 2.15).
 foreach_norm = _private("torch._foreach_norm")
 foreach_mul_ = _private("torch._foreach_mul_")
-group_tensors = _private("torch._C._group_tensors_by_device_and_dtype")
 
 
-def by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Groups that one such kernel can take, made in C++ as torch's own clipping and optimizers do."""
-    if not tensors:
-        return []
-    lists = [cast("list[Tensor | None]", tensors)]
-    groups = group_tensors(lists, False)
-    return [cast("list[Tensor]", group[0][0]) for group in groups.values()]
+def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
+    """The local tensors in groups that one such kernel takes."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    return list(groups.values())
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()``, with the sharded parameter wherever a stand-in is registered.
+    """``model.named_parameters()``, with the sharded parameter wherever a stand-in is registered. Local, pure.
 
-    Between an unshard and a reshard (``reshard_after_forward=False`` after a forward, an int, or
-    ``set_reshard_after_backward(False)``) FSDP2 registers unsharded parameters, while gradients and the
-    optimizer's entries stay with the sharded ones, which torch 2.13 gives no public way to see. Local, pure.
+    Between an unshard and a reshard FSDP2 registers unsharded parameters, while gradients and the optimizer's
+    entries stay with the sharded ones, which torch has no public way to see (2.11 to 2.15).
     """
     sharded = sharded_stand_ins(model)
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
@@ -126,28 +124,22 @@ def units_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-# What a forked test rank would otherwise import in its first forward (``torch._dynamo``: 0.5 to 2 s a rank on
-# torch 2.11 and 2.13). The fork server of ``shardkit.testing`` imports them once for all ranks.
+# testing: a forked rank would import these in its first forward (``torch._dynamo``: 0.5 to 2 s, torch 2.11 to 2.15).
 RANK_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 
 
 def fake_store() -> Any:
-    """A store for the ``fake`` backend, which the import registers.
-
-    torch documents the backend only in its own tests; without this import ``init_process_group("fake")``
-    fails with "Unknown c10d backend type FAKE" (torch 2.11 to 2.13).
-    """
+    """A store for the ``fake`` backend, which the import registers: else it is an "Unknown c10d backend type"."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches, after which no result refers to a mesh of a destroyed process group.
+    """Empty DTensor's caches, which are keyed by meshes that compare equal although their groups differ.
 
-    They are keyed by meshes that compare equal although their groups differ, so the next world of the same shape
-    would get tensors on the last one's mesh: "Could not resolve the process group registered under the name 5"
-    (torch 2.11 and 2.13).
+    Else the next world of the same shape gets tensors on the last one's mesh: "Could not resolve the process group
+    registered under the name 5" (torch 2.11 to 2.15).
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -186,11 +178,6 @@ def schema(op: Any) -> Any:
     return op._schema
 
 
-def version(tensor: Tensor) -> int:
-    """How often torch has changed a tensor in place, which is what autograd checks saved tensors by."""
-    return int(tensor._version)
-
-
 def has_tag(op: Any, name: str) -> bool:
     """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags
@@ -200,8 +187,8 @@ def has_tag(op: Any, name: str) -> bool:
 def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
     """In this context ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
 
-    It draws again and again until every value is in range (torch 2.13), so seen as aten calls it would need the
-    values at once. Should torch rename the function, then just that happens: slower, and still exact.
+    It draws until every value is in range (torch 2.13), so as aten calls it needs the values at once: slower, and
+    as exact, which is what happens should torch rename the function.
     """
     name = "_no_grad_trunc_normal_"
     original = getattr(torch.nn.init, name, None)
@@ -247,7 +234,7 @@ def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
 def reread_sharded_parameters(module: FSDPModule) -> None:
     """Tell FSDP2 that local shards of this one module were replaced, as its ``_apply`` does after ``to_empty``.
 
-    ``_apply`` itself would also rewrap every parameter, and so drop the attributes that users set on them.
+    ``_apply`` itself would also rewrap every parameter, which drops attributes that users set on them.
     """
     for param in _fsdp_params(module):
         param.reset_sharded_param()
@@ -286,13 +273,14 @@ plain_attributes = torch._C.DisableTorchFunctionSubclass
 # optim, grads: ``to_local()`` makes an autograd node, 10 us; the slot that it reads costs 0.03. FSDP2 itself writes to
 # it (torch 2.11 and 2.13). What a redistribution has just returned may still be on its way: call ``to_local()`` there.
 local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
-version_of: Callable[[Tensor], int] = operator.attrgetter("_version")  # how often it, or a view of it, was written to
+# How often it, or a view of it, was written to in place, by which autograd checks saved tensors.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def local_tensors(
     tensors: list[Any], params: list[Any], layouts: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
 ) -> list[Any]:
-    """The local tensor of each DTensor that lies like its parameter; what is no DTensor as it is. Local, pure.
+    """The local tensor of each DTensor placed like its parameter; other tensors unchanged. Local, pure.
 
     Args:
         tensors: gradients or state, in the order of ``params``.
@@ -315,8 +303,7 @@ COLLECT = "_init_group"
 def count_for_schedulers(step: Any) -> None:
     """Make LR schedulers take a step function for one that they wrapped, which :func:`note_step` must then serve.
 
-    A scheduler replaces ``optimizer.step`` with a wrapper around the class's function, past a step that was put
-    into its place (torch 2.11 to 2.13), and warns unless what it finds later bears this mark.
+    Else a scheduler replaces ``optimizer.step`` with a wrapper around the class's function (torch 2.11 to 2.15).
     """
     step._wrapped_by_lr_sched = True
 
@@ -327,7 +314,7 @@ def counts_for_schedulers(step: Any) -> bool:
 
 
 def note_step(optimizer: Any) -> None:
-    """What the wrapper of an LR scheduler does besides stepping: without, the scheduler warns of a wrong order."""
+    """What the wrapper of an LR scheduler does besides stepping; else the scheduler warns of a wrong order."""
     optimizer._opt_called = True
 
 
@@ -343,7 +330,7 @@ OFFLOAD_WAITS_FOR_HOOKS = torch_version() >= (2, 13)
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     """Whether ``optimizer_in_backward`` steps any of the parameters, so that they never keep a gradient. Local, pure.
 
-    It is said by the hook itself, for ``grads`` does not import ``optim``; torch has no public way to list hooks.
+    The hook itself says so; torch has no public way to list hooks (2.11 to 2.15).
     """
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
@@ -364,8 +351,7 @@ amp_unscale_ = _private("torch._amp_foreach_non_finite_check_and_unscale_")
 class UnscalingGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose subclass says how gradients are unscaled and where an inf is found.
 
-    torch has no public way to replace that step alone. It goes through this method from ``unscale_`` and ``step``
-    alike (torch 2.11 to 2.13).
+    ``unscale_`` and ``step`` go through this method (torch 2.11 to 2.15); torch has no public way to replace it.
     """
 
     def _unscale_grads_(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit._torch import version
+from shardkit._torch import version_of
 from shardkit.errors import ShardkitError, message
 
 
@@ -71,12 +71,12 @@ class _Start(AbstractContextManager[None]):
     def __init__(self, module: nn.Module) -> None:
         self.mappings = [mapping for each in module.modules() for mapping in (vars(each), each._buffers)]
         self._before = [_values(mapping) for mapping in self.mappings]
-        self._buffers = {id(each): (each, version(each), each.detach().clone()) for each in module.buffers()}
+        self._buffers = {id(each): (each, version_of(each), each.detach().clone()) for each in module.buffers()}
 
     def __exit__(self, *error: object) -> None:
         """The forward is over: copies are only needed of those buffers that it wrote to."""
         for key, (buffer, before, _) in self._buffers.items():
-            if version(buffer) == before:
+            if version_of(buffer) == before:
                 self._buffers[key] = buffer, before, buffer
 
     def values(self) -> list[dict[str, Any]]:

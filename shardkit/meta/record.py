@@ -229,7 +229,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By reference, so that a checkpoint loaded here is not held twice; but not memory that torch does not
         # own (numpy's), or whose changes it does not count (inference tensors).
         if storage.resizable() and not real.is_inference():
-            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=_torch.version(real))
+            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=_torch.version_of(real))
         else:
             op = Op(None, outs=(whole,), value=whole.of(storage).clone())
         self.tape.ops.append(op)

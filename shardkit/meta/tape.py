@@ -88,7 +88,7 @@ class Op:
 
     def is_stale(self) -> bool:
         """Whether this is a constant that was changed since it was recorded."""
-        return self.source is not None and _torch.version(self.source) != self.version
+        return self.source is not None and _torch.version_of(self.source) != self.version
 
 
 @dataclass(slots=True)
