@@ -19,8 +19,8 @@ def batches(case: Case, device: torch.device, rank: int, first: int, count: int)
     """Random token ids for steps ``first`` and on, ``(micro_batch, sequence)`` each: the same ones on every side."""
     words = SHAPES[case.model.removeprefix("hf-")].vocabulary
     shape = (case.micro_batch, case.sequence)
-    generators = (torch.Generator(device).manual_seed(1_000_003 * rank + first + step) for step in range(count))
-    return [torch.randint(words, shape, generator=each, device=device) for each in generators]
+    generators = (torch.Generator().manual_seed(1_000_003 * rank + first + step) for step in range(count))
+    return [torch.randint(words, shape, generator=each).to(device) for each in generators]
 
 
 def timed(training: Training, ids: list[Tensor], device: torch.device) -> tuple[list[float], Tensor]:
@@ -30,18 +30,19 @@ def timed(training: Training, ids: list[Tensor], device: torch.device) -> tuple[
     counts where the GPU has to wait for it. A CPU's are those of ``time.perf_counter``.
     """
     with collected():
-        return _timed_on_gpu(training, ids) if device.type == "cuda" else _timed_on_cpu(training, ids)
+        return _timed_on_cpu(training, ids) if device.type == "cpu" else _timed_on_gpu(training, ids, device)
 
 
-def _timed_on_gpu(training: Training, ids: list[Tensor]) -> tuple[list[float], Tensor]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(ids) + 1)]  # type: ignore[no-untyped-call]
+def _timed_on_gpu(training: Training, ids: list[Tensor], device: torch.device) -> tuple[list[float], Tensor]:
+    gpu = torch.get_device_module(device)
+    marks = [gpu.Event(enable_timing=True) for _ in range(len(ids) + 1)]
     losses = []
-    torch.cuda.synchronize()
+    gpu.synchronize()
     marks[0].record()
     for each, mark in zip(ids, marks[1:], strict=True):
         losses.append(training.step(each))
         mark.record()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     seconds = [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
     return seconds, torch.stack(losses)
 
@@ -68,28 +69,28 @@ def collected() -> Iterator[None]:
 @contextmanager
 def peak(device: torch.device, done: Callable[[int | None, int | None], None]) -> Iterator[None]:
     """Call ``done`` with the most bytes that were allocated and reserved inside, both None on a CPU."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(device)
-    yield
-    if cuda:
-        torch.cuda.synchronize()
-        done(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-    else:
+    if device.type == "cpu":
+        yield
         done(None, None)
+        return
+    gpu = torch.get_device_module(device)
+    gpu.synchronize()
+    gpu.reset_peak_memory_stats(device)
+    yield
+    gpu.synchronize()
+    done(gpu.max_memory_allocated(device), gpu.max_memory_reserved(device))
 
 
 def held(device: torch.device) -> int | None:
     """Bytes that are allocated now; None on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    return None if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated(device))
 
 
 def free(device: torch.device) -> int | None:
     """Give back what nothing refers to any more, compiled code among it. Returns the bytes that stay."""
     torch.compiler.reset()  # or blocks of an earlier case count towards dynamo's limit of recompilations
     gc.collect()  # a sharded model is in reference cycles
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+        torch.get_device_module(device).empty_cache()
     return held(device)

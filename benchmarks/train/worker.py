@@ -119,7 +119,7 @@ def device_for(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    torch.get_device_module(device).set_device(device)
     return device
 
 

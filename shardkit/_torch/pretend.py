@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit._torch import no_torch_function
-from shardkit._torch.pretend_ops import NAME, POISON, is_here, register_operators
+from shardkit._torch.pretend_ops import NAME, is_here, register_operators
 from shardkit._torch.pretend_ops import device as device
 from shardkit._torch.pretend_ops import memory as memory
-from shardkit._torch.pretend_ops import syncs as syncs
+from shardkit._torch.pretend_streams import Event, Stream, current_stream, poison, reset, use
+from shardkit._torch.pretend_streams import synchronize as synchronize
+from shardkit._torch.pretend_streams import syncs as syncs
 
 _on = False
 
@@ -24,108 +25,39 @@ _on = False
 # ---- what torch asks of ``torch.<accelerator>`` ------------------------------------------------------------------
 
 
-class Event:
-    """An event that has always happened: everything runs at once, in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, *args: Any) -> None:
-        pass
-
-    def wait(self, *args: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return 0.0
-
-    def synchronize(self) -> None:
-        syncs.append("event")
+def _memory_stats(*args: Any) -> dict[str, int]:
+    sizes = {"current": memory.allocated(), "peak": memory.peak}
+    return {f"{kind}_bytes.all.{when}": size for kind in ("allocated", "reserved") for when, size in sizes.items()}
 
 
-class Stream:
-    """A stream on which everything runs at once."""
+def _reset_peak(*args: Any) -> None:
+    memory.peak = memory.allocated()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        syncs.append("stream")
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
+def _nothing(*args: Any) -> None:
+    pass
 
 
 class Module:
     """``torch.pretend``, as ``torch.cuda`` is for CUDA."""
 
-    Stream, Event = Stream, Event
+    Stream, Event, current_stream, synchronize = Stream, Event, staticmethod(current_stream), staticmethod(synchronize)
+    is_available = is_initialized = staticmethod(lambda: _on)
+    device_count, current_device = staticmethod(lambda: 1), staticmethod(lambda: 0)
+    set_device = empty_cache = _lazy_init = _is_in_bad_fork = staticmethod(_nothing)
+    memory_allocated = staticmethod(lambda *args: memory.allocated())
+    max_memory_allocated = max_memory_reserved = staticmethod(lambda *args: memory.peak)
+    reset_peak_memory_stats = staticmethod(_reset_peak)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
+    stream = staticmethod(lambda stream: stream)
+    device = staticmethod(lambda index: contextlib.nullcontext())
 
     def __init__(self) -> None:
-        self.default_generators = (torch.Generator(),)  # of the CPU: the hooks for Python have no generators (2.13)
-        self._stream = Stream()
-
-    def is_available(self) -> bool:
-        return _on
-
-    def is_initialized(self) -> bool:
-        return _on
-
-    def _lazy_init(self) -> None:
-        pass
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.default_generators[0].manual_seed(seed)
-
-    manual_seed = manual_seed_all
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_stream(self, *args: Any) -> Any:
-        return self._stream
-
-    def set_device(self, *args: Any) -> None:
-        pass
-
-    def synchronize(self, *args: Any) -> None:
-        syncs.append("device")
-
-    def get_rng_state(self, *args: Any) -> Tensor:
-        return self.default_generators[0].get_state()
-
-    def set_rng_state(self, state: Tensor, *args: Any) -> None:
-        self.default_generators[0].set_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def device(self, index: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        generator = torch.Generator()  # of the CPU: the hooks for Python have no generators (torch 2.13)
+        self.default_generators = (generator,)
+        self.manual_seed = self.manual_seed_all = generator.manual_seed
+        self.get_rng_state: Callable[..., Tensor] = lambda *args: generator.get_state()
+        self.set_rng_state: Callable[..., object] = lambda state, *args: generator.set_state(state)
 
 
 # ---- what a Python backend cannot register, replaced while the machine is on -------------------------------------
@@ -158,9 +90,9 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
         return _resize(storage, size)
     at = storage.data_ptr()
     if size == 0 and at in memory.host:
+        use("free", writes=[at])
         memory.freed.add(at)
-        with no_torch_function():
-            torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.host[at][1]).fill_(POISON)
+        poison(memory.host[at][1])
     elif at in memory.freed and size == _nbytes(storage):
         memory.freed.discard(at)
     elif size != _nbytes(storage):
@@ -192,15 +124,6 @@ def _empty_pinned(make: Callable[..., Tensor], *args: Any, pin_memory: bool = Fa
     return memory.pin(made) if pin_memory else made
 
 
-def _memory_stats() -> dict[str, int]:
-    sizes = {"current": memory.allocated(), "peak": memory.peak}
-    return {f"{kind}_bytes.all.{when}": size for kind in ("allocated", "reserved") for when, size in sizes.items()}
-
-
-def _reset_peak() -> None:
-    memory.peak = memory.allocated()
-
-
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "data", property(_data.__get__, _set_data)
     yield torch, "_has_compatible_shallow_copy_type", _same_or_crossing
@@ -212,9 +135,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "is_pinned", lambda tensor, *args: memory.is_pinned(tensor)
     yield torch, "empty", partial(_empty_pinned, _empty_function)
     yield torch, "empty_like", partial(_empty_pinned, _empty_like)
-    yield torch.accelerator.memory, "memory_stats", lambda *args: _memory_stats()
-    yield torch.accelerator, "reset_peak_memory_stats", lambda *args: _reset_peak()
-    yield torch.accelerator, "synchronize", lambda *args: syncs.append("device")
+    yield torch.accelerator.memory, "memory_stats", _memory_stats
+    yield torch.accelerator, "reset_peak_memory_stats", _reset_peak
+    yield torch.accelerator, "synchronize", synchronize
 
 
 _registered: list[torch.library.Library] = []
@@ -248,7 +171,7 @@ def pretended() -> Iterator[None]:
             setattr(owner, name, replacement)
             stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
         _on = True
-        syncs.clear()
+        reset()
         _reset_peak()
         try:
             yield

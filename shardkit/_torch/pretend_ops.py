@@ -9,16 +9,16 @@ counted. torch documents the Python backend only in its tests (``_setup_privateu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardkit._torch import has_tag, no_torch_function
+from shardkit._torch import no_torch_function, schema
+from shardkit._torch.pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
 
 NAME = "pretend"
 
@@ -26,7 +26,6 @@ NAME = "pretend"
 _CROSSES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 # The host waits for these, since a shape or a Python value depends on what the device computed.
 _WAITS = {"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
-POISON = 0xFF  # every byte of memory that nobody wrote: NaN in floating point, so that its use shows
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 
@@ -56,6 +55,7 @@ class _Memory:
         storage: Any = torch._C._construct_storage_from_data_pointer(at, device(), size)
         if size:
             self.host[at] = StorageWeakRef(storage), host
+            allocated(at)
             self._at_most += size
             if self._at_most > self.peak:
                 self.peak = max(self.peak, self.allocated())
@@ -63,7 +63,7 @@ class _Memory:
 
     def below(self, tensor: Tensor) -> Tensor:
         """A CPU tensor over the same memory."""
-        at = tensor.untyped_storage().data_ptr()
+        at = address(tensor)
         if at not in self.host:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
@@ -71,19 +71,19 @@ class _Memory:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether CPU memory was pinned."""
-        known = self.pinned.get(tensor.untyped_storage().data_ptr())
+        known = self.pinned.get(address(tensor))
         return known is not None and not known.expired()
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Take a CPU tensor's memory for pinned."""
         self.pinned = {at: storage for at, storage in self.pinned.items() if not storage.expired()}
         if tensor.untyped_storage().nbytes():
-            self.pinned[tensor.untyped_storage().data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+            self.pinned[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            allocated(address(tensor))
         return tensor
 
 
 memory = _Memory()
-syncs: list[str] = []  # what stopped the host, in order
 
 
 def device() -> torch.device:
@@ -95,6 +95,11 @@ def is_here(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
+def address(tensor: Tensor) -> int:
+    """Where its storage lies."""
+    return tensor.untyped_storage().data_ptr()
+
+
 # ---- operators -------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +107,11 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the memory below, and give back tensors of the device."""
     with no_torch_function():
         _check_devices(op, args, kwargs)
+        if not op.is_view:  # which touches no memory
+            written = _tensors([*args, *kwargs.values()] if op.namespace == "c10d" else _written(op, args, kwargs))
+            use(op.name(), _addresses(_tensors([*args, *kwargs.values()])), _addresses(written))
+        if op.name().partition(".")[0] in _WAITS:
+            host_waits(op.name())
         below: dict[int, Tensor] = {}
         above: dict[int, Tensor] = {}
 
@@ -113,33 +123,57 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
                 above[id(below[id(tensor)])] = tensor
             return below[id(tensor)]
 
-        args, kwargs = tree_map_only(Tensor, go_below, (args, kwargs))
+        args, kwargs = _mapped(go_below, args), {name: _mapped(go_below, each) for name, each in kwargs.items()}
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": "cpu", "pin_memory": False}
-        if op.name().partition(".")[0] in _WAITS:
-            syncs.append(op.name())
-        before = {at: (plain.untyped_storage().data_ptr(), plain.shape) for at, plain in below.items()}
+            kwargs |= {"device": "cpu", "pin_memory": False}
+        before = {at: (address(plain), plain.shape) for at, plain in below.items()}
         with _own_random_numbers(op):
             result = op(*args, **kwargs)
         for at, plain in below.items():
-            if before[at] != (plain.untyped_storage().data_ptr(), plain.shape):  # resize_, set_, out= of another size
+            if before[at] != (address(plain), plain.shape):  # resize_, set_, out= of another size
                 _become(above[id(plain)], plain, above.values())
-        return tree_map_only(Tensor, lambda plain: _go_above(plain, above), result)
+        return _mapped(lambda plain: _go_above(plain, above), result)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of arguments or results, which may be in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_mapped(change, each) for each in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [address(each) for each in tensors if is_here(each)]
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to, by its schema; collectives do not say."""
+    given = dict(zip((each.name for each in schema(op).arguments), args, strict=False)) | kwargs
+    return [given.get(each.name) for each in schema(op).arguments if each.alias_info and each.alias_info.is_write]
 
 
 def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
     """Raise as CUDA does: a CPU tensor joins only as a scalar, and not in a list."""
-    if op.name() in _CROSSES or op.name().startswith("c10d::"):
-        return
     direct = [*args, *kwargs.values()]
-    flat = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    tensors = list(_tensors(direct))
+    odd = [each for each in tensors if each.device.type != NAME]
+    if not odd or len(odd) == len(tensors) or op.name() in _CROSSES or op.namespace == "c10d":
+        return
     scalars = {id(each) for each in direct if isinstance(each, Tensor) and each.dim() == 0}
-    odd = [each for each in flat if each.device.type != NAME and id(each) not in scalars]
-    if odd and any(map(is_here, flat)):
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{device()} and {odd[0].device}! (when running {op.name()})"
-        )
+    for each in odd:
+        if id(each) not in scalars:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{device()} and {each.device}! (when running {op.name()})"
+            )
 
 
 def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
@@ -154,8 +188,8 @@ def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
 
 def _sharing(plain: Tensor, known: Iterable[Tensor]) -> Tensor | None:
     """The one of the known tensors of the device that is in the same memory."""
-    at = plain.untyped_storage().data_ptr()
-    return next((each for each in known if at and each.untyped_storage().data_ptr() == at), None)
+    at = address(plain)
+    return next((each for each in known if at and address(each) == at), None)
 
 
 def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
@@ -175,7 +209,7 @@ def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: A
 @contextlib.contextmanager
 def _own_random_numbers(op: Any) -> Iterator[None]:
     """The device's generator in place of the CPU's while an operator draws."""
-    if not has_tag(op, "nondeterministic_seeded"):
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         yield
         return
     outside = torch.get_rng_state()
@@ -191,20 +225,25 @@ def _own_random_numbers(op: Any) -> Iterator[None]:
 def _empty(op: Any, *args: Any, **kwargs: Any) -> Any:
     made = _run(op, *args, **kwargs)
     with no_torch_function():
-        plain = memory.below(made)
-        if plain.untyped_storage().nbytes():
-            torch.empty(0, dtype=torch.uint8, device="cpu").set_(plain.untyped_storage()).fill_(POISON)
+        poison(memory.below(made).untyped_storage())
     return made
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """A copy to, from or on the device. The host waits where it blocks, or where its memory is pageable."""
     with no_torch_function():
-        crossing = [each for each in (source, target) if not is_here(each)]
-        if crossing and not (non_blocking and memory.is_pinned(crossing[0])):
-            syncs.append("copy to the device" if is_here(target) else "copy to the host")
-        plain = [memory.below(each) if is_here(each) else each for each in (source, target)]
-        plain[1].copy_(plain[0])
+        outside = next((each for each in (source, target) if not is_here(each)), None)
+        waits = outside is not None and not (non_blocking and memory.is_pinned(outside))
+        now = use("copy", *([address(each)] if is_here(each) or not waits else [] for each in (source, target)))
+        if waits:
+            host_waits("copy to the device" if is_here(target) else "copy to the host")
+        elif outside is source:
+            deliver(address(source))
+        value, place = (memory.below(each) if is_here(each) else each for each in (source, target))
+        if outside is target and not waits:
+            copy_to_pinned(now, place, value)
+        else:
+            place.copy_(value)
     return target
 
 
@@ -212,11 +251,10 @@ def _to_copy(
     tensor: Tensor,
     *,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
+    **_: Any,
 ) -> Tensor:
     """``tensor.to(...)``: as torch's, a copy to the host that does not block goes to pinned memory."""
     with no_torch_function():
@@ -228,14 +266,10 @@ def _to_copy(
 
 
 def _item(tensor: Tensor) -> Any:
-    syncs.append("item")
     with no_torch_function():
+        use("item", [address(tensor)])
+        host_waits("item")
         return memory.below(tensor).item()
-
-
-def _foreach_copy(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking)
 
 
 def _set_source_storage(tensor: Tensor, storage: Any) -> Tensor:
@@ -250,21 +284,16 @@ def register_operators() -> list[torch.library.Library]:
     aten.impl("_copy_from", _copy_from)
     aten.impl("_to_copy", _to_copy)
     aten.impl("_local_scalar_dense", _item)
-    aten.impl("_foreach_copy_", _foreach_copy)
     aten.impl("set_.source_Storage_storage_offset", _set_storage)
     aten.impl("set_.source_Storage", _set_source_storage)
     c10d = torch.library.Library("c10d", "IMPL", "PrivateUse1")
-    for name in _collectives():
-        c10d.impl(name, partial(_run, _overload("c10d", name)), allow_override=True)
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+        if name.startswith("c10d::"):  # the collectives that take tensors, which torch registers for every device
+            name = name.removeprefix("c10d::")
+            c10d.impl(name, partial(_run, _overload("c10d", name)), allow_override=True)
     return [everything, aten, c10d]
 
 
 def _overload(namespace: str, name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-
-
-def _collectives() -> list[str]:
-    """The collectives that take tensors, as torch registers them for every device."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
-    return [name.removeprefix("c10d::") for name in names if name.startswith("c10d::")]

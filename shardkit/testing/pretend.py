@@ -38,7 +38,8 @@ def pretend_accelerator(world_size: int | None = None, rank: int = 0) -> Iterato
 
     Its tensors are plain tensors on that device with memory of the host, and operators compute what they compute on
     the CPU. An operator on tensors of two devices raises, as on a GPU. Memory that nobody wrote, or that FSDP2 has
-    freed, reads as NaN. Streams run everything at once, so a missing wait does not show.
+    freed, reads as NaN. An operator raises if it uses memory that another stream uses and has not waited for it, and a
+    copy to pinned memory reads as NaN until the host has waited. A collective is done when it is issued.
 
     torch gives the name and the operators of such a device to a process for good, and some functions of torch are
     replaced inside of the block: use it in tests, and in a process that is to have no other accelerator.

@@ -36,7 +36,7 @@ class Net(nn.Module):
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(Block(scalar) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(scalar) for _ in range(2))
         self.head = nn.Linear(8, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -9,22 +9,31 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, machine, made, mesh_on, plain, sharded
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkit
+from benchmarks.train import records
+from benchmarks.train.case import Case
+from benchmarks.train.group import Group
+from benchmarks.train.worker import Job
+from shardkit.apply import shard
+from shardkit.demo import text, train
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.memory import memory_report
-from shardkit.testing import RankPool
+from shardkit.testing import RankPool, pretend_accelerator
 
 OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -243,8 +252,11 @@ def check_gradients() -> None:
     with machine():
         model, optimizer = trained({})
         scaler = shardkit.GradScaler()
-        scaler.scale(loss_of(model, "pretend")).backward()
+        tokens = shardkit.global_token_count(20, model)
+        assert devices([tokens]) == {"pretend"}
+        scaler.scale(shardkit.scale_loss(loss_of(model, "pretend"), tokens, model)).backward()
         scaler.unscale_(optimizer)
+        shardkit.scale_grads_(tokens, model)
         assert devices([shardkit.clip_grad_norm_(model, 1.0)]) == {"pretend"}
         scaler.step(optimizer)
         scaler.update()
@@ -260,8 +272,92 @@ def check_gradients() -> None:
         assert devices(param.grad for param in model.parameters()) == {"pretend"}
 
 
-def test_scaler_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
+def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
     ranks.run(check_gradients)
+
+
+def check_failed() -> None:
+    """From the host the model is whole again; what lay on the device was let go of, which the error says."""
+    for start, after in {"cpu": "The model is as it was", "device": "cannot be used any more; build it"}.items():
+        with machine():
+            model = made(start, "pretend")
+            before = [(type(module), list(map(id, module.parameters()))) for module in model.modules()]
+            calls = [fully_shard, mock.Mock(side_effect=torch.OutOfMemoryError("no room"))]
+            with (
+                mock.patch.object(shard, "fully_shard", lambda *args, calls=calls, **kw: calls.pop(0)(*args, **kw)),
+                pytest.raises(shardkit.PlanError, match=rf"no room\. .*{after}"),
+            ):
+                shardkit.shard_model(model, mesh=mesh_on("pretend"))
+            assert not calls
+            if start == "cpu":
+                assert [(type(module), list(map(id, module.parameters()))) for module in model.modules()] == before
+                assert devices(model.parameters()) == devices(model.buffers()) == {"cpu"}
+                shardkit.shard_model(model, mesh=mesh_on("pretend"))
+                check_same(loss_of(model, "pretend"), loss_of(sharded("cpu", "pretend"), "pretend"), start)
+
+
+def test_a_sharding_that_fails_is_undone(ranks: RankPool) -> None:
+    ranks.run(check_failed)
+
+
+def check_streams() -> None:
+    with machine() as accelerator:
+        there = torch.get_device_module("pretend")
+        main, side = there.current_stream(), there.Stream()
+        value = torch.ones(3, device="pretend")
+        with (
+            there.stream(side),
+            pytest.raises(RuntimeError, match=r"uses memory that .* has not waited for it"),
+        ):
+            value + 1
+        side.wait_stream(main)
+        with there.stream(side):
+            value.add_(1)
+            done = side.record_event()
+        with pytest.raises(RuntimeError, match=r"copy on stream \d+ uses memory that aten::add"):
+            value.clone()
+        main.wait_event(done)
+        pinned = value.to("cpu", non_blocking=True)
+        assert pinned.isnan().all(), "the host has not waited for the copy"
+        assert value.to("cpu").tolist() == pinned.tolist() == [2, 2, 2]
+        accelerator.syncs.clear()
+        assert pinned.to("pretend", non_blocking=True).device == accelerator.device
+        assert accelerator.syncs == []
+        torch.ones(3).to("pretend", non_blocking=True)
+        assert accelerator.syncs == ["copy to the device"], "pageable memory is staged by the host"
+        with mock.patch.object(there.Stream, "wait_event"), pytest.raises(RuntimeError, match="waited"):
+            loss_of(sharded("device", "pretend"), "pretend").backward()  # FSDP2 without its waits
+
+
+def test_streams_have_an_order_and_pinned_memory_is_told_apart(ranks: RankPool) -> None:
+    ranks.run(check_streams)
+
+
+def check_demo(folder: str) -> None:
+    with machine() as accelerator:
+        job = train.Job(text.load_text(), accelerator.device, dist.get_world_size(), steps=2)
+        run = train.train_sharded(job)
+    assert devices([*run.losses, *run.norms]) == {"pretend"}
+    assert run.losses[1] < run.losses[0] < 6
+    assert 0 < run.held < run.peak
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    case = Case("a", "shardkit", "tiny", fake_ranks=2, sequence=8, bf16=False)
+    group = Group("g", (case,), "each", rounds=2, steps=2, watch=("a",))
+    order = {"group": asdict(group), "cases": ["a"], "suite": "s", "device": "pretend", "folder": folder, "name": "g"}
+    with pretend_accelerator():
+        Job(order, lambda **message: None).run()
+    if rank > 0:
+        return  # the first one writes
+    record = records.read(Path(folder))["a"]
+    assert record["error"] is None
+    assert record["machine"]["device"] == "pretend"
+    assert [len(seconds) for seconds in record["seconds"]] == [2, 2]
+    assert 0 < record["stayed"] < max(record["timeline"]) <= record["allocated"] == record["reserved"]
+
+
+def test_the_demo_and_the_benchmarks_worker(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_demo, str(tmp_path))
 
 
 def check_materialize() -> None:

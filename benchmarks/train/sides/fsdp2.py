@@ -48,7 +48,7 @@ def precision(case: Case) -> MixedPrecisionPolicy:
 
 def offload(case: Case, device: torch.device) -> OffloadPolicy:
     """Where shards live; pinned beside a GPU."""
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if case.offload else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if case.offload else OffloadPolicy()
 
 
 def home(case: Case, device: torch.device) -> torch.device:
