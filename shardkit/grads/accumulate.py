@@ -1,4 +1,4 @@
-"""Gradient accumulation: which micro-batches communicate, and what stays in memory between them."""
+"""Gradient accumulation: which micro-batches communicate; and how to go on where ranks differ, or one failed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import (
     FSDPUnit,
+    fsdp_roots,
     fsdp_units,
     gathered_until_backward,
+    modules_of_other_roots,
+    reset_iteration,
     units_gathered_until_backward,
 )
 from shardkit._fsdp.gradients import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module
 from shardkit.sharded.stepping import watch_gradients
 
@@ -27,10 +30,10 @@ def accumulate(
 ) -> Iterator[None]:
     """Forward and backward of one micro-batch, whose gradients are reduced with those of the last one.
 
-    Local: it sets what the FSDP modules below ``model`` do, and puts back what was set before when it is left,
-    however it is left; so it nests, and the innermost one decides. All ranks must pass the same arguments, since
-    they decide which collectives run. ``plan.collectives(micro_batches=k)`` says how many. With P elements of
-    parameters, N ranks that shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
+    Local: it sets flags of the FSDP modules below ``model`` and restores them when it is left, however it is left; so
+    it nests, and the innermost one decides. All ranks must pass the same arguments, since they decide which
+    collectives run; ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that
+    shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
 
     ===================================  =============================  ==========================================
     k micro-batches                      collectives of each unit       held by each rank from one to the next
@@ -50,13 +53,12 @@ def accumulate(
 
     Args:
         model: sharded by ``fully_shard``, whoever called it: a root, a part of one, or a module around several
-            roots. What is not sharded (a plain model, ``ignored_params``) accumulates as it always does.
+            roots. Parameters that are not sharded accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
         keep_unsharded: True gathers the parameters of each unit once for all micro-batches, also where
             ``reshard_after_forward`` would free them. False frees them after each backward. None keeps those
             that are kept from forward to backward anyway (``reshard_after_forward=False``, FSDP1's
-            SHARD_GRAD_OP): from the second micro-batch on, that does not raise the peak, as all of them are
-            there at the end of forward, beside the gradients.
+            SHARD_GRAD_OP), which does not raise the peak: all of them are there at the end of each forward.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between; an HSDP mesh
             still all-reduces once. On one that shards within hosts and replicates across them, this saves the
             memory of unsharded gradients for traffic that stays in the host. If ranks use different
@@ -77,14 +79,15 @@ def accumulate(
     _check_keeps_gradients(model, units)
     watch_gradients(model)
     with ExitStack() as stack:
-        stack.enter_context(_restored(units))
+        for unit in units:
+            for flag in ("reduce_grads", "all_reduce_grads", "reshard_after_backward"):
+                stack.callback(setattr, unit, flag, getattr(unit, flag))
+            unit.reduce_grads, unit.all_reduce_grads = last or shard_gradients, last
         if keep_unsharded:
             stack.enter_context(gathered_until_backward(model))
-        for unit in units:
-            unit.reduce_grads = last or shard_gradients
-            unit.all_reduce_grads = last
         if not last:
-            _keep(units_gathered_until_backward(model) if keep_unsharded is None else units, keep_unsharded)
+            for unit in units_gathered_until_backward(model) if keep_unsharded is None else units:
+                unit.reshard_after_backward = keep_unsharded is False
         try:
             yield
         except BaseException:
@@ -110,9 +113,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def zero_grad(model: nn.Module) -> None:
     """``model.zero_grad()``, also of gradients that wait to be reduced after backwards without sync. Local.
 
-    torch keeps those aside, not in the ``.grad`` of sharded parameters, and frees them here at once. The model's own
-    ``zero_grad()`` and the optimizer's drop them too, when the next backward begins, in models that ``shard_model``
-    or :func:`accumulate` has seen.
+    torch keeps those aside, not in the ``.grad`` of sharded parameters. Here they are freed at once. The model's own
+    ``zero_grad()`` and the optimizer's drop them when the next backward begins, in models that ``shard_model`` or
+    :func:`accumulate` has seen.
     """
     check_module(model)
     for unit in fsdp_units(model):
@@ -128,26 +131,76 @@ def _abandon(model: nn.Module) -> None:
             module.reshard()
 
 
-def _keep(units: list[FSDPUnit], keep_unsharded: bool | None) -> None:
-    for unit in units:
-        unit.reshard_after_backward = keep_unsharded is False
-
-
-@contextmanager
-def _restored(units: list[FSDPUnit]) -> Iterator[None]:
-    before = [(unit, unit.reduce_grads, unit.all_reduce_grads, unit.reshard_after_backward) for unit in units]
-    try:
-        yield
-    finally:
-        for unit, reduce_grads, all_reduce_grads, reshard_after_backward in before:
-            unit.reduce_grads = reduce_grads
-            unit.all_reduce_grads = all_reduce_grads
-            unit.reshard_after_backward = reshard_after_backward
-
-
 def _check_keeps_gradients(model: nn.Module, units: list[FSDPUnit]) -> None:
     params = [param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()
     if steps_in_backward(params):
         problem = "optimizer_in_backward steps its parameters as soon as they have a gradient"
         rule = "Accumulation adds up the gradients of several backwards before the step"
         raise ShardkitError(message("model", problem, rule, "Use one large batch, or an ordinary optimizer"))
+
+
+def reset_after_error(model: nn.Module) -> None:
+    """Make ``model`` ready for a new step after forward or backward raised, with the parameters it had before.
+
+    Units are resharded, pending collectives waited for, and every gradient dropped, reduced or not (torch's
+    ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next step gives what it gives in a
+    model that never failed. Restart the step at its first micro-batch.
+
+    Local. All ranks must call it, and must have failed at the same place, since each has begun the same collectives
+    then. An error on one rank alone leaves the others waiting in a collective that never comes, which cannot be fixed
+    in the process: let it end, and restart from a checkpoint.
+
+    Not undone: what a forward changes besides, such as BatchNorm's statistics and random states; parameters that
+    an optimizer updated in backward; flags that were set by hand outside of :func:`accumulate`.
+
+    Call it after the ``except`` block, not inside, where the traceback keeps activations alive.
+
+    Args:
+        model: with all FSDP roots in it that took part; a plain model just loses its gradients.
+
+    Raises:
+        ShardkitError: ``model`` is a part of a root, whose other parts would stay as they are.
+
+    Example:
+        >>> failed = False
+        >>> try:
+        ...     loss_fn(model(inputs), targets).backward()
+        ... except torch.OutOfMemoryError:
+        ...     failed = True
+        >>> if failed:
+        ...     reset_after_error(model)
+    """
+    parts = modules_of_other_roots(model)
+    if parts:
+        names = {module: name or "(root)" for name, module in model.named_modules()}
+        problem = f"{listing(names[module] for module in parts)} belong to an FSDP root outside of it"
+        rule = "What was under way is reset for all units of a root together"
+        raise ShardkitError(message("model", problem, rule, "Pass the root, the module whose forward you call"))
+    for root in fsdp_roots(model):
+        reset_iteration(root)
+    zero_grad(model)
+
+
+def set_reduce_scatter_unused_params(model: nn.Module, enabled: bool = True) -> None:
+    """Let ranks use different parameters in a step: those without a gradient on a rank take part as zeros.
+
+    torch reduces the parameters of a unit that got a gradient. If these differ between ranks, the step ends in an
+    error, a hang or gradients at the wrong place. This is torch's method of the same name, for every unit of every
+    root. Local; all ranks must make the same call, before the first backward that needs it.
+
+    The cost is a gradient of zeros, as wide as the parameter, while its unit reduces; and parameters that no rank
+    used have zeros for gradients instead of None, so that optimizers apply weight decay and momentum to them.
+
+    It does not help where a rank skips the forward of a whole unit, which the others gather: run that unit on an
+    empty or dummy input and add ``0.0 *`` its output to the loss, or let a larger module be the unit.
+
+    Raises:
+        ShardkitError: torch is older than 2.13, which cannot do this.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        rule = "Reducing unused parameters needs torch >= 2.13"
+        fix = "Upgrade torch, or add 0.0 * parameter.sum() to what the forward of its unit returns"
+        raise ShardkitError(message("torch", "this version always leaves out what has no gradient", rule, fix))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reduce_scatter_unused_params(enabled, recurse=False)

@@ -28,7 +28,7 @@ def set_reduce_precision(
     half of a float32 reduce-scatter. Gradients that ``wire`` can hold, as those of ``param_dtype=wire`` are, arrive
     exactly: the sum is the float32 one but for the order of its N terms.
 
-    Local; all ranks must call it alike, after sharding and before the first backward. It is set through torch's
+    Local; all ranks must make the same call, after sharding and before the first backward. It is set through torch's
     ``set_custom_reduce_scatter``. Beside torch's buffers it needs 4 bytes for each of the G elements while a
     unit reduces.
 
@@ -98,26 +98,18 @@ def _wrong_wire(wire: torch.dtype, accumulate: torch.dtype) -> list[str]:
 def _wrong_reduce_dtype(model: nn.Module, units: list[FSDPUnit], accumulate: torch.dtype) -> list[str]:
     dtypes = [(unit, reduce_dtype(unit)) for unit in units]
     wrong = [f"{_name(model, unit)} in {dtype}" for unit, dtype in dtypes if dtype not in (None, accumulate)]
-    if not wrong:
-        return []
-    return [
-        message(
-            "accumulate",
-            f"is {accumulate}, but units reduce in another dtype: {listing(wrong)}",
-            "torch hands the reduction buffers of reduce_dtype, which is fixed when a model is sharded",
-            f"Shard with MixedPrecisionPolicy(..., reduce_dtype={accumulate})",
-        )
-    ]
+    problem = f"is {accumulate}, but units reduce in another dtype: {listing(wrong)}"
+    rule = "torch gives the reduction buffers of reduce_dtype, which is fixed when a model is sharded"
+    fix = f"Shard with MixedPrecisionPolicy(..., reduce_dtype={accumulate})"
+    return [message("accumulate", problem, rule, fix)] if wrong else []
 
 
 def _several_meshes(model: nn.Module, units: list[FSDPUnit]) -> list[str]:
     counts = Counter(unit.modules for unit in units)
     several = dict.fromkeys(_name(model, unit) for unit in units if counts[unit.modules] > 1)
-    if not several:
-        return []
     problem = "torch shards its parameters on several meshes, by shard_placement_fn"
-    rule = "A custom reduce-scatter is for modules with one"
-    return [message(listing(several), problem, rule, "Shard the parts of each mesh as units of their own")]
+    rule, fix = "A custom reduce-scatter is for modules with one", "Shard the parts of each mesh as units of their own"
+    return [message(listing(several), problem, rule, fix)] if several else []
 
 
 def _name(model: nn.Module, unit: FSDPUnit) -> str:

@@ -1,9 +1,9 @@
-"""The mean over all tokens of a step, exact over ranks and micro-batches, where torch takes a mean of means."""
+"""Scales of the loss: the mean over all tokens of a step, exact over ranks and micro-batches; and fp16's."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -11,10 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardkit._fsdp import FSDPUnit, fsdp_units
-from shardkit._torch import foreach_mul_, named_sharded_parameters
+from shardkit._torch import (
+    UnscalingGradScaler,
+    amp_unscale_,
+    by_device_and_dtype,
+    foreach_mul_,
+    named_sharded_parameters,
+)
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.ranks import device_type
 
 
 @torch.no_grad()
@@ -56,7 +64,7 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 
     Reducing gradients divides them by the number of ranks, as if all had as many tokens. The result is
     ``loss * divisor / num_tokens``, where ``divisor`` is what torch divides by, read off the model: the ranks on its
-    mesh, FSDP and HSDP alike, or 1 after ``set_gradient_reduction(model, "sum")``. The same call for each
+    mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. The same call for each
     micro-batch, with the count of them all, makes their sum exact, with any schedule of :func:`accumulate`.
 
     Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``: the scaler then finds the range in
@@ -93,7 +101,7 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     gradients of sums are larger, which fp16 cannot hold, and scaling them reads and writes them all.
 
     Local, no host sync. Gradients of ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP
-    does, before or after. A step through a GradScaler is scaled before or after ``unscale_`` alike.
+    does, before or after. A step through a GradScaler may be scaled before or after ``unscale_``.
 
     Args:
         num_tokens: as for ``scale_loss``.
@@ -102,13 +110,9 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     Raises:
         ShardkitError: as for ``scale_loss``.
     """
-    groups = defaultdict(list)
-    for _, param in named_sharded_parameters(model):
-        if param.grad is not None:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            groups[local.device, local.dtype].append(local)
-    for (device, dtype), grads in groups.items():
-        foreach_mul_(grads, _factor(num_tokens, model, torch.promote_types(dtype, torch.float32)).to(device))
+    for grads in by_device_and_dtype(param.grad for _, param in named_sharded_parameters(model)):
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        foreach_mul_(grads, _factor(num_tokens, model, dtype).to(grads[0].device))
 
 
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
@@ -116,7 +120,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
     The sum is right where the mean is not defined by one number: experts whose gradients already hold the
     tokens of several ranks are reduced over fewer ranks than the rest, and only the sum treats both alike.
-    Local; all ranks must call it alike.
+    Local; all ranks must make the same call.
 
     torch's ``set_gradient_divide_factor`` sets one unit; a factor needs an operation that only NCCL has, or, where
     sums are forced, divides twice on a shard axis of one rank (torch 2.13). This sets all units to plain sums.
@@ -130,7 +134,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(message("reduction", f"is {reduction!r}", 'It is "mean" or "sum"', "Pass one of them"))
+        raise ShardkitError(message("reduction", f"is {reduction!r}", 'It is "mean" or "sum"', 'Pass "mean" or "sum"'))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
@@ -151,14 +155,10 @@ def _divisor(model: nn.Module) -> float:
         return divisors[0] if divisors else 1.0
     names = {module: name or "(root)" for name, module in model.named_modules()}
     each = [f"{names[unit.modules[0]]} by {divisor:g}" for unit, divisor in zip(units, divisors, strict=True)]
-    raise ShardkitError(
-        message(
-            "model",
-            f"its units divide gradients by different numbers: {listing(each)}",
-            "One scale of the loss is right for all units only if they divide by the same",
-            'Call set_gradient_reduction(model, "sum") once, after sharding',
-        )
-    )
+    problem = f"its units divide gradients by different numbers: {listing(each)}"
+    rule = "One scale of the loss is right for all units only if they divide by the same"
+    fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
+    raise ShardkitError(message("model", problem, rule, fix))
 
 
 def _groups(unit: FSDPUnit) -> list[dist.ProcessGroup]:
@@ -180,3 +180,73 @@ def _ranks_of_data(model: nn.Module) -> tuple[list[dist.ProcessGroup | None], to
     if _size(largest) == dist.get_world_size() > 1:
         return [None], largest.device
     return [group for group in _groups(largest) if group.size() > 1], largest.device
+
+
+class GradScaler(UnscalingGradScaler):
+    """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank is one on all.
+
+    A gradient that overflows is reduced into the shard of one rank, and all must skip that step and lower the scale
+    together. torch's own scaler does so for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP)
+    ranks diverge silently, a plain parameter beside DTensors is an error, and a rank without gradients a hang (torch
+    2.11 to 2.13). Use it in the same way, with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and
+    ``step``.
+
+    ``unscale_``, or the ``step`` that does without, is **collective**: one all-reduce of 4 bytes for each mesh axis of
+    more than one rank, of the meshes of the optimizer's parameters. All ranks must call it with their optimizers in
+    the same order. As in torch, ``step`` waits for the device, except with fused optimizers.
+
+    Args:
+        device: of the loss; None is the accelerator's type, or "cpu" where there is none.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for torch's.
+
+    Example:
+        >>> scaler = GradScaler()
+        >>> scaler.scale(scale_loss(loss, tokens, model)).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> clip_grad_norm_(model, 1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        device = device or device_type()
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    @torch.no_grad()
+    def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
+        """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan, else 0.0."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        if not allow_fp16:
+            _check_dtypes(grads)
+        for local in by_device_and_dtype(grads):
+            found = torch.zeros((), device=local[0].device)
+            amp_unscale_(local, found, inv_scale.to(found.device))
+            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        return _anywhere(found_inf, [param for param in params if isinstance(param, DTensor)])
+
+
+def _check_dtypes(grads: Iterable[Tensor]) -> None:
+    if any(grad.dtype == torch.float16 for grad in grads):
+        rule = "A scaled gradient is unscaled in float32, or what vanishes in fp16 is lost again"
+        fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
+        raise ShardkitError(message("optimizer", "its parameters have gradients in float16", rule, fix))
+
+
+def _anywhere(found: Tensor, params: Iterable[DTensor]) -> Tensor:
+    """The largest ``found`` of the ranks of all meshes, reduced where the mesh is: offloaded shards are elsewhere."""
+    meshes = dict.fromkeys(param.device_mesh for param in params)
+    axes = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+    device = found.device
+    for group, mesh_device in axes.items():
+        found = found.to(mesh_device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.to(device)
