@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,20 +51,17 @@ def check_optimizer(
     held = _held(optimizers)
     params = dict(named_sharded_parameters(model))
     ours, in_optimizer = set(params.values()), set(held.values())
-    strangers = {name: tensor for name, tensor in held.items() if tensor not in ours}
+    unexpected = {name: tensor for name, tensor in held.items() if tensor not in ours}
     absent = {fqn: param for fqn, param in params.items() if param not in in_optimizer}
-    gathered = _gathered(model, params, strangers)
-    strangers = {name: tensor for name, tensor in strangers.items() if name not in gathered}
+    sharded, names = gathered_parameters(model), {param: fqn for fqn, param in params.items()}
+    gathered = {name: names[sharded[tensor]] for name, tensor in unexpected.items() if tensor in sharded}
+    unexpected = {name: tensor for name, tensor in unexpected.items() if name not in gathered}
     absent = {fqn: param for fqn, param in absent.items() if fqn not in gathered.values()}
-    replaced = _replaced(strangers, absent)
-    missing = [fqn for fqn in absent if params[fqn].requires_grad and fqn not in replaced.values()]
-    problems = [
-        *_gathered_problem(gathered),
-        *_stale_problem(replaced),
-        *_missing_problem(missing),
-        *_foreign_problem([name for name in strangers if name not in replaced]),
-        *([] if low_precision else _low_precision_problem(params)),
-    ]
+    replaced = _replaced(unexpected, absent)
+    missing = [fqn for fqn, param in absent.items() if param.requires_grad and fqn not in replaced.values()]
+    foreign = [name for name in unexpected if name not in replaced]
+    low = {fqn: each.dtype for fqn, each in params.items() if each.requires_grad and each.dtype in LOW_PRECISION}
+    problems = list(_problems(gathered, replaced, missing, foreign, {} if low_precision else low))
     if problems:
         raise ShardkitError("\n".join(problems))
     if low_precision:
@@ -99,13 +97,7 @@ def _held(optimizers: list[Optimizer]) -> dict[str, Tensor]:
     return held
 
 
-def _gathered(model: nn.Module, params: dict[str, nn.Parameter], strangers: dict[str, Tensor]) -> dict[str, str]:
-    """Pairs (optimizer's tensor, model's FQN) where FSDP2 gathers the parameter into that tensor."""
-    sharded, names = gathered_parameters(model), {param: fqn for fqn, param in params.items()}
-    return {name: names[sharded[tensor]] for name, tensor in strangers.items() if tensor in sharded}
-
-
-def _replaced(strangers: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> dict[str, str]:
+def _replaced(unexpected: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> dict[str, str]:
     """Pairs (optimizer's tensor, model's FQN) of one shape: most likely one parameter before and after.
 
     Those that train come first: an optimizer may leave out the frozen ones.
@@ -113,75 +105,40 @@ def _replaced(strangers: dict[str, Tensor], absent: dict[str, nn.Parameter]) -> 
     by_shape = defaultdict(list)
     for fqn, param in sorted(absent.items(), key=lambda item: not item[1].requires_grad):
         by_shape[param.shape].append(fqn)
-    return {name: by_shape[t.shape].pop(0) for name, t in strangers.items() if by_shape[t.shape]}
+    return {name: by_shape[t.shape].pop(0) for name, t in unexpected.items() if by_shape[t.shape]}
 
 
-def _gathered_problem(gathered: dict[str, str]) -> list[str]:
-    if not gathered:
-        return []
-    return [
-        message(
-            "optimizer",
-            f"holds the gathered tensors of {len(gathered)} parameters, {listing(gathered.values())}",
-            "Between forward and backward model.parameters() shows what FSDP2 gathered and will free; stepping it "
-            "changes nothing",
-            "Build the optimizer before the forward or after backward",
-        )
-    ]
-
-
-def _stale_problem(replaced: dict[str, str]) -> list[str]:
-    if not replaced:
-        return []
-    return [
-        message(
-            "optimizer",
-            f"holds {len(replaced)} tensors that are not the model's, though shaped like its parameters "
-            f"{listing(replaced.values())}, which it does not hold",
-            "It was built before the model was sharded or materialized, which replaces parameters, or for "
-            "another copy of the model; stepping it changes nothing in this one",
-            "Build the optimizer after shard_model and materialize",
-        )
-    ]
-
-
-def _missing_problem(missing: list[str]) -> list[str]:
-    if not missing:
-        return []
-    return [
-        message(
-            listing(missing),
-            f"{len(missing)} parameters with requires_grad=True in no optimizer",
-            "A parameter that trains is updated by an optimizer",
-            "Add them, pass all optimizers of the model as a list, or freeze them with requires_grad_(False)",
-        )
-    ]
-
-
-def _foreign_problem(foreign: list[str]) -> list[str]:
-    if not foreign:
-        return []
-    return [
-        message(
-            "optimizer",
-            f"holds {len(foreign)} tensors that are in no module of the model: {listing(foreign)}",
-            "Every tensor of the optimizer is a parameter of the model",
-            "Remove them, or pass the module that holds them all, such as nn.ModuleList([model, loss])",
-        )
-    ]
-
-
-def _low_precision_problem(params: dict[str, nn.Parameter]) -> list[str]:
-    low = {fqn: param.dtype for fqn, param in params.items() if param.requires_grad and param.dtype in LOW_PRECISION}
-    if not low:
-        return []
-    dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
-    return [
-        message(
-            listing(low),
-            f"{len(low)} parameters that train in {dtypes}, without float32 masters",
-            "Updates smaller than half a unit in the last place of a parameter are lost",
-            "Load or cast the model in float32 before sharding and compute in low precision with "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or say low_precision=True",
-        )
-    ]
+def _problems(
+    gathered: dict[str, str],
+    replaced: dict[str, str],
+    missing: list[str],
+    foreign: list[str],
+    low: dict[str, torch.dtype],
+) -> Iterator[str]:
+    if gathered:
+        problem = f"holds the gathered tensors of {len(gathered)} parameters, {listing(gathered.values())}"
+        rule = "Between forward and backward model.parameters() shows what FSDP2 gathered and will free"
+        fix = "Build the optimizer before the forward or after backward; stepping it now has no effect"
+        yield message("optimizer", problem, rule, fix)
+    if replaced:
+        problem = f"holds {len(replaced)} tensors that are not the model's, though shaped like its parameters "
+        problem += f"{listing(replaced.values())}, which it does not hold"
+        rule = "It was built before the model was sharded or materialized, which replaces parameters, or for another "
+        rule += "copy of the model, so stepping it has no effect on this one"
+        yield message("optimizer", problem, rule, "Build the optimizer after shard_model and materialize")
+    if missing:
+        problem = f"{len(missing)} parameters with requires_grad=True in no optimizer"
+        fix = "Add them, pass all optimizers of the model as a list, or freeze them with requires_grad_(False)"
+        yield message(listing(missing), problem, "A parameter that trains is updated by an optimizer", fix)
+    if foreign:
+        problem = f"holds {len(foreign)} tensors that are in no module of the model: {listing(foreign)}"
+        rule = "Every tensor of the optimizer is a parameter of the model"
+        fix = "Remove them, or pass the module that holds them all, such as nn.ModuleList([model, loss])"
+        yield message("optimizer", problem, rule, fix)
+    if low:
+        dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
+        problem = f"{len(low)} parameters that train in {dtypes}, without float32 masters"
+        rule = "Updates smaller than half a unit in the last place of a parameter are lost"
+        fix = "Load or cast the model in float32 before sharding and compute in low precision with "
+        fix += "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or say low_precision=True"
+        yield message(listing(low), problem, rule, fix)

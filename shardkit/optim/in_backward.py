@@ -31,22 +31,19 @@ def optimizer_in_backward(
     """An optimizer that updates each sharded parameter in backward, once its gradient is reduced, and frees that.
 
     No more than one unit's gradients are alive at a time: Adam in float32 takes 12 bytes for each element of
-    a rank's shards instead of 16. The training loop stays as it is::
-
-        loss.backward()        # updates
-        optimizer.step()       # ends the step: runs its hooks, lets LR schedulers count it
-        optimizer.zero_grad()
+    a rank's shards instead of 16. The training loop stays as it is: ``step()`` after backward ends the step, runs its
+    hooks and lets LR schedulers count it.
 
     It is one ordinary optimizer of all parameters that train, as :func:`step_on_local_shards` makes it, so that LR
-    schedulers and state dicts (torch's, ``torch.distributed.checkpoint``'s, by FQN) work as ever. ``step()``
+    schedulers and state dicts (torch's, ``torch.distributed.checkpoint``'s, by FQN) work unchanged. ``step()``
     updates whatever still has a gradient: plain parameters (``ignored_params``), whose gradients nothing has reduced
-    before, and what was given a gradient by hand. Local, in place; the model's forward and backward are as they were.
+    before, and those given a gradient by hand. Local, in place; the model's forward and backward do not change.
 
     What needs all gradients of a step at once is refused: :func:`clip_grad_norm_`, gradient accumulation (a second
     backward before ``step()``), ``torch.amp.GradScaler``, and closures.
 
     Args:
-        model: a sharded model, whole. Of a tied parameter the one is stepped, frozen ones are not.
+        model: a sharded model, whole. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of parameters that train, in the order of ``model.parameters()``; returns
             an optimizer of just these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
         elementwise: vouch for the optimizer's class, as in :func:`step_on_local_shards`; also that its step may be
@@ -84,10 +81,8 @@ def _parameters(model: nn.Module) -> list[nn.Parameter]:
         raise ShardkitError(message("model", "has no sharded parameter that trains", rule, "Shard the model first"))
     stepped = [fqn for fqn, param in named.items() if any_steps_in_backward([param])]
     if stepped:
-        rule = "One optimizer steps a parameter in backward"
-        raise ShardkitError(
-            message(listing(stepped), "stepped in backward already", rule, "Call this once for a model")
-        )
+        rule, fix = "One optimizer steps a parameter in backward", "Call this once for a model"
+        raise ShardkitError(message(listing(stepped), "stepped in backward already", rule, fix))
     return list(named.values())
 
 
@@ -111,14 +106,10 @@ class _StepOne:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
         if param in optimizer.stepped:
-            raise ShardkitError(
-                message(
-                    "optimizer_in_backward",
-                    f"a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()",
-                    "Each parameter is updated by its first gradient, so that gradients cannot be accumulated",
-                    "Call optimizer.step() after each backward, or step after backward instead",
-                )
-            )
+            problem = f"a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
+            rule = "Each parameter is updated by its first gradient, so that gradients cannot be accumulated"
+            fix = "Call optimizer.step() after each backward, or step after backward instead"
+            raise _refused(problem, rule, fix)
         if not OFFLOAD_WAITS_FOR_HOOKS and local_tensor(param).device.type != param.device_mesh.device_type:
             torch.accelerator.current_stream().synchronize()
         _step_alone(optimizer, optimizer.param_groups[self.group], param)
@@ -135,9 +126,6 @@ def _step_alone(optimizer: Any, group: dict[str, Any], param: DTensor) -> None:
     finally:
         state.update(optimizer.state)
         optimizer.param_groups, optimizer.state = groups, state
-
-
-# The class.
 
 
 @functools.cache
@@ -168,14 +156,15 @@ def _in_backward_class(base: Any) -> Any:
 def _check_step(optimizer: Any, closure: Any) -> None:
     rule = "Parameters are updated in backward, by gradients as they come"
     if closure is not None:
-        problem, fix = "step() got a closure", "Run forward and backward, then step() without one"
-        raise ShardkitError(message("optimizer_in_backward", problem, rule, fix))
+        raise _refused("step() got a closure", rule, "Run forward and backward, then step() without one")
     if hasattr(optimizer, "found_inf"):
-        problem, fix = "step() was called by a GradScaler", "Train in bfloat16, or step after backward"
-        raise ShardkitError(message("optimizer_in_backward", problem, rule, fix))
+        raise _refused("step() was called by a GradScaler", rule, "Train in bfloat16, or step after backward")
 
 
 def _refuse_copies(self: Any, protocol: int) -> tuple[Any, ...]:
     rule = "Hooks on the model's parameters step this one object"
-    fix = "Save its state_dict(), and load that into another"
-    raise ShardkitError(message("optimizer_in_backward", "cannot be pickled or copied", rule, fix))
+    raise _refused("cannot be pickled or copied", rule, "Save its state_dict(), and load that into another")
+
+
+def _refused(problem: str, rule: str, fix: str) -> ShardkitError:
+    return ShardkitError(message("optimizer_in_backward", problem, rule, fix))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,33 +19,36 @@ from shardkit._torch import (
     count_for_schedulers,
     counts_for_schedulers,
     local_tensor,
+    local_tensors,
     note_step,
+    placements,
     plain_attributes,
+    with_local,
 )
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.classes import check_elementwise
-from shardkit.optim.exchange import exchanged, keep, layouts_of, local_grads, local_state
+from shardkit.optim.probe import check_elementwise
 
+# State of torch's optimizers that is a number for each parameter, though a parameter of no dimension has its shape.
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def step_on_local_shards(
     optimizer: AnyOptimizer, *, elementwise: bool = False, cpu_threads: int | None = None
 ) -> AnyOptimizer:
-    """Make ``optimizer.step()`` work on the plain local shards of sharded parameters. In place, local, once.
+    """Step the optimizer on local shards, without DTensor dispatch overhead. In place, local, once.
 
     A step on DTensors dispatches every operation through Python: five times the CPU time of the same step on
     plain tensors, for many small parameters. After this call only ``step()`` differs, and gives the same bits.
-    Outside of it nothing has changed: ``param_groups`` and ``optimizer.state`` hold the same parameters and
-    DTensors, so that LR schedulers (made before or after), ``zero_grad``, ``state_dict`` and ``load_state_dict``,
-    ``torch.distributed.checkpoint``, ``torch.amp.GradScaler``, clipping, hooks, closures, and parameters added later
-    work as before. Each step reads parameters, gradients and state anew: replacing or moving them between steps
-    is fine, and no memory is held on to. Plain parameters may stand beside sharded ones, on any meshes, also with
-    ``foreach=True`` and ``fused=True``, which torch refuses for such a mixture.
+    ``param_groups`` and ``optimizer.state`` hold the same parameters and DTensors, so that LR schedulers (made before
+    or after), ``zero_grad``, state dicts, ``torch.distributed.checkpoint``, ``torch.amp.GradScaler``, clipping, hooks,
+    closures, and parameters added later work as before. Each step reads parameters, gradients and state anew, so
+    they may be replaced or moved between steps. Plain parameters may stand beside sharded ones, on any meshes, also
+    with ``foreach=True`` and ``fused=True``, which torch refuses for such a mixture.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` whose update is element-wise. Copies of it step small tensors, whole
-            and in halves, and the results must be alike: some 20 ms. Its state is tensors directly in
+            and in halves, and the results must agree: some 20 ms. Its state is tensors directly in
             ``optimizer.state[param]``, those of the shard's shape being sharded like it.
         elementwise: vouch for one that cannot be tried like that, such as one that draws random numbers: that its
             update of an element reads that element of parameter, gradient and state alone. What is seen not to be
@@ -90,9 +94,6 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
     check_elementwise(optimizer, elementwise)
 
 
-# The class.
-
-
 @functools.cache
 def local_class(base: Any) -> Any:
     """A subclass of the same name that steps on local shards, and is pickled and copied as such."""
@@ -135,7 +136,7 @@ def _restored(base: Any, cpu_threads: int | None) -> Any:
     return optimizer
 
 
-# torch's own classes: they collect lists of tensors, state made as ever, and the update then sees their local parts.
+# torch's own classes: they collect lists of tensors, state made as usual, and the update then sees their local parts.
 
 
 def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,9 +172,6 @@ def finish_step(optimizer: Optimizer) -> None:
             keep(optimizer.state[param], optimizer.state.pop(shard), param, shard)
 
 
-# Threads.
-
-
 def _threads(optimizer: Optimizer) -> int | None:
     """Each rank's share of the cores where shards are offloaded to the CPU, else None."""
     params = (param for group in optimizer.param_groups for param in group["params"])
@@ -198,3 +196,126 @@ def _using_threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def layouts_of(params: list[Any]) -> list[Any]:
+    """The placements of each DTensor, and None for other tensors."""
+    return [placements(param) if isinstance(param, DTensor) else None for param in params]
+
+
+def local_grads(grads: list[Any], params: list[Any], layouts: list[Any]) -> list[Any]:
+    """The part of each gradient that lies where its parameter does. Collective for those that lie elsewhere."""
+    return local_tensors(grads, params, layouts, _moved)
+
+
+def local_state(values: list[Any], params: list[Any], layouts: list[Any]) -> list[Any]:
+    """The local part of each value of one kind of state, for parameters in the same order."""
+    return local_tensors(values, params, layouts, _refused)
+
+
+def _moved(grad: DTensor, param: Any) -> Tensor:
+    # Tensor parallelism leaves Partial gradients of replicated parameters, for instance.
+    return grad.redistribute(placements=param.placements).to_local()
+
+
+def _refused(value: DTensor, param: Any) -> Tensor:
+    where = param.placements if isinstance(param, DTensor) else "no mesh"
+    problem = f"a DTensor of shape {tuple(value.shape)} has placements {value.placements}, its parameter {where}"
+    rule, fix = "State is placed like its parameter", "Redistribute it, or load it with load_state_dict"
+    raise ShardkitError(message("optimizer.state", problem, rule, fix))
+
+
+def keep(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
+    """Write one parameter's state after a step, ``inner``, into what the user sees, with DTensors for shards."""
+    for key, value in inner.items():
+        held = outer.get(key)
+        if not (isinstance(held, DTensor) and local_tensor(held) is value):
+            sharded = isinstance(value, Tensor) and value.shape == local.shape and key not in NUMBERS
+            outer[key] = _around(value, param) if sharded else value
+
+
+def _around(value: Tensor, param: DTensor) -> Tensor:
+    like = param if value.dtype == param.dtype else torch.empty_like(param, dtype=value.dtype)
+    return value if isinstance(value, DTensor) else with_local(like, value)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _local_inside(optimizer: Optimizer) -> Iterator[None]:
+    """Local tensors in an optimizer's groups and state; afterwards what was there, with what a step has changed.
+
+    All is read on entering and nothing is kept, so nothing can be out of date. Of the groups only ``"params"`` changes.
+    """
+    before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    with plain_attributes():
+        flat = [param for params in before for param in params]
+        aliases = dict(zip(flat, _aliases(flat), strict=True))
+        known = {aliases[key]: _inner(key, values) for key, values in state.items() if key in aliases}
+        others = {key: values for key, values in state.items() if key not in aliases}
+    for group, params in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = [aliases[param] for param in params]
+    optimizer.state = defaultdict(dict, known | others)
+    try:
+        yield
+    finally:
+        after, optimizer.state = optimizer.state, state
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
+        shards = {alias: param for param, alias in aliases.items() if alias is not param}
+        for key, values in after.items():
+            if key not in shards:
+                state[key] = values
+                continue
+            outer = state[shards[key]]
+            for name in outer.keys() - values.keys():
+                del outer[name]
+            keep(outer, values, shards[key], key)
+        for alias, param in shards.items():
+            _settle(param, alias)
+
+
+def _inner(key: Any, values: Any) -> Any:
+    if not isinstance(key, DTensor) or not isinstance(values, dict):
+        return values
+    count = len(values)
+    return dict(zip(values, local_state([*values.values()], [key] * count, [placements(key)] * count), strict=True))
+
+
+def _aliases(params: list[Tensor]) -> list[Tensor]:
+    """Each plain parameter itself; for each sharded one a leaf on the memory of its shard, with its gradient."""
+    grads = local_grads([param.grad for param in params], params, layouts_of(params))
+    aliases = []
+    for param, grad in zip(params, grads, strict=True):
+        alias = param
+        if isinstance(param, DTensor):
+            alias = local_tensor(param).detach().requires_grad_(param.requires_grad)
+            alias.grad = grad
+        aliases.append(alias)
+    return aliases
+
+
+@torch.no_grad()
+def _settle(param: DTensor, alias: Tensor) -> None:
+    """Repeat on the shard what a step did to the alias itself rather than to its memory."""
+    shard = local_tensor(param)
+    if alias.data_ptr() != shard.data_ptr():  # the step assigned to ``param.data``
+        shard.copy_(alias)
+    if alias.grad is None:
+        param.grad = None
+
+
+def exchanged(step: Callable[..., Any], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``step(optimizer, ...)`` on local tensors, and a closure that it is given on what the user knows."""
+    with ExitStack() as stack:
+        stack.enter_context(_local_inside(optimizer))
+
+        def outside(closure: Any) -> Any:
+            def run() -> Any:
+                stack.close()
+                try:
+                    return closure()
+                finally:
+                    stack.enter_context(_local_inside(optimizer))
+
+            return run if callable(closure) else closure
+
+        return step(optimizer, *map(outside, args), **{name: outside(value) for name, value in kwargs.items()})

@@ -1,7 +1,7 @@
 """Whether an optimizer updates each element from that element alone: seen by stepping a whole against its halves.
 
 Copies of the optimizer step small plain tensors: one copy the whole ones, two others a half each, as two ranks hold
-them. An element-wise optimizer is one whose parameters, state and counts come out alike.
+them. An element-wise optimizer is one for which parameters, state and counts agree.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import local_tensor
+from shardkit.errors import ShardkitError, message
 
 STEPS = 4
 # By number of dimensions: odd sizes, and long ones. 8-bit optimizers leave tensors below 4,096 elements alone, and
@@ -36,9 +37,33 @@ SHAPES: dict[int, list[tuple[int, ...]]] = {
 RELATIVE = 1e-4
 LR = 0.01  # so that something happens, also where a warmup begins with 0
 
+# Not element-wise, but its step on DTensors is right (torch 2.13; test_optim_classes.py). Adafactor, LBFGS, Lamb,
+# CAME, Prodigy and bitsandbytes' optimizers fail there.
+RUNS_ON_DTENSORS = ("Muon",)
+
 Group = dict[str, Any]
 # What the copies hold of a whole tensor: all of it, and the two parts that torch's chunk makes of it.
 PARTS: list[Callable[[Tensor], Tensor]] = [lambda t: t, lambda t: t.chunk(2)[0], lambda t: t.chunk(2)[1]]
+
+
+def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
+    """Raise unless the optimizer is seen to be element-wise, or cannot be tried and is vouched for. Local, pure."""
+    rule = "On a shard only an update that reads one element at a time is the update of the whole parameter"
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    try:
+        found = difference(optimizer)
+    except Exception as error:  # whatever a class raises that was not made for plain copies
+        if vouched:
+            return
+        problem = f"is {name}, which cannot be tried on small plain tensors: {type(error).__name__}: {error}"
+        fix = "If its update is element-wise, say so with elementwise=True"
+        raise ShardkitError(message("optimizer", problem, rule, fix)) from error
+    if found is not None:
+        torchs = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")]
+        runs = any(base in RUNS_ON_DTENSORS for base in torchs)
+        fix = "Step it as it is, on DTensors" if runs else "Use an element-wise one, such as AdamW, Lion or SGD"
+        problem = f"is {name}, whose {found!r} for a tensor differs from that for its halves"
+        raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
 def difference(optimizer: Optimizer) -> str | None:
@@ -56,7 +81,7 @@ def difference(optimizer: Optimizer) -> str | None:
         for options in ({}, {"weight_decay": 0.1, "momentum": 0.9}):
             whole, first, second = (_Copy(optimizer, groups, part, options).run() for part in PARTS)
             for key, value in whole.items():
-                if not _is_alike(value, first.get(key), second.get(key)):
+                if not _agree(value, first.get(key), second.get(key)):
                     return str(key[-1])
             if not whole.keys() == first.keys() == second.keys():
                 return "state"
@@ -156,7 +181,7 @@ def _options(group: Group, options: dict[str, float]) -> Group:
     return {key: value for key, value in options.items() if key in group and not group[key]} | rate
 
 
-def _is_alike(whole: Any, first: Any, second: Any) -> bool:
+def _agree(whole: Any, first: Any, second: Any) -> bool:
     """Whether the halves' values are the halves of the whole's, or are numbers that all of them share."""
     if not isinstance(whole, tuple):
         return _is_close(whole, first) and _is_close(whole, second)
