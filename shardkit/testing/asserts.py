@@ -8,8 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, listing, message
 
-HEADER_BYTES = 256
-
 
 def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None) -> None:
     """Fail on every rank unless all ranks of the group hold the same value, bit for bit. Collective.
@@ -30,10 +28,14 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
     """
     tensor = _plain(value)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    kinds = [bytes(row.tolist()).rstrip(b"\0").decode() for row in _gather(_header(value, tensor), group)]
+    kind = f"{len(value)} bytes" if isinstance(value, bytes) else f"{value.dtype} of shape {tuple(value.shape)}"
+    kinds = [""] * len(ranks)
+    dist.all_gather_object(kinds, kind, group)
     _raise_unless_same(ranks, [f"it is {kind}" for kind in kinds], kinds[0])
-    rows = _gather(tensor.flatten().view(torch.uint8), group)
-    differences = [_difference(rows[0], row, tensor.dtype) for row in rows]
+    flat = tensor.flatten().view(torch.uint8)
+    rows = [torch.empty_like(flat) for _ in ranks]
+    dist.all_gather(rows, flat, group=group)
+    differences = [_difference(rows[0].cpu(), row.cpu(), tensor.dtype) for row in rows]
     _raise_unless_same(ranks, differences, kinds[0])
 
 
@@ -52,19 +54,6 @@ def _plain(value: torch.Tensor | bytes) -> torch.Tensor:
         raise ShardkitError(message("value", f"it is a {type(value).__name__}", rule, fix))
     # NCCL moves tensors on its GPU only; gloo's are best on the CPU.
     return tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
-
-
-def _header(value: torch.Tensor | bytes, tensor: torch.Tensor) -> torch.Tensor:
-    text = f"{len(value)} bytes" if isinstance(value, bytes) else f"{value.dtype} of shape {tuple(value.shape)}"
-    padded = text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
-    return torch.tensor(list(padded), dtype=torch.uint8, device=tensor.device)
-
-
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The group's tensors, which have one shape, on the CPU in the order of its ranks. Collective."""
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, tensor, group=group)
-    return [row.cpu() for row in rows]
 
 
 def _difference(first: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> str:

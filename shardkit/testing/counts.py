@@ -50,7 +50,14 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         >>> model.weight.placements, model.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([1, 16]))
     """
-    _check_fake_world(world_size, rank)
+    subject = "fake_world"
+    if dist.is_initialized():
+        problem = f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already"
+        fix = "Leave the other fake_world or call destroy_process_group"
+        raise ShardkitError(message(subject, problem, "A process can be in one world at a time", fix))
+    if not 0 <= rank < world_size:
+        problem, fix = f"rank {rank} is not in a world of {world_size}", "Pass a rank between 0 and world_size - 1"
+        raise ShardkitError(message(subject, problem, "Ranks are 0 to world_size - 1", fix))
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -58,18 +65,6 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         if dist.is_initialized():  # the body may have destroyed it
             dist.destroy_process_group()
         forget_meshes()
-
-
-def _check_fake_world(world_size: int, rank: int) -> None:
-    if dist.is_initialized():
-        problem = f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already"
-        rule = "A process can be in one world at a time"
-        raise ShardkitError(
-            message("fake_world", problem, rule, "Leave the other fake_world or call destroy_process_group")
-        )
-    if not 0 <= rank < world_size:
-        problem = f"rank {rank} is not in a world of {world_size}"
-        raise ShardkitError(message("fake_world", problem, "Ranks are 0 to world_size - 1", "Pass such a rank"))
 
 
 @dataclass
@@ -85,7 +80,8 @@ class CommCounts(Collectives):
 
     def __eq__(self, other: object) -> bool:
         """Compare the three numbers, also with a plain ``Collectives``, from either side."""
-        return isinstance(other, Collectives) and _numbers(self) == _numbers(other)
+        names = ("all_gathers", "reduce_scatters", "all_reduces")
+        return isinstance(other, Collectives) and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def add(self, operator: str) -> None:
         """Count one call of a c10d operator, given by its name without namespace and overload."""
@@ -94,10 +90,6 @@ class CommCounts(Collectives):
             setattr(self, kind, getattr(self, kind) + 1)
         elif operator not in NO_COLLECTIVES:
             self.other[operator] = self.other.get(operator, 0) + 1
-
-
-def _numbers(counts: Collectives) -> tuple[int, int, int]:
-    return counts.all_gathers, counts.reduce_scatters, counts.all_reduces
 
 
 @contextmanager

@@ -1,20 +1,24 @@
-"""RankPool: processes that stay, each a rank of one process group, for many short calls."""
+"""RankPool: processes that stay, each a rank of one process group, for many short calls; and @distributed."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import sys
 import threading
+import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from shardkit.errors import ShardkitError, message
 from shardkit.testing.ranks import Ranks
 from shardkit.testing.report import RankFailure
-from shardkit.testing.target import Target
-from shardkit.testing.worker import Call, Returned, current_seat
+from shardkit.testing.target import Target, register
+from shardkit.testing.worker import Call, Returned, seats
 
 T = TypeVar("T")
 
@@ -46,14 +50,14 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
-        seat = current_seat()
-        if seat is not None:
-            problem = f"this is rank {seat.rank} of a pool of {seat.world_size} already"
+        if seats:
+            problem = f"this is rank {seats[0].rank} of a pool of {seats[0].world_size} already"
             rule = "Ranks cannot have ranks of their own"
             raise ShardkitError(message("RankPool", problem, rule, "Make the pool in the test, not in its body"))
         if world_size < 1 or timeout <= 0:
             problem = f"world_size is {world_size} and timeout is {timeout} s"
-            raise ShardkitError(message("RankPool", problem, "Both must be above zero", "Pass such numbers"))
+            fix = "Pass a world_size of at least 1 and a timeout above 0"
+            raise ShardkitError(message("RankPool", problem, "Both must be above zero", fix))
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
@@ -83,12 +87,12 @@ class RankPool:
         call = _pack(function, args, kwargs)
         with self._ready_ranks() as ranks:
             outcomes = ranks.exchange(call, timeout)
-            failures = {rank: end for rank, end in enumerate(outcomes) if not isinstance(end, Returned)}
-            if failures:
+            returned = [outcome for outcome in outcomes if isinstance(outcome, Returned)]
+            if len(returned) < self.world_size:
+                failures = {rank: end for rank, end in enumerate(outcomes) if not isinstance(end, Returned)}
                 raise RankFailure(call.target.name, self.world_size, failures)
-            replies = [outcome for outcome in outcomes if isinstance(outcome, Returned)]
-            values = [pickle.loads(reply.value) for reply in replies]
-            if all(0 < reply.groups <= MOST_GROUPS for reply in replies):
+            values = [pickle.loads(each.value) for each in returned]
+            if all(0 < each.groups <= MOST_GROUPS for each in returned):
                 self._ranks = ranks
             return values
 
@@ -136,3 +140,77 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         problem = f"an argument cannot be pickled ({error})"
         raise ShardkitError(message(target.name, problem, rule, fix)) from None
     return Call(target, arguments, sys.path, os.getcwd(), dict(os.environ))
+
+
+P = ParamSpec("P")
+
+_session_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def distributed(
+    *, world_size: int = 4, backend: str | None = None, timeout: float = 60
+) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    """Run a test's body on every rank of a pool that the whole session shares.
+
+    The test passes when the body returns on every rank. Its arguments (from ``parametrize``, from fixtures, from
+    hypothesis) are made once, in pytest's process, and sent pickled to all ranks, so all of them see the same. A
+    body that calls ``pytest.skip`` on every rank skips the test. The session's pools, one for each world size and
+    backend, are started by the first test that needs them.
+
+    Args:
+        world_size: number of ranks.
+        backend: ``"gloo"``, ``"nccl"``, or None for NCCL where there are ``world_size`` GPUs and gloo elsewhere.
+            ``"nccl"`` skips the test where there are fewer.
+        timeout: seconds that the body may take, imports not counted.
+
+    Raises:
+        ShardkitError: when decorating, if the function is inside another one, where no other process finds it.
+        RankFailure: when called, if a rank raised, died or did not finish in time.
+
+    Example:
+        @distributed(world_size=4)
+        def test_ranks_know_each_other():
+            assert torch.distributed.get_world_size() == 4
+    """
+
+    def decorate(body: Callable[P, object]) -> Callable[P, None]:
+        given = getattr(body, "hypothesis", None)
+        if given is not None:  # @given below us: take its place around the body, so that one process draws
+            given.inner_test = decorate(given.inner_test)
+            return body  # type: ignore[return-value]
+        register(body)
+
+        @functools.wraps(body)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            _run(_session_pool(world_size, backend), timeout, body, args, kwargs)
+
+        return test
+
+    return decorate
+
+
+def _run(
+    pool: RankPool, timeout: float, body: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    __tracebackhide__ = True  # pytest shows the ranks' tracebacks, in the message, and not how they came here
+    skip = None
+    try:
+        pool.run_within(timeout, body, args, kwargs)
+    except RankFailure as failure:
+        if failure.skip is None:
+            raise
+        skip = failure.skip
+    if skip is not None:
+        raise unittest.SkipTest(skip)  # outside of the handler: the skip is not a consequence of a failure
+
+
+def _session_pool(world_size: int, backend: str | None) -> RankPool:
+    gpus = torch.cuda.device_count()
+    if backend is None:
+        backend = "nccl" if gpus >= world_size else "gloo"
+    if backend == "nccl" and gpus < world_size:
+        raise unittest.SkipTest(f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}")
+    key = world_size, backend
+    if key not in _session_pools:
+        _session_pools[key] = RankPool(world_size, backend=backend)
+    return _session_pools[key]

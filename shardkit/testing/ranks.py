@@ -9,6 +9,7 @@ import multiprocessing.util  # its exit hook waits for children; registered firs
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -21,8 +22,8 @@ from pathlib import Path
 
 from shardkit._torch import RANK_IMPORTS
 from shardkit.testing import worker
-from shardkit.testing.report import Died, Raised, Stuck
-from shardkit.testing.worker import STACK_SIGNAL, Call, Returned, Seat, Started, exit_with_parent, serve
+from shardkit.testing.report import Failure
+from shardkit.testing.worker import STACK_SIGNAL, STARTED, Call, Returned, Seat, exit_with_parent, serve
 
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
 # 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s for each spawn of 4, on 2 cores.
@@ -36,7 +37,7 @@ STACK_LIMIT = 1.0  # seconds to wait for the stack of a rank that is stuck
 LAST_LINES = 10  # of the output of a rank that died, for its report
 STACK_PAUSE = 0.05  # a stack file that has not grown for so long is complete
 
-Outcome = Returned | Raised | Died | Stuck
+Outcome = Returned | Failure
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Rank:
         theirs.close()  # so that its death closes the pipe
         return cls(seat, process, ours)
 
-    def receive(self) -> Started | Returned | Raised | Died:
+    def receive(self) -> Outcome | str:
         """What it has to say, or that it is dead. Called when either is known."""
         try:
             if self.connection.poll():
@@ -67,12 +68,9 @@ class Rank:
         except (EOFError, OSError):
             self.process.join(GRACE)
         last = self._new_output().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return Died(self.process.exitcode, "\n".join([_call_stack(self.seat.stack.read_text()), *last]))
-
-    def send(self, request: str) -> None:
-        """Have it run the call in the file ``request``."""
-        with contextlib.suppress(BrokenPipeError):  # receive will find that it is dead
-            self.connection.send(request)
+        code = self.process.exitcode  # None if it is not known; below 0 the signal's number
+        how = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return Failure("died", how, "\n".join([_call_stack(self.seat.stack.read_text()), *last]))
 
     def stack(self) -> str:
         """Its Python stack now, most recent call last; empty when it gives none."""
@@ -127,7 +125,8 @@ class Ranks:
         request = Path(self.directory, "request")
         request.write_bytes(pickle.dumps(call))
         for rank in self.ranks:
-            rank.send(str(request))
+            with contextlib.suppress(BrokenPipeError):  # receive will find that it is dead
+                rank.connection.send(str(request))
         outcomes = _collect(self.ranks, timeout)
         for rank in self.ranks:
             rank.print_output()
@@ -160,42 +159,29 @@ def _kill_all() -> None:
 def _collect(ranks: list[Rank], timeout: float) -> list[Outcome]:
     """Wait for one outcome of every rank, but not longer than allowed."""
     outcomes: dict[int, Outcome] = {}
-    limit = _Limit(len(ranks), timeout)
+    loading = {rank.seat.rank for rank in ranks}
+    late, deadline = f"did not start and import within {START_LIMIT:g} s", time.monotonic() + START_LIMIT
+    failed = False
     while len(outcomes) < len(ranks):
-        speaking = _speaking([rank for rank in ranks if rank.seat.rank not in outcomes], limit.deadline)
+        speaking = _speaking([rank for rank in ranks if rank.seat.rank not in outcomes], deadline)
         if not speaking:
             break
         for rank in speaking:
             news = rank.receive()
-            limit.hear(rank.seat.rank, news)
-            if not isinstance(news, Started):
+            loading.discard(rank.seat.rank)
+            if not isinstance(news, str):
                 outcomes[rank.seat.rank] = news
+            if failed:
+                continue
+            if isinstance(news, Failure):
+                failed = True
+                late, deadline = f"did not finish within {GRACE:g} s of the first failure", time.monotonic() + GRACE
+            elif news == STARTED and not loading:
+                late, deadline = f"did not finish within {timeout:g} s", time.monotonic() + timeout
     for rank in ranks:
         if rank.seat.rank not in outcomes:
-            outcomes[rank.seat.rank] = Stuck(limit.reason, rank.stack())
+            outcomes[rank.seat.rank] = Failure("stuck", late, rank.stack())
     return [outcomes[rank] for rank in range(len(ranks))]
-
-
-class _Limit:
-    """Until when to wait for the ranks, and what to say of one that is late."""
-
-    def __init__(self, world_size: int, timeout: float) -> None:
-        self.timeout = timeout
-        self.loading = set(range(world_size))
-        self.failed = False
-        self._set(START_LIMIT, f"did not start and import within {START_LIMIT:g} s")
-
-    def hear(self, rank: int, news: Started | Outcome) -> None:
-        """Change the limit with what a rank says."""
-        self.loading.discard(rank)
-        if isinstance(news, (Raised, Died)) and not self.failed:
-            self.failed = True
-            self._set(GRACE, f"did not finish within {GRACE:g} s of the first failure")
-        elif isinstance(news, Started) and not self.loading and not self.failed:
-            self._set(self.timeout, f"did not finish within {self.timeout:g} s")
-
-    def _set(self, seconds: float, reason: str) -> None:
-        self.deadline, self.reason = time.monotonic() + seconds, reason
 
 
 def _speaking(ranks: list[Rank], deadline: float) -> list[Rank]:

@@ -1,73 +1,27 @@
-"""What became of a call on each rank, and how a failure is told."""
+"""How a call failed on each rank, and the error that reports it."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from shardkit.errors import ShardkitError
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The function raised, or could not be called, or its return value could not be sent.
+class Failure(NamedTuple):
+    """What happened on a rank that did not return.
 
     Attributes:
-        kind: the exception's class name.
-        detail: the traceback, from the function on.
+        kind: its process ended; the function raised, could not be called, or its value not sent; or it did neither.
+        title: what happened, after "rank 1": "raised KeyError", "was killed by SIGABRT".
+        detail: the traceback; or the Python stack and the last that it printed; empty where there is none.
         skip: the reason, if it asked for the test to be skipped.
     """
 
-    kind: str
+    kind: Literal["died", "raised", "stuck"]
+    title: str
     detail: str
-    skip: str | None
-
-    @property
-    def title(self) -> str:
-        """What happened, after "rank 1"."""
-        return f"raised {self.kind}"
-
-
-@dataclass(frozen=True)
-class Died:
-    """The rank's process ended in the middle of the call.
-
-    Attributes:
-        exit_code: negative is the number of the signal that killed it; None is not known.
-        detail: the Python stack, if it crashed, and the last it printed.
-    """
-
-    exit_code: int | None
-    detail: str
-
-    @property
-    def title(self) -> str:
-        """What happened, after "rank 1"."""
-        if self.exit_code is not None and self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        return f"exited with code {self.exit_code}"
-
-
-@dataclass(frozen=True)
-class Stuck:
-    """The rank had neither returned nor raised when the call was given up.
-
-    Attributes:
-        reason: ``"did not finish within 60 s"``, say.
-        detail: its Python stack then, most recent call last; empty if it gave none.
-    """
-
-    reason: str
-    detail: str
-
-    @property
-    def title(self) -> str:
-        """What happened, after "rank 1"."""
-        return self.reason
-
-
-Failure = Raised | Died | Stuck
+    skip: str | None = None
 
 
 class RankFailure(ShardkitError):
@@ -82,32 +36,18 @@ class RankFailure(ShardkitError):
 
     def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
         self.failures = dict(failures)
-        super().__init__(_explain(name, world_size, _alike(failures)))
+        ranks_of: dict[Failure, list[int]] = {}
+        for _, rank in sorted((failure.kind, rank) for rank, failure in failures.items()):
+            ranks_of.setdefault(failures[rank], []).append(rank)  # likely causes first: died, raised, stuck
+        titles = {failure: f"{_ranks(ranks)} {failure.title}" for failure, ranks in ranks_of.items()}
+        sections = [f"--- {title} ---\n{each.detail.strip()}" for each, title in titles.items() if each.detail]
+        super().__init__("\n\n".join([f"{name}: {'; '.join(titles.values())} (of {world_size} ranks).", *sections]))
 
     @property
     def skip(self) -> str | None:
         """The reason, when every failure is the wish to skip the test, else None."""
-        reasons = [failure.skip if isinstance(failure, Raised) else None for failure in self.failures.values()]
+        reasons = [failure.skip for failure in self.failures.values()]
         return None if None in reasons else reasons[0]
-
-
-def _alike(failures: Mapping[int, Failure]) -> dict[Failure, list[int]]:
-    """The ranks of each different failure, likely causes first: a dead rank makes others raise or wait."""
-    alike: dict[Failure, list[int]] = {}
-    order = (Died, Raised, Stuck)
-    for rank in sorted(failures, key=lambda rank: (order.index(type(failures[rank])), rank)):
-        alike.setdefault(failures[rank], []).append(rank)
-    return alike
-
-
-def _explain(name: str, world_size: int, alike: Mapping[Failure, list[int]]) -> str:
-    titles = "; ".join(f"{_ranks(ranks)} {failure.title}" for failure, ranks in alike.items())
-    sections = [
-        f"--- {_ranks(ranks)} {failure.title} ---\n{failure.detail.strip()}"
-        for failure, ranks in alike.items()
-        if failure.detail
-    ]
-    return "\n\n".join([f"{name}: {titles} (of {world_size} ranks).", *sections])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -20,21 +20,13 @@ _bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True)
 class Target:
-    """A function of a module, as any process can find it.
-
-    Attributes:
-        module: the module's name.
-        file: where it was loaded from; None when it has no file.
-        name: the function's qualified name.
-        decorated: the body under ``@distributed`` is meant.
-        rewritten: pytest has rewritten the module's asserts, so ranks should too.
-    """
+    """A function of a module, as any process can find it."""
 
     module: str
-    file: str | None
-    name: str
-    decorated: bool
-    rewritten: bool
+    file: str | None  # where the module was loaded from
+    name: str  # qualified
+    decorated: bool  # the body under @distributed is meant
+    rewritten: bool  # pytest has rewritten the module's asserts, so ranks should too
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Target:
@@ -54,17 +46,12 @@ class Target:
     def find(self) -> Callable[..., Any]:
         """The function, in this process; imports its module."""
         module = _load(self)
-        found: Callable[..., Any] | None
         found = _bodies.get((_common(self.module), self.name)) if self.decorated else _attribute(module, self.name)
         if found is None:
-            raise ShardkitError(
-                message(
-                    f"{self.module}.{self.name}",
-                    f"the ranks find no such function in {self.file}",
-                    "Ranks import the module again and look the function up by name",
-                    "Define it where an import alone defines it",
-                )
-            )
+            problem = f"the ranks find no such function in {self.file}"
+            rule = "Ranks import the module again and look the function up by name"
+            fix = "Define it where an import alone defines it"
+            raise ShardkitError(message(f"{self.module}.{self.name}", problem, rule, fix))
         return found
 
 
@@ -99,9 +86,9 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _load(target: Target) -> ModuleType:
-    if target.rewritten and target.module not in sys.modules:
-        _rewrite_asserts(target.module)
     if target.module not in sys.modules:
+        if target.rewritten:
+            _rewrite_asserts(target.module)
         try:
             importlib.import_module(target.module)
         except ModuleNotFoundError as error:
@@ -110,27 +97,21 @@ def _load(target: Target) -> ModuleType:
     loaded = sys.modules.get(target.module)
     if loaded is not None and (target.module == "__main__" or getattr(loaded, "__file__", None) == target.file):
         return loaded
+    # ``sys.path`` does not reach the file, or another of its name hides it. pytest can import such a file too.
     assert target.file is not None
-    return _load_file(target.module, Path(target.file))
-
-
-def _load_file(name: str, file: Path) -> ModuleType:
-    """Import a file that ``sys.path`` does not reach, or that another of its name hides, as pytest can."""
+    file = Path(target.file)
     directory = file.parent.parent if file.name == "__init__.py" else file.parent
     # All finders, for pytest's among them rewrites asserts.
-    specs = (finder.find_spec(name, [str(directory)]) for finder in sys.meta_path)
+    specs = (finder.find_spec(target.module, [str(directory)]) for finder in sys.meta_path)
     spec = next(spec for spec in specs if spec is not None)
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[target.module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _rewrite_asserts(module: str) -> None:
-    """Let pytest's import hook handle the module, so that a failing assert shows its values, as in the parent.
-
-    The hook has no public door outside a pytest run; without it asserts work and only say less.
-    """
+    """Let pytest's import hook handle the module, which is not public; without it asserts work and only say less."""
     try:
         from _pytest.assertion import install_importhook
         from _pytest.config import get_config

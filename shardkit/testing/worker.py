@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import ShardkitError, message
-from shardkit.testing.report import Raised
+from shardkit.testing.report import Failure
 from shardkit.testing.target import Target
 
 STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
@@ -34,13 +34,9 @@ GROUP_TIMEOUT = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in its pool.
+    """One rank's place in its pool; ``directory`` has the rendezvous file, and the output and stack of each rank.
 
-    Attributes:
-        rank: this process's rank.
-        world_size: ranks in the pool.
-        backend: torch's name, such as ``"gloo"``.
-        directory: the pool's temporary directory: rendezvous file, output and stack of each rank.
+    The stack is written on ``STACK_SIGNAL`` and in a crash.
     """
 
     rank: int
@@ -50,70 +46,41 @@ class Seat:
 
     @property
     def output(self) -> Path:
-        """The file that the rank's stdout and stderr go to."""
         return Path(self.directory, f"output{self.rank}")
 
     @property
     def stack(self) -> Path:
-        """The file that the rank's Python stack goes to, on ``STACK_SIGNAL`` or in a crash."""
         return Path(self.directory, f"stack{self.rank}")
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that torchrun would set and that do not need an address."""
-        rank, world_size = str(self.rank), str(self.world_size)
-        return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as sent to every rank.
-
-    Attributes:
-        target: how to find the function.
-        arguments: pickled ``(args, kwargs)``; apart, because they may need the target's module.
-        path: the parent's ``sys.path``.
-        directory: the parent's working directory.
-        environment: the parent's environment variables.
-    """
+    """One call, as sent to every rank, with the parent's ``sys.path``, working directory and environment."""
 
     target: Target
-    arguments: bytes
+    arguments: bytes  # pickled ``(args, kwargs)``; apart, because they may need the target's module
     path: list[str]
     directory: str
     environment: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Started:
-    """The rank has imported what the call needs, and begins to run it."""
-
-
-@dataclass(frozen=True)
 class Returned:
-    """The function returned.
-
-    Attributes:
-        value: the pickled return value.
-        groups: process groups the rank holds now; 0 when the pool's own is gone.
-    """
+    """The pickled return value, and the number of process groups of the rank now; 0 when the pool's own is gone."""
 
     value: bytes
     groups: int
 
 
-_seat: Seat | None = None
+STARTED = "started"  # the rank has imported what the call needs, and begins to run it
 
 
-def current_seat() -> Seat | None:
-    """Where this process sits in a pool; None outside of pools."""
-    return _seat
+seats: list[Seat] = []  # where this process sits in a pool; none outside of pools
 
 
 def serve(seat: Seat, connection: Connection) -> None:
     """Be one rank, until the parent closes the connection or dies."""
-    global _seat
-    _seat = seat
+    seats.append(seat)
     _settle(seat)
     try:
         _join_group(seat)
@@ -176,16 +143,19 @@ def _join_group(seat: Seat) -> None:
     )
 
 
-def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Raised:
+def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Failure:
     try:
         _follow(call, seat)
         function = call.target.find()
         gc.freeze()  # what was imported stays: collecting after the call need not look at it
         args, kwargs = pickle.loads(call.arguments)
-        _reset_seeds()
-        connection.send_bytes(pickle.dumps(Started()))
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        connection.send_bytes(pickle.dumps(STARTED))
         value = _pickled(function(*args, **kwargs))
-    except BaseException as error:  # SystemExit and pytest's skip are no Exceptions
+    except BaseException as error:  # SystemExit and pytest's skip are not Exceptions
         return _raised(error)
     return Returned(value, dist.get_pg_count() if dist.group.WORLD is group else 0)
 
@@ -194,19 +164,13 @@ def _follow(call: Call, seat: Seat) -> None:
     """Take over the parent's import path, working directory and environment, all of which tests change."""
     sys.path[:] = call.path
     os.chdir(call.directory)
-    wanted = call.environment | seat.environment
+    rank, size = str(seat.rank), str(seat.world_size)  # as torchrun would set them
+    wanted = call.environment | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name in wanted:
         if os.environ.get(name) != wanted[name]:
             os.environ[name] = wanted[name]
-
-
-def _reset_seeds() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
 
 
 def _pickled(value: Any) -> bytes:
@@ -219,12 +183,12 @@ def _pickled(value: Any) -> bytes:
         raise ShardkitError(text) from None
 
 
-def _raised(error: BaseException) -> Raised:
+def _raised(error: BaseException) -> Failure:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Raised(type(error).__name__, text, _skip_reason(error))
+    return Failure("raised", f"raised {type(error).__name__}", text, _skip_reason(error))
 
 
 def _skip_reason(error: BaseException) -> str | None:

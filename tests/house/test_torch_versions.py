@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_layers import PRIVATE_NAMES
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardkit import ShardkitError, _torch, zero_grad
+import shardkit
+from shardkit import ShardkitError, _torch, shard_model, zero_grad
 from shardkit._fsdp import fsdp_units
-from shardkit.testing import fake_world
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.testing import RankPool, fake_world
 from shardkit.testing.torch_names import NAMES, Name, main, missing
 
 ROOT = Path(__file__).parents[2]
@@ -86,3 +90,28 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
             zero_grad(model)
     with pytest.raises(ShardkitError, match=r"^torch\._renamed: torch 2\..* does not have it"):
         _torch._private("torch._renamed")(1)
+
+
+def check_without_gpu(backend: str | None) -> None:
+    """Each way to begin ends on the CPU or in an error that says so."""
+    dist.destroy_process_group()
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]  # which the pool sets, and sets again
+    if backend is not None:
+        dist.init_process_group(backend or None, store=dist.HashStore(), rank=0, world_size=1)
+    with shardkit.init_on_meta():
+        model = torch.nn.Linear(4, 4)
+    shardkit.materialize(shard_model(model))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.device.type == "cpu"
+    with pytest.raises(ShardkitError, match=r"pin_memory=True.*there is no accelerator"):
+        shard_model(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
+    for device_id in (0, torch.device("cuda", 0)):
+        with pytest.raises(ShardkitError, match=r"device_id: cuda:0\. This process has 'cpu'"):
+            FSDP(torch.nn.Linear(4, 4), device_id=device_id)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("backend", [None, "", "gloo"], ids=["no group", "no backend", "gloo"])
+def test_without_a_gpu_everything_is_on_the_cpu_also_with_a_wheel_for_cuda(backend: str | None) -> None:
+    with RankPool(1) as rank:
+        rank.run(check_without_gpu, backend)
