@@ -9,9 +9,9 @@ from __future__ import annotations
 from shardkit.fsdp1.configs import deepspeed
 from shardkit.fsdp1.configs.keys import VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Reader, Table, one_of
-from shardkit.fsdp1.configs.target import Precision, Ranks, Target
+from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_ranks
 
-_OTHER = "noted: With {} accelerate does not read fsdp_config. It was read here as if this were FSDP."
+_OTHER = "noted: With {} accelerate does not read fsdp_config. It was read here as for FSDP."
 _ENGINE = "refused: {} is another engine than FSDP; there is nothing to translate."
 _TYPES = {"FSDP": "mapped: What fsdp_config says.", "DEEPSPEED": "mapped: ZeRO, by FSDP2."}
 _TYPES |= dict.fromkeys(["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"], _OTHER)
@@ -70,9 +70,9 @@ def read(config: Reader, ranks: Ranks) -> Target:
 
 
 def _precision(config: Reader, version: int) -> Precision:
-    told = _PRECISION.format("buffers" if version == 1 else "outputs")
+    answer = _PRECISION.format("buffers" if version == 1 else "outputs")
     off = "mapped: Computes and reduces in the parameters' own dtypes."
-    answers = {"no": off, "fp16": f"{told} fp16 needs torch.amp.GradScaler.", "bf16": told, "fp8": _FP8}
+    answers = {"no": off, "fp16": f"{answer} fp16 needs torch.amp.GradScaler.", "bf16": answer, "fp8": _FP8}
     name = config.take("mixed_precision", one_of(answers, "no"))
     return Precision.of(DTYPE.parse(name) if name in ("fp16", "bf16") else None, version)
 
@@ -81,10 +81,10 @@ def _ranks(config: Reader, ranks: Ranks) -> Ranks:
     """Of the arguments, else of the file: processes in all, and on each machine."""
     world: int | None = config.get("num_processes", RANKS)
     machines: int = config.get("num_machines", RANKS, 1)
-    config.note("num_processes", ranks.told(world))
+    config.note("num_processes", note_on_ranks("ranks in all", world, ranks.world_size))
     per_node = world // machines if world is not None and world % machines == 0 else None
-    told = f"{per_node} ranks of a machine, for a hybrid strategy." if per_node else "Ranks of a machine unknown."
-    config.note("num_machines", f"{'mapped' if per_node and not ranks.per_node else 'noted'}: {told}")
+    answer = f"{per_node} ranks of a machine, for a hybrid strategy." if per_node else "Ranks of a machine unknown."
+    config.note("num_machines", f"{'mapped' if per_node and not ranks.per_node else 'noted'}: {answer}")
     if ranks.world_size is not None and world != ranks.world_size:
         per_node = None
     return Ranks(ranks.world_size or world, ranks.per_node or per_node)

@@ -66,14 +66,14 @@ def read(config: Reader, ranks: Ranks) -> Target:
     version = _version(config, section, values["fsdp_version"], inside["version"])
     words = config.get("fsdp", WORDS, ()) or ()
     beside = version == 1 and section.raw("sharding_strategy") is not None
-    later = "noted: fsdp_config.sharding_strategy goes before it." if beside else None
+    later = "noted: fsdp_config.sharding_strategy takes precedence." if beside else None
     instead = ": give dp_shard_size and dp_replicate_size."
     strategy = read_strategy(config, words, version, instead, "noted: It names no strategy.", later)
     context = config.section("context_parallel")  # which newer versions have beside context_parallel_size
     mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, context=context)
     context.read({"*": CONTEXT})
     old = config.raw("sequence_parallel_degree") not in (None, 1)
-    told = "refused: It is context_parallel_size since axolotl 0.12: say so."
+    told = "refused: It is context_parallel_size since axolotl 0.12: rename it."
     config.note("sequence_parallel_degree", told if old else "implied: None.")
     _quantized(config, version)
     target = Target(

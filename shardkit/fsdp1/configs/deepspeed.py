@@ -68,7 +68,7 @@ _ZERO: Table = {  # of zero_optimization
     partition_stream_chunk_size
     """: _BUCKETS,
     "overlap_comm contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients": (
-        "implied: FSDP2 reduce-scatters whole units beside backward."
+        "implied: FSDP2 reduce-scatters whole units during backward."
     ),
     "prefetch_bucket_size": "noted: FSDP2 gathers one unit ahead; prefetch=2 gathers two.",
     "param_persistence_threshold model_persistence_threshold": (
@@ -76,7 +76,7 @@ _ZERO: Table = {  # of zero_optimization
     ),
     "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save": _WHOLE,
     "ignore_unused_parameters": "noted: Parameters without a gradient have none after FSDP2's backward too.",
-    "leaf_module": "noted: Name these modules as units of their own: by_class.",
+    "leaf_module": "noted: Make these modules units of their own: by_class.",
     """
     load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint legacy_stage1 memory_efficient_linear
     override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
@@ -115,10 +115,10 @@ _RECOMPUTES: Table = {  # of activation_checkpointing
 }
 _PARALLEL: Table = {  # of tensor_parallel
     "autotp_size": several(
-        "noted: Tensor parallelism is yours to apply first; give shardkit the data-parallel sub-mesh.", kind=NUMBER
+        "noted: Apply tensor parallelism first; give shardkit the data-parallel sub-mesh.", kind=NUMBER
     ),
     "tp_grain_size tp_overlap_comm dtype injection_policy_tuple tp": (
-        "noted: It is for tensor parallelism, which is yours."
+        "noted: It configures tensor parallelism, which you apply yourself."
     ),
 }
 _COMPILE: Table = {
@@ -204,7 +204,7 @@ def hybrid_mesh(section: Reader, key: str, shard: int, world: int | None, fix: s
     """Shards over ``shard`` ranks and replicates over the others, as a key asks, which is answered for."""
     if world is None or world % shard:
         unknown, odd = f"{shard} of an unknown number of ranks", f"{shard} does not divide {world} ranks"
-        rule = "It shards over that many ranks and replicates over the others"
+        rule = "It shards over this many ranks and replicates over the others"
         section.problem(key, odd if world else unknown, rule, "Use a divisor" if world else fix)
         return None
     section.note(key, f"mapped: A mesh of ({world // shard}, {shard}): replicates, and shards over {shard} ranks.")
@@ -216,11 +216,11 @@ def _reshard(section: Reader, stage: int, world: int | None) -> bool | int:
     key = "zero_hpz_partition_size"
     kept: int = section.get(key, NUMBER, 1)
     if kept <= 1:
-        section.note(key, "implied: 1 is no second copy.")
+        section.note(key, "implied: 1 keeps no second copy.")
     elif stage != 3:
         section.note(key, "noted: Only stage 3 reads it.")
     elif world is not None and world % kept:
-        rule = "Parameters are kept sharded over that many ranks for backward"
+        rule = "Parameters are kept sharded over this many ranks for backward"
         section.problem(key, f"{kept} does not divide {world} ranks", rule, "Use the number of ranks of a node")
     elif kept == world:
         section.note(key, "implied: All ranks: reshard_after_forward=True.")
@@ -257,7 +257,7 @@ def _precision(config: Reader) -> Precision:
     reduce = torch.float32 if config.take("fp32_allreduce", single) else reduce
     accumulates = "noted: FSDP2 accumulates sharded gradients in the parameters' dtype."
     config.section("data_types").read({"grad_accum_dtype": accumulates})
-    config.section("torch_autocast").read({"*": "noted: torch.autocast around the forward is yours to keep."})
+    config.section("torch_autocast").read({"*": "noted: Keep torch.autocast around the forward."})
     config.section("amp").read({"*": "refused: apex's amp does not know FSDP2's parameters. Use bf16."})
     return Precision(param, reduce, buffer=param)
 
@@ -288,7 +288,7 @@ def _compile(config: Reader) -> bool:
 
 def _parallel(config: Reader, ranks: Ranks) -> tuple[int, int | None]:
     """The ranks of a tensor-parallel group, which share the data, and those of data parallelism."""
-    told = "noted: Splitting the sequence is yours; its ranks shard the parameters too."
+    told = "noted: Split the sequence yourself; its ranks shard the parameters too."
     config.take("sequence_parallel_size", several(told))
     section, world = config.section("tensor_parallel"), ranks.world_size
     tensor = max(1, section.read(_PARALLEL)["autotp_size"])

@@ -65,9 +65,7 @@ _BOTH: Table = {
         "implied: Every rank loads the weights.",
     ),
     "state_dict_type": Key(choice(_STATE_DICTS, numbered=True), {None: _WHOLE, **_STATE_DICTS}),
-    "ignored_modules": given(
-        "refused: Which parameters these are is for the model to say: pass ignored_params to plan_model."
-    ),
+    "ignored_modules": given("refused: The plan needs their names: pass ignored_params to plan_model."),
     "mixed_precision_policy": "noted: accelerate takes it from mixed_precision, and so was it here.",
 }
 _PREFETCHES = {
@@ -77,7 +75,7 @@ _PREFETCHES = {
         "noted: FSDP2 prefetches as BACKWARD_PRE does: more overlap, one more gathered unit in memory.",
     ),
 }
-_APART = "FSDP2 keeps the parameters apart, each under its own name."
+_APART = "FSDP2 keeps each parameter, under its own name."
 _VERSION_1: Table = {
     "sync_module_states": switch(
         "mapped: Rank 0's values are broadcast before sharding.", "mapped: Not broadcast.", default=True
@@ -161,10 +159,10 @@ def _strategy_1(section: Reader, elsewhere: ShardingStrategy | None) -> Sharding
     for key in ("sharding_strategy", "reshard_after_forward"):
         strategy = section.get(key, STRATEGY)
         if strategy is None:
-            section.note(key, "implied: null is no choice.")
+            section.note(key, "implied: null is the default.")
         elif found:
             same = "implied: It says the same" if strategy is found[0] else "noted: It says otherwise"
-            section.note(key, f"{same}, and in version 1 sharding_strategy goes before it.")
+            section.note(key, f"{same}, and in version 1 sharding_strategy takes precedence.")
         else:
             if elsewhere not in (None, strategy):
                 problem = f"{strategy.name}, and elsewhere {elsewhere.name}"
@@ -181,7 +179,7 @@ def _strategy_2(section: Reader, elsewhere: ShardingStrategy | None) -> Sharding
     strategy = FULL_SHARD if reshard else SHARD_GRAD_OP
     written = section.get("sharding_strategy", STRATEGY)
     if written is None:
-        answer = "implied: It is null."
+        answer = "implied: null is the default."
     elif written is strategy:
         answer = "implied: Version 2 does not read it; reshard_after_forward says the same."
     else:
@@ -202,7 +200,7 @@ def _mesh(section: Reader, ranks: Ranks, strategy: ShardingStrategy) -> MeshSpec
             rule = "Its mesh has two axes, whose sizes multiply to the ranks"
             raise TranslationError(message("world_size", problem, rule, "Pass world_size=16, or --world 16"))
     except TranslationError as error:
-        section.trouble(error)
+        section.problems.append(str(error))
     return None
 
 
@@ -222,8 +220,8 @@ def _wrap(section: Reader, policy: str) -> Wrap:
         wrap = Wrap("size", min_num_params=least)
     else:
         if policy == BY_SIZE:
-            by_size = "mapped: With 0 there are no units but the root, which is what SIZE_BASED_WRAP makes of it."
-        answer = "noted: No units but the root, so the whole model is gathered at once: as before, and rarely meant."
+            by_size = "mapped: With 0 the root is the only unit, as SIZE_BASED_WRAP has it."
+        answer = "noted: The root is the only unit, so the whole model is gathered at once, which is rarely meant."
         wrap = Wrap("root")
     section.note("transformer_layer_cls_to_wrap", by_class)
     section.note("min_num_params", by_size)
@@ -248,12 +246,12 @@ def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
 # --- Sizes of the axes of ranks ----------------------------------------------------------------------------------
 
 _OTHERS = {
-    "tp": "Tensor parallelism is yours to apply first, on a mesh with a tp axis",
-    "cp": "Splitting the sequence is yours, on a mesh with a cp axis",
-    "sp": "Splitting the sequence is yours, on a mesh with an sp axis",
-    "ep": "Expert parallelism is yours, on a mesh with an ep axis",
+    "tp": "Apply tensor parallelism first, on a mesh with a tp axis",
+    "cp": "Split the sequence yourself, on a mesh with a cp axis",
+    "sp": "Split the sequence yourself, on a mesh with an sp axis",
+    "ep": "Apply expert parallelism yourself, on a mesh with an ep axis",
 }
-CONTEXT = "elsewhere: It is for context parallelism, which is yours."
+CONTEXT = "elsewhere: It configures context parallelism, which you apply yourself."
 
 
 def read_axes(
@@ -314,7 +312,7 @@ def _answer(axis: str, size: int, mesh: MeshSpec | None) -> str:
     if axis not in _OTHERS:
         return f"mapped: {size} on axis {axis}."
     if size == 1:
-        return "implied: An axis of one rank is none."
+        return "implied: An axis of one rank changes nothing."
     if axis in ("cp", "sp"):
         return f"noted: {_OTHERS[axis]}; its ranks also shard the parameters. Give shardkit the data-parallel sub-mesh."
     of = f" ({mesh})" if mesh is not None else ""

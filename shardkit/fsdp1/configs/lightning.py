@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from shardkit.fsdp1.configs.keys import STRATEGY
 from shardkit.fsdp1.configs.plain import precision_of, read_as_fsdp1, read_mixed_precision
 from shardkit.fsdp1.configs.reader import BOOLEAN, RANKS, Key, Kind, Reader, Table, choice, switch
-from shardkit.fsdp1.configs.target import Ranks, Target, Wrap
+from shardkit.fsdp1.configs.target import Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
 
 _FILE: Table = {"seed_everything model data optimizer lr_scheduler ckpt_path fit": "elsewhere: It is not the strategy."}
@@ -40,7 +40,7 @@ _FSDP: Table = {
 }
 _PARALLEL: Table = {
     "parallelize_fn": switch(
-        "refused: It calls fully_shard itself: let it call apply_plan, or take its calls over into rules.",
+        "refused: It calls fully_shard itself: let it call apply_plan, or write its calls as unit rules.",
         "implied: None.",
         kind=_IS_GIVEN,
     ),
@@ -90,8 +90,8 @@ def _named(trainer: Reader, ranks: Ranks, mixed: MixedPrecision | None) -> Targe
     """``strategy="fsdp"``, and with ``_cpu_offload``: all of its arguments at their defaults."""
     name = str(trainer.raw("strategy"))
     fits = name in ("fsdp", "fsdp_cpu_offload")
-    told = "mapped: FSDPStrategy with its defaults." if fits else f"refused: {name} is another engine than FSDP."
-    trainer.note("strategy", told)
+    answer = "mapped: FSDPStrategy with its defaults." if fits else f"refused: {name} is another engine than FSDP."
+    trainer.note("strategy", answer)
     return read_as_fsdp1(Reader({}), ranks, mixed, Target(None, wrap=Wrap("root"), offload=name == "fsdp_cpu_offload"))
 
 
@@ -135,7 +135,7 @@ def _wrap(arguments: Reader) -> Wrap:
     if value is not None:
         rule = "It is classes, their names or import paths, or a policy of torch's"
         arguments.problem("auto_wrap_policy", repr(value), rule, "Use [my.module.Block]")
-    arguments.note("auto_wrap_policy", "noted: No units but the root: the whole model is gathered at once.")
+    arguments.note("auto_wrap_policy", "noted: The root is the only unit: the whole model is gathered at once.")
     return Wrap("root")
 
 
@@ -145,16 +145,13 @@ def _recomputes(arguments: Reader, units: tuple[str, ...]) -> bool:
         value = arguments.raw(key)
         names = _classes(value)
         if value is None or value == []:
-            arguments.note(key, "implied: Nothing is recomputed.")
+            arguments.note(key, "implied: Activations are kept.")
         elif names is not None and set(names) == set(units):
             arguments.note(key, "mapped: checkpoint_activations=True for the units.")
             found = True
         else:
-            arguments.note(
-                key,
-                "refused: shardkit recomputes whole units only: name the classes of auto_wrap_policy, or do it "
-                "yourself.",
-            )
+            fix = "name the classes of auto_wrap_policy, or wrap them yourself."
+            arguments.note(key, f"refused: shardkit checkpoints activations of whole units only: {fix}")
     return found
 
 
@@ -215,8 +212,8 @@ def _model_parallel(arguments: Reader, ranks: Ranks, mixed: MixedPrecision | Non
             "Give both, or world_size and ranks_per_node",
         )
     arguments.note("data_parallel_size", f"mapped: One axis of {data} ranks.")
-    told = f"Tensor parallelism over {tensor} ranks is yours; give shardkit mesh['data_parallel']."
-    arguments.note("tensor_parallel_size", f"{'noted' if (tensor or 1) > 1 else 'implied'}: {told}")
+    answer = f"Apply tensor parallelism over {tensor} ranks yourself; give shardkit mesh['data_parallel']."
+    arguments.note("tensor_parallel_size", f"{'noted' if (tensor or 1) > 1 else 'implied'}: {answer}")
     values = arguments.read(_PARALLEL)
     return Target(
         mesh=MeshSpec.sharded(data or 1),
@@ -240,8 +237,8 @@ def _ranks(trainer: Reader, ranks: Ranks) -> Ranks:
         per_node = int(devices)
     nodes: int = trainer.get("num_nodes", RANKS, 1)
     world = per_node * nodes if per_node else None
-    trainer.note("devices", ranks.told_of_a_node(per_node))
-    trainer.note("num_nodes", ranks.told(world))
+    trainer.note("devices", note_on_ranks("ranks of a node", per_node, ranks.per_node))
+    trainer.note("num_nodes", note_on_ranks("ranks in all", world, ranks.world_size))
     trainer.read(_TRAINER)
     replaced = ranks.world_size is not None and ranks.world_size != world
     return Ranks(ranks.world_size or world, ranks.per_node or (None if replaced else per_node))

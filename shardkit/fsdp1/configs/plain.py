@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, read_fsdp
 from shardkit.fsdp1.configs.reader import DTYPE, NAMES, NUMBER, RANKS, Key, Reader, Table, switch
-from shardkit.fsdp1.configs.target import Precision, Ranks, Target
+from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_ranks
 
 _NODE = ("ranks_per_node", "gpus_per_node", "nproc_per_node", "num_gpus_per_node", "local_world_size")
 _KEYS: Table = {
@@ -41,10 +41,10 @@ def read(config: Reader, ranks: Ranks) -> Target:
     by_size = BY_SIZE if config.get("min_num_params", NUMBER, 0) else ROOT_ONLY
     policy = BY_CLASS if config.get("transformer_layer_cls_to_wrap", NAMES) else by_size
     world: int | None = config.get("world_size", RANKS)
-    config.note("world_size", ranks.told(world))
+    config.note("world_size", note_on_ranks("ranks in all", world, ranks.world_size))
     per_node = ranks.per_node
     for key in _NODE:
-        config.note(key, ranks.told_of_a_node(config.get(key, RANKS)))
+        config.note(key, note_on_ranks("ranks of a node", config.get(key, RANKS), ranks.per_node))
         per_node = per_node or config.get(key, RANKS)
     return read_as_fsdp1(config, Ranks(ranks.world_size or world, per_node), mixed, Target(None), policy)
 
@@ -71,8 +71,8 @@ def _mixed_precision(config: Reader) -> MixedPrecision | None:
     if isinstance(value, dict):
         return read_mixed_precision(config.section("mixed_precision"))
     dtype = None if value in (False, "no", "none") else config.get("mixed_precision", DTYPE)
-    told = f"MixedPrecisionPolicy with {dtype} for parameters, gradients and buffers." if dtype else "None."
-    config.note("mixed_precision", f"mapped: {told}")
+    answer = f"MixedPrecisionPolicy with {dtype} for parameters, gradients and buffers." if dtype else "None."
+    config.note("mixed_precision", f"mapped: {answer}")
     return read_mixed_precision(config, dtype)
 
 

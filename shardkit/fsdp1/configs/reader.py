@@ -130,7 +130,7 @@ class Reader:
         self._path = path
         self._values = {str(key): value for key, value in section.items()}
         self._prefix = prefix
-        self._problems = [] if problems is None else problems
+        self.problems = [] if problems is None else problems  # what finish raises, of the whole configuration
         self._asked: dict[str, None] = {}
         self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
         self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
@@ -194,7 +194,7 @@ class Reader:
         """The keys below ``key``; an empty reader where there is no such section or nothing in it."""
         value = self.raw(key)
         filled = isinstance(value, Mapping) and len(value) > 0
-        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self._problems)
+        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self.problems)
         if filled:
             self._answer(self._spelling(key) or key, inner)
         elif value is None or isinstance(value, Mapping):
@@ -205,17 +205,13 @@ class Reader:
 
     def beside(self, values: Mapping[Any, Any], path: str, prefix: str = "") -> Reader:
         """A reader of keys that stand in a file of their own, answered for with these."""
-        self._beside.append(Reader(values, path, prefix, self._problems))
+        self._beside.append(Reader(values, path, prefix, self.problems))
         return self._beside[-1]
 
     def problem(self, key: str, problem: str, rule: str, fix: str) -> None:
         """Record what ``finish`` will raise; it answers for the key."""
         self._answers[self._spelling(key) or key] = None
-        self._problems.append(message(self._place(self._spelling(key) or key), problem, rule, fix))
-
-    def trouble(self, error: TranslationError) -> None:
-        """Record an error that is not of one value; ``finish`` raises it."""
-        self._problems.append(str(error))
+        self.problems.append(message(self._place(self._spelling(key) or key), problem, rule, fix))
 
     def finish(self) -> tuple[Note, ...]:
         """A note for every key, in the order of the file.
@@ -224,8 +220,8 @@ class Reader:
             TranslationError: everything that is wrong with the values, at once.
         """
         notes = tuple(self.notes())
-        if self._problems:
-            raise TranslationError("\n".join(dict.fromkeys(self._problems)))
+        if self.problems:
+            raise TranslationError("\n".join(dict.fromkeys(self.problems)))
         return notes
 
     def notes(self) -> Iterator[Note]:
@@ -240,7 +236,7 @@ class Reader:
             elif answer is ...:
                 near = get_close_matches(key.removeprefix(self._prefix), absent, n=1)
                 hint = f" Is it {near[0]}?" if near else ""
-                unknown = f"unknown: No key that shardkit knows here; nothing was done with it.{hint}"
+                unknown = f"unknown: Not a key that shardkit knows; nothing was done with it.{hint}"
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
                 yield self._noted(key, next(begun, unknown))
         for other in self._beside:
@@ -269,7 +265,7 @@ class Reader:
             self._answers[with_prefix] = None
             rule = "Both are the same key, and which one wins differs between versions"
             subject, fix = self._place(with_prefix), "Leave one of them out"
-            self._problems.append(message(subject, f"given as {key} too", rule, fix))
+            self.problems.append(message(subject, f"given as {key} too", rule, fix))
         return key if key in self._values else with_prefix if with_prefix in self._values else None
 
 
@@ -298,13 +294,13 @@ def _parse(file: Path, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         if file.suffix == ".json":
-            raise TranslationError(message(str(file), f"is no JSON: {error}", "", "Mend it")) from None
+            raise TranslationError(message(str(file), f"is not valid JSON: {error}", "", "Fix it")) from None
     try:
         import yaml
     except ImportError:
-        problem, rule = "is no JSON, and PyYAML is not installed", "YAML needs PyYAML, which shardkit does not"
+        problem, rule = "is not valid JSON, and PyYAML is not installed", "YAML needs PyYAML, which shardkit does not"
         raise TranslationError(message(str(file), problem, rule, "pip install pyyaml, or give JSON")) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise TranslationError(message(str(file), f"is no YAML: {error}", "", "Mend it")) from None
+        raise TranslationError(message(str(file), f"is not valid YAML: {error}", "", "Fix it")) from None

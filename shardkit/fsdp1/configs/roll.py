@@ -13,7 +13,7 @@ import torch
 
 from shardkit.fsdp1.configs.deepspeed import hybrid_mesh
 from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, Key, Reader, Table, several, switch
-from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap
+from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
 
 _FSDP = ("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")
@@ -29,12 +29,12 @@ _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
     "compute_dtype": "elsewhere: It is about the model.",
     "ulysses_size": several(
-        "noted: Splitting the sequence is yours, on an axis of neighbouring ranks; they shard the parameters too.",
-        "implied: An axis of one rank is none.",
+        "noted: Split the sequence yourself, on an axis of adjacent ranks; they shard the parameters too.",
+        "implied: An axis of one rank changes nothing.",
     ),
     "disable_gradient_checkpointing": switch(
         "mapped: Activations are kept.",
-        "mapped: ROLL lets transformers recompute; shardkit does with checkpoint_activations=True, and not both.",
+        "mapped: checkpoint_activations=True; ROLL lets transformers checkpoint activations. Use one of them.",
     ),
     "freeze_module_prefix": Key(
         NAMES, "noted: Freeze {} before sharding (requires_grad_(False)); a plan reads it off the model.", ()
@@ -47,9 +47,7 @@ _STRATEGY: Table = {
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
     "apply_expert_patch": switch("noted: Calling every expert on every rank is for the model's code: keep that patch."),
-    "ep_size": several(
-        "noted: Expert parallelism is yours to apply first; give shardkit the data-parallel sub-mesh.", kind=NUMBER
-    ),
+    "ep_size": several("noted: Apply expert parallelism first; give shardkit the data-parallel sub-mesh.", kind=NUMBER),
     "apply_tiled_mlp": switch("noted: It is the model's code."),
     "tiled_num_shards model_type": "elsewhere: It is for apply_tiled_mlp.",
     "async_save_ckpt": "elsewhere: It is how ROLL saves: save_checkpoint.",
@@ -72,8 +70,8 @@ def read(config: Reader, ranks: Ranks) -> Target:
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role
     name = strategy.raw("strategy_name")
-    told = "mapped: FSDP2, which is what shardkit shards with."
-    strategy.note("strategy_name", told if name in (None, *_FSDP) else f"refused: {name} is another engine.")
+    answer = "mapped: FSDP2, which is what shardkit shards with."
+    strategy.note("strategy_name", answer if name in (None, *_FSDP) else f"refused: {name} is another engine.")
     section = role.section("model_args")
     model = section.read(_MODEL)
     inside = strategy.section("strategy_config") if "strategy_config" in strategy else strategy
@@ -122,7 +120,7 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
         found = int(match[2]) - int(match[1] or 0)
     elif value is not None:
         role.problem("device_mapping", repr(value), "It is a list, or list(range(0,8))", "Use list(range(0,8))")
-    role.note("device_mapping", ranks.told(found))
+    role.note("device_mapping", note_on_ranks("ranks in all", found, ranks.world_size))
     return ranks.world_size or found or None
 
 
@@ -133,18 +131,18 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
         return hybrid_mesh(section, "fsdp_size", size, world, "Give device_mapping, or world_size")
     if sequence > 1 and world is not None and world % sequence == 0 and world > sequence:
         mesh = MeshSpec.hybrid(sequence, world // sequence)
-        told = f"mapped: With ulysses_size {sequence} ROLL shards over {world // sequence} ranks: {mesh}."
-        section.note("fsdp_size", told)
+        answer = f"mapped: With ulysses_size {sequence} ROLL shards over {world // sequence} ranks: {mesh}."
+        section.note("fsdp_size", answer)
         return mesh
     section.note("fsdp_size", "mapped: One axis of all ranks.")
     return None if world is None else MeshSpec.sharded(world)
 
 
 def _wrap(policy: Reader, patched: bool) -> Wrap:
-    told = "noted: Not units, as in ROLL without apply_expert_patch: an expert that some ranks skip would hang."
+    answer = "noted: Not units, as in ROLL without apply_expert_patch: an expert that only some ranks call would hang."
     if patched:
-        told = "mapped: A unit of each {}, since apply_expert_patch calls each on every rank."
-    experts = policy.take("moe_experts", Key(NAMES, told, ()))
+        answer = "mapped: A unit of each {}, since apply_expert_patch calls each on every rank."
+    experts = policy.take("moe_experts", Key(NAMES, answer, ()))
     values = policy.read(_WRAP)
     classes = values["transformer_layer_cls_to_wrap"]
     units = (*classes, *experts) if patched else classes

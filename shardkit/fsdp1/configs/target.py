@@ -90,16 +90,9 @@ class Ranks:
     world_size: int | None = None
     per_node: int | None = None
 
-    def told(self, world_size: int | None) -> str:
-        """The answer for a key that gives the ranks in all."""
-        return _told("ranks in all", world_size, self.world_size)
 
-    def told_of_a_node(self, per_node: int | None) -> str:
-        """The answer for a key that gives the ranks of a node."""
-        return _told("ranks of a node", per_node, self.per_node)
-
-
-def _told(what: str, found: int | None, asked: int | None) -> str:
+def note_on_ranks(what: str, found: int | None, asked: int | None) -> str:
+    """The answer for a key that gives a number of ranks, where another one may be asked for."""
     if asked is not None and asked != found:
         return f"noted: {asked} {what} were asked for instead."
     return f"mapped: {found} {what}." if found is not None else f"mapped: Unknown {what}."
@@ -258,16 +251,18 @@ def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
 def _embedding(model: nn.Module) -> str:
     named = getattr(model, "get_input_embeddings", lambda: None)()
     own = [fqn for fqn, module in model.named_modules() if module is named]
-    found = own or [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return found[0] if found else _none(model, "wrap_embeddings", "nn.Embedding")
+    other = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return _first(model, [*own, *other], "wrap_embeddings", "nn.Embedding")
 
 
 def _head(model: nn.Module) -> str:
     names = [fqn for fqn, _ in model.named_modules()]
-    found = [fqn for head in ("lm_head", "head") for fqn in names if fqn.rpartition(".")[2] == head]
-    return found[0] if found else _none(model, "wrap_lm_output", "lm_head")
+    heads = [fqn for head in ("lm_head", "head") for fqn in names if fqn.rpartition(".")[2] == head]
+    return _first(model, heads, "wrap_lm_output", "lm_head")
 
 
-def _none(model: nn.Module, key: str, what: str) -> str:
-    rule = f"Its children are {listing(name for name, _ in model.named_children())}"
-    raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))
+def _first(model: nn.Module, found: list[str], key: str, what: str) -> str:
+    if not found:
+        rule = f"Its children are {listing(name for name, _ in model.named_children())}"
+        raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))
+    return found[0]

@@ -21,7 +21,7 @@ from shardkit.fsdp1.translate.strategy import parse_strategy
 # What axolotl hands to transformers is the first of these too.
 TRAINER: Table = {
     "gradient_checkpointing": given(
-        "noted: The model recomputes by itself. Under FSDP use fsdp_config.activation_checkpointing instead.",
+        "noted: The model checkpoints its activations. Under FSDP use fsdp_config.activation_checkpointing instead.",
         "implied: Off.",
     ),
     "deepspeed": given("refused: Translate that DeepSpeed configuration instead; one model has one engine."),
@@ -155,9 +155,7 @@ def read_precision(config: Reader, version: int) -> Precision:
     for key, found in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if config.raw(key) in ("auto", "full"):
             on = key == "bf16"
-            told = (
-                "noted: auto and full depend on the GPU that axolotl finds: bf16 was taken, as every recent one has it."
-            )
+            told = "noted: auto and full depend on the GPU that axolotl finds; bf16 was assumed."
         else:
             on = config.get(key, BOOLEAN, False)
             scaler = " Scale the loss with torch.amp.GradScaler." if key == "fp16" else ""

@@ -190,10 +190,11 @@ def script(target: Target) -> str:
 
 def notes_on_script(target: Target) -> Iterator[Note]:
     """What a script for any model cannot say."""
+    where = "Only a model says where they are: use --model."
     if target.wrap.embeddings or target.wrap.head:
-        yield Note("--to torch", "embedding and head are units", "noted", "Where they are is for --model to say.")
+        yield Note("--to torch", "embedding and head are units", "noted", where)
     if target.casts == "text":
-        yield Note("--to torch", "vision blocks take inputs as they are", "refused", "Where they are: --model says.")
+        yield Note("--to torch", "vision blocks take inputs as they are", "refused", where)
 
 
 def before_sharding(target: Target) -> str:
@@ -226,7 +227,7 @@ def _units(target: Target) -> Iterator[str]:
     if wrap.by == "size":
         yield _BY_SIZE.format(least=wrap.min_num_params)
     elif wrap.by == "root":
-        yield _BY_CLASS.format(what="None but the root, so the whole model is gathered at once", names=())
+        yield _BY_CLASS.format(what="No blocks: the whole model is gathered at once", names=())
     elif wrap.by == "classes":
         yield _BY_CLASS.format(what="The blocks", names=wrap.classes)
     else:

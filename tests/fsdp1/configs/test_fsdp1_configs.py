@@ -201,8 +201,8 @@ def test_a_format_can_be_named():
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.json", "{", "is no JSON"),
-        ("a.yaml", "a: [", "is no YAML"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.yaml", "a: [", "is not valid YAML"),
         ("a.yaml", "", "holds nothing"),
         ("a.json", "[1]", "holds list"),
     ],
