@@ -1,4 +1,4 @@
-"""Who takes part in a save or a load, and that all of them mean the same."""
+"""Who takes part in a save or a load, and that all ranks pass the same."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ def axes_of(tensors: Iterable[Tensor]) -> Groups:
 
 def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
     """Groups that reach each rank of the tensors' meshes once: the largest mesh's axes, if it has all, or the world."""
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    if not meshes:
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    ranks = {rank for mesh in {each.device_mesh for each in sharded} for rank in mesh.mesh.flatten().tolist()}
+    widest = max(sharded, key=lambda tensor: tensor.device_mesh.size(), default=None)
+    if widest is None or widest.device_mesh.size() < len(ranks):
         return world()
-    widest = max(meshes, key=lambda mesh: mesh.size())
-    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    if widest.size() < len(ranks):
-        return world()
-    return [group for group in widest.get_all_groups() if group.size() > 1]
+    return axes_of([widest])
 
 
 def world(group: dist.ProcessGroup | None = None) -> Groups:
@@ -64,21 +62,15 @@ def connected(groups: Groups, call: str) -> Iterator[None]:
         raise CheckpointError(message(call, f"the connection to a rank was lost ({error})", rule, fix)) from error
 
 
-def agree(said: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
-    """Check that all ranks say the same; whether this rank is the first of them. Collective over ``groups``.
+def agree(values: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
+    """Check that all ranks have the same values; whether this rank is the first of them. Collective over ``groups``.
 
-    One all-gather of 40 bytes; what ranks say is sent only when it differs.
-
-    Args:
-        said: what must be equal, by argument: what JSON can write. Of dicts the keys that differ are named.
-        groups: which together reach all ranks.
-        subject: what the arguments are of, for the message.
-        fix: what to do when they differ.
+    One all-gather of 40 bytes; values, which JSON can write, are sent only when they differ.
 
     Raises:
         CheckpointError: on every rank: which arguments differ, on which ranks, and how.
     """
-    own = hashlib.sha256(json.dumps(said).encode()).digest()
+    own = hashlib.sha256(json.dumps(values).encode()).digest()
     first, differ = dist.get_rank() if groups else 0, False
     for group in groups:
         found = all_gather_bytes(own + first.to_bytes(8, "little"), group)
@@ -86,15 +78,15 @@ def agree(said: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Mak
         own = bytes(len(own)) if differ else own  # so that the next group hears of it
         first = min(int.from_bytes(each[-8:], "little") for each in found)
     if differ:
-        raise CheckpointError(message(subject, _differences(said, first, groups), "All ranks pass the same", fix))
+        raise CheckpointError(message(subject, _differences(values, first, groups), "All ranks pass the same", fix))
     return not groups or first == dist.get_rank()
 
 
-def _differences(said: Mapping[str, Any], first: int, groups: Groups) -> str:
+def _differences(values: Mapping[str, Any], first: int, groups: Groups) -> str:
     """Which arguments differ from the first rank's, on which ranks, and how. Collective; the same on every rank."""
     is_first = dist.get_rank() == first
-    model = gather_by_rank(dict(said) if is_first else None, groups)[first]
-    own = json.loads(json.dumps(said))
+    model = gather_by_rank(dict(values) if is_first else None, groups)[first]
+    own = json.loads(json.dumps(values))
     unlike = {name: list(_unlike(model[name], own[name])) for name in own if own[name] != model[name]}
     found = gather_by_rank(unlike, groups)
     parts = []

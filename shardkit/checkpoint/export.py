@@ -21,9 +21,9 @@ from shardkit.checkpoint.pieces import Part, inside, whole
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, make_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
-from shardkit.state.gather import Want, gathered
 from shardkit.state.names import model_state
-from shardkit.state.routes import find_lead
+from shardkit.state.routes import routes_of
+from shardkit.state.transfer import Want, gathered
 
 # What a save writes into a directory; of an older one of more files too.
 _OURS = re.compile(
@@ -141,4 +141,4 @@ def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:
 def _gathered(name: str, sources: Mapping[str, Tensor]) -> Tensor:
     """A whole source, on every rank. Collective."""
     want = Want(everywhere=True, device=torch.device("cpu"))
-    return dict(gathered([(name, sources[name])], find_lead(sources.values()), want))[name]
+    return dict(gathered([(name, sources[name])], routes_of(sources.values()), want))[name]

@@ -8,7 +8,6 @@ reads and writes whole tensors through its own memory; shardkit's ranks need byt
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from shardkit.errors import CheckpointError, message
+from shardkit.state.plan import Spec as Spec
 
 # In the reference's order, that of alignment: files begin with the last ones, so that every tensor lies at a multiple
 # of its element's size.
@@ -49,19 +49,6 @@ METADATA = "__metadata__"
 INDEX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
 _PICKLES = (b"PK\x03\x04", b"\x80")  # how zip files and pickles begin; no header is as long as these say
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a tensor is, whole: its dtype, and its shape in elements."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def bytes(self) -> int:
-        """Of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize  # torch.Size.numel() wraps around at 2**63
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,26 @@ from shardkit.checkpoint.agreement import agree, connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.match import KeyMap, match, rename
-from shardkit.checkpoint.optimizer import Fit, OptimizerLoad, plan_optimizer
+from shardkit.checkpoint.inner import MARK, Flat, Pending, flattened, has_subclass, pending
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
 from shardkit.checkpoint.progress import Progress
 from shardkit.checkpoint.read import locate
-from shardkit.checkpoint.source import Contents, Source, Stored
-from shardkit.checkpoint.ties import check_ties
+from shardkit.checkpoint.source import Contents, Source, Stored, by_name, holds_same
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.state.names import ModelState, model_state, parameter_names, trainable_state
+from shardkit.state.optimizer import (
+    OptimizerState,
+    group_names,
+    optimizers_of,
+    renamed_state,
+    sharded_optimizer_state_dict,
+    with_leaves,
+)
+from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
 from shardkit.state.place import check_memory
+from shardkit.state.plan import KeyMap, Request, among_floats, check_ties, exactly, plan_load, raise_listed, rename
 
 logger = logging.getLogger("shardkit")
 
@@ -97,17 +104,19 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held, connected(groups, "load_checkpoint"):
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
-            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=_shapes(model))
-            fit = Fit(key_map, strict, cast, str(path))
-            state = _asked(source.contents, _writable(model), fit, rank)
+            shapes = {name: param.shape for param, name in parameter_names(model).items()}
+            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)
+            request = Request(str(path), strict, key_map, among_floats if cast else exactly)
+            state = _asked(source.contents, _writable(model), request, rank)
             poll.own = has_subclass(state.tensors.values())
         asked = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
         agree(asked | {"what is at path": _described(source.contents)}, groups, "load_checkpoint")
         flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
-            targets, load, check = _decide(
-                source, replace(state, tensors=flat.tensors), model, optimizer, scheduler, fit
-            )
+            contents = source.contents
+            _check_present(contents, optimizer, scheduler, request.where)
+            targets, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
+            load = None if optimizer is None else plan_optimizer(model, optimizer, contents.optimizer or {}, request)
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError):
@@ -115,13 +124,8 @@ def load_checkpoint(
             _carry_out(source, model, targets, load, scheduler)
             flat.write_back()
             if random:
-                random_state.resume(source.contents.random, rank, world_size)
-    return source.contents.extra
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Of the parameters, by the first name of each."""
-    return {name: param.shape for param, name in parameter_names(model).items()}
+                random_state.resume(contents.random, rank, world_size)
+    return contents.extra
 
 
 def open_checkpoint(
@@ -171,21 +175,14 @@ def _unknown(path: Path, names: list[str]) -> str:
     return message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix)
 
 
-def _decide(
-    source: Source, state: ModelState, model: nn.Module, optimizer: Any, scheduler: Any, fit: Fit
-) -> tuple[list[tuple[str, Tensor]], OptimizerLoad | None, Callable[[], None]]:
-    """Which tensors to fill from what, and a check that reads values; changes nothing. Local."""
-    contents = source.contents
+def _check_present(contents: Contents, optimizer: Any, scheduler: Any, where: str) -> None:
     wanted = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
     absent = [name for name, (given, saved) in wanted.items() if given is not None and saved is None]
     if optimizer is not None and contents.no_optimizer:
         raise CheckpointError(contents.no_optimizer)
     if absent:
-        problem = f"it has no {' and no '.join(absent)}"
-        raise CheckpointError(message(fit.where, problem, "What is asked for must be there", "Leave the argument out"))
-    targets, check = _model_targets(source, state, fit) if contents.model else ([], lambda: None)
-    load = None if optimizer is None else plan_optimizer(model, optimizer, contents.optimizer or {}, fit)
-    return targets, load, check
+        rule = "What is asked for must be there"
+        raise CheckpointError(message(where, f"it has no {' and no '.join(absent)}", rule, "Leave the argument out"))
 
 
 def _writable(model: nn.Module) -> ModelState:
@@ -198,39 +195,43 @@ def _writable(model: nn.Module) -> ModelState:
     return state
 
 
-def _asked(contents: Contents, state: ModelState, fit: Fit, rank: int) -> ModelState:
+def _asked(contents: Contents, state: ModelState, request: Request, rank: int) -> ModelState:
     """What a checkpoint is asked for: all of the model's state, or where it has what trained, that and what trains."""
     if not contents.trainable_only:
         return state
-    trains, there = trainable_state(state), {rename(name, fit.key_map) for name in contents.model}
+    trains, there = trainable_state(state), {rename(name, request.key_map) for name in contents.model}
     inner = {name.rpartition(".")[0] for name in there if name is not None}  # of subclasses, saved by attribute
     new = [name for name in trains.tensors if name not in there and name not in inner]
-    if fit.strict and new:
+    if request.strict and new:
         rule = "What trains now and was frozen when it was saved is not in it"
         fix = "Freeze it as it was, or pass strict=False to leave it as it is, with new optimizer state"
         problem = f"it was saved with trainable_only=True, and has no {listing(new)}"
-        raise CheckpointError(message(fit.where, problem, rule, fix))
+        raise CheckpointError(message(request.where, problem, rule, fix))
     asked = {n: t for n, t in state.tensors.items() if n in trains.tensors or n in there or n in inner}
     if rank == 0:
         left = len(state.tensors) - len(asked)
-        logger.warning("%s was saved with trainable_only=True: %d frozen tensors are left as they are", fit.where, left)
+        logger.warning(
+            "%s was saved with trainable_only=True: %d frozen tensors are left as they are", request.where, left
+        )
     return replace(state, tensors=asked, others=trains.others)
 
 
-def _model_targets(source: Source, state: ModelState, fit: Fit) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
-    contents = source.contents
-    stored = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
-    matched = match(stored, state.tensors, where=fit.where, key_map=fit.key_map, cast=fit.cast, strict=fit.strict)
-    lost = [name for name in state.others if name not in contents.model]
-    if fit.strict and lost:
-        rule = "Every entry of the model's state_dict is there"
-        raise CheckpointError(message(fit.where, f"it has no {listing(lost)}", rule, "Pass strict=False"))
+def _model_targets(
+    source: Source, state: ModelState, request: Request
+) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
+    """Which tensors of the model to fill from what, and a check that reads values. Local; changes nothing."""
+    found = source.contents.model
+    if not found:  # a file of an optimizer alone
+        return [], lambda: None
+    offered = {name: value for name, value in found.items() if isinstance(value, Stored) or name in state.others}
+    plan = plan_load(state.tensors | state.others, offered, request)
 
-    def read(targets: Iterable[tuple[str, Tensor]]) -> None:
-        source.read((stored[name].key, tensor) for name, tensor in targets)
+    def are_equal(name: str, *names: str) -> bool:
+        keys = [found[each].key for each in names]
+        return holds_same(state.tensors[name], lambda rooms: source.read(zip(keys, rooms, strict=True)))
 
-    targets = [(stored[name].key, state.tensors[own]) for own, name in matched.sources.items()]
-    return targets, partial(check_ties, matched, state.tensors, read, fit.where, fit.strict)
+    targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
+    return targets, partial(check_ties, plan, are_equal, request)
 
 
 @torch.no_grad()
@@ -249,3 +250,91 @@ def _carry_out(
         optimizer.apply()
     if scheduler is not None:
         scheduler.load_state_dict(source.contents.scheduler)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerLoad:
+    """What will be loaded.
+
+    Attributes:
+        optimizers: into which.
+        names: the FQN of each parameter of the model.
+        state: the new state by FQN, with tensors that are to be filled.
+        targets: these, with the keys of what fills them.
+    """
+
+    optimizers: list[Optimizer]
+    names: dict[nn.Parameter, str]
+    state: OptimizerState
+    targets: list[tuple[str, Tensor]]
+
+    def apply(self) -> None:
+        """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
+        state = with_leaves(self.state, lambda _, each: each.tensor(), lambda value: isinstance(value, Pending))
+        install(self.optimizers, self.names, state, exact=True)
+
+
+def plan_optimizer(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], stored: Mapping[str, Any], request: Request
+) -> OptimizerLoad:
+    """Match what is stored with an optimizer, fresh or not. Local; changes nothing.
+
+    State that the optimizer has already is filled in place, where shape and dtype are the same. New state is placed as
+    ``load_full_optimizer_state_dict`` does.
+
+    Raises:
+        CheckpointError: listing parameters that only one side knows, and groups that were cut in another way.
+    """
+    names, optimizers = parameter_names(model), optimizers_of(optimizer)
+    params = {fqn: param for param, fqn in names.items()}
+    found = renamed_state(by_name(dict(stored), list(params)), partial(rename, key_map=request.key_map))
+    current = sharded_optimizer_state_dict(model, optimizers)
+    _check_optimizer([fqns for each in optimizers for fqns in group_names(each, names)], found, request)
+    targets: list[tuple[str, Tensor]] = []
+    misfits: dict[str, list[str]] = {}  # the FQNs that have each problem
+
+    def place(fqn: str, path: str, leaf: Any, present: Tensor | None) -> object:
+        if not isinstance(leaf, Stored):
+            try:
+                made, rows = pending(leaf, params[fqn], "")
+            except CheckpointError as error:
+                misfits.setdefault(str(error), []).append(fqn)
+                return None
+            targets.extend(rows)
+            return made
+        if present is None or (present.shape, present.dtype) != (leaf.shape, leaf.dtype):
+            present = room_for(params[fqn], path, leaf, present)
+        targets.append((leaf.key, present))
+        return present
+
+    def option(_: str, leaf: Stored) -> Tensor:
+        targets.append((leaf.key, torch.empty(leaf.shape, dtype=leaf.dtype)))
+        return targets[-1][1]
+
+    own = {
+        fqn: entry for fqn, entry in found["state"].items() if any(fqn in g["params"] for g in current["param_groups"])
+    }
+    state = with_rooms(own, current["state"], place, _is_leaf)
+    groups = with_leaves(found["param_groups"], option, lambda value: isinstance(value, Stored))
+    if misfits:
+        found = {text.lstrip(": "): listing(dict.fromkeys(fqns)) for text, fqns in misfits.items()}
+        lines = [f"{request.where}: optimizer state of {fqns}: {text}" for text, fqns in found.items()]
+        raise CheckpointError("\n".join(lines))
+    return OptimizerLoad(optimizers, names, {"state": state, "param_groups": groups}, targets)
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, Stored) or (isinstance(value, dict) and MARK in value)
+
+
+def _check_optimizer(own: list[list[str]], found: OptimizerState, request: Request) -> None:
+    problems = mismatches(own, found)
+    if not request.strict:
+        problems = {kind: names for kind, names in problems.items() if kind not in ("missing", "unexpected")}
+    rule = "An optimizer is loaded into one of the same parameters and groups; nothing was changed"
+    fix = "Build it as it was built, with the same parameters frozen, "
+    fix += "or pass strict=False to leave out what one side lacks"
+    raise_listed(f"{request.where}: optimizer", problems, rule, fix, CheckpointError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from shardkit.checkpoint.agreement import agree
-from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.hub import USED, check_files, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.match import KeyMap, Loaded, Match, match
 from shardkit.checkpoint.moved import Computed, Moved
 from shardkit.checkpoint.pieces import Part, inside, part_of, whole
 from shardkit.checkpoint.read import Located, locate, read_parts
-from shardkit.checkpoint.ties import check_ties
+from shardkit.checkpoint.source import holds_same
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.meta.rest import Rest
-from shardkit.meta.shards import Target, install
 from shardkit.ranks import groups_of, together
 from shardkit.state.names import ModelState
-from shardkit.state.place import live_state, new_memory
+from shardkit.state.place import Room, live_state
+from shardkit.state.plan import (
+    IncompatibleKeys,
+    KeyMap,
+    LoadPlan,
+    Request,
+    Spec,
+    check_ties,
+    plan_load,
+)
 
 
 def load_pretrained(
@@ -36,7 +41,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: Progress | None = None,
-) -> Loaded:
+) -> IncompatibleKeys:
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
     Each rank reads the byte ranges of its own shards, straight into them, so no rank ever holds the model, nor a whole
@@ -74,115 +79,84 @@ def load_pretrained(
             names, shapes or dtypes do not fit (all of them are listed); ranks do not see the same. Also when the disk
             fails while values are read: then a model that had values may have some of the new ones.
         ShardkitError: on every rank: meta tensors that neither the files nor the construction would give a value, or
-            a model whose ``state_dict()`` makes tensors anew.
+            a model whose ``state_dict()`` has hooks that replace tensors.
     """
     groups = groups_of(model)
+    request = Request(os.fspath(path), strict, key_map)
     with together(groups, CheckpointError, call="load_pretrained") as poll:
         state = live_state(model)
         poll.own = has_subclass(state.tensors.values())
-        flat = Flat(state.tensors, [])
-        load = None if poll.own else _plan(model, state.tensors, state.tensors.keys(), path, key_map, dtype, strict)
-    if poll.any:
-        flat = flattened(state.tensors, groups)
-        with together(groups, CheckpointError):
-            tensors = _writable(state, flat)
-            load = _plan(model, tensors, state.tensors.keys(), path, key_map, dtype, strict)
-    assert load is not None, "made by one of the two"
+    flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
+    with together(groups, CheckpointError):
+        load = _plan(model, state, flat, path, dtype, request)
     agree(load.described(), groups, "load_pretrained")
     with together(groups, CheckpointError):
         _read(load.jobs(), progress)
-        load.rest.compute()
+        load.room.compute()
         flat.write_back()
-    torch.autograd.graph.increment_version(load.in_place)
-    install(model, [*load.targets, *load.rest.targets])
-    if load.targets or load.rest.targets:
-        load.rest.forget()
+    in_place = [tensor for tensor in load.tensors.values() if load.room.of(tensor) is tensor]
+    torch.autograd.graph.increment_version(in_place)
+    load.room.install()
     if load.used is not None:
         setattr(unwrapped(model), USED, load.used)
-    return load.matched.loaded
+    return load.plan.keys
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What one load will do.
+    """What one load will do."""
 
-    Attributes:
-        found: what the files have.
-        matched: which of it goes where.
-        tensors: the model's, by name.
-        targets: those that get new memory, with it.
-        rest: the meta tensors that the files do not give.
-        used: transformers' note of what it converted.
-    """
-
-    found: Mapping[str, Located | Moved]
-    matched: Match
-    tensors: Mapping[str, Tensor]
-    targets: list[Target]
-    rest: Rest
-    used: Any = None
-
-    @property
-    def in_place(self) -> list[Tensor]:
-        """Tensors whose own memory is overwritten."""
-        new = {id(target.tensor) for target in self.targets}
-        return [self.tensors[name] for name in self.matched.sources if id(self.tensors[name]) not in new]
+    found: Mapping[str, Located | Moved]  # what the files have
+    plan: LoadPlan  # which of it goes where
+    tensors: Mapping[str, Tensor]  # the model's, and those inside of its subclasses, that are read
+    room: Room  # the memory that is read into
+    used: Any  # transformers' note of what it converted
 
     def jobs(self) -> Iterable[tuple[Located | Moved, Part]]:
         """What to read into what."""
-        new = {id(target.tensor): target.value for target in self.targets}
-        for name, source in self.matched.sources.items():
-            value = new.get(id(self.tensors[name]))
-            yield self.found[source], part_of(self.tensors[name] if value is None else value)
+        for name, tensor in self.tensors.items():
+            yield self.found[self.plan.copies[name]], part_of(self.room.of(tensor))
 
     def described(self) -> dict[str, object]:
         """What must be equal on all ranks."""
-        entries = {name: _said(self.found[source]) for name, source in self.matched.sources.items()}
-        return {"what is read": entries, "missing and unexpected": self.matched.loaded, "the rest": self.rest.digest}
-
-
-def _writable(state: ModelState, flat: Flat) -> dict[str, Tensor]:
-    """The tensors to read into: the model's own, and those inside of its subclasses."""
-    inside = {name: tensor for name, tensor in flat.tensors.items() if name not in state.tensors}
-    if meta := [name for name, tensor in inside.items() if tensor.is_meta]:
-        rule = "Memory is made for plain tensors, not for what is inside of a subclass"
-        fix = "Call shardkit.materialize(model) before the model is quantised"
-        raise CheckpointError(message(listing(meta), "on meta", rule, fix))
-    return {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
+        entries = {name: _said(self.found[source]) for name, source in self.plan.copies.items()}
+        return {"what is read": entries, "missing and unexpected": self.plan.keys, "the rest": self.room.digest}
 
 
 def _plan(
     model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    own: Collection[str],
+    state: ModelState,
+    flat: Flat,
     path: str | os.PathLike[str],
-    key_map: KeyMap | None,
     dtype: torch.dtype | None,
-    strict: bool,
+    request: Request,
 ) -> _Load:
-    """What to read into ``tensors``, of which the names in ``own`` are the model's own, and may become another."""
+    """What to read into the model's own tensors, which may become another dtype, and into those of subclasses."""
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(message("dtype", f"is {dtype}", "It is one of floating point", "Use torch.bfloat16"))
-    dtypes = {
-        name: dtype for name in own if name in tensors and dtype is not None and tensors[name].is_floating_point()
-    }
-    files, where = locate(path), os.fspath(path)
-    if key_map is None:
-        check_files(files, tensors, where)
-    hub = converted(model, tensors, files) if key_map is None and own == tensors.keys() else None
+    if meta := [name for name, each in flat.tensors.items() if each.is_meta and name not in state.tensors]:
+        rule = "Memory is made for plain tensors, not for what is inside of a subclass"
+        fix = "Call shardkit.materialize(model) before the model is quantised"
+        raise CheckpointError(message(listing(meta), "on meta", rule, fix))
+    tensors = {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
+    files = locate(path)
+    if request.key_map is None:
+        check_files(files, tensors, request.where)
+    is_plain = request.key_map is None and state.tensors.keys() == tensors.keys()
+    hub = converted(model, tensors, files) if is_plain else None
     found: Mapping[str, Located | Moved] = files if hub is None else hub.tensors
-    specs = {name: _spec(each) for name, each in found.items()} | ({} if hub is None else hub.others)
-    matched = match(specs, tensors, where=where, key_map=key_map, dtypes=dtypes, cast=True, strict=strict)
-    check_ties(
-        matched,
-        tensors,
-        lambda targets: _read((found[source], part_of(tensor)) for source, tensor in targets),
-        where,
-        strict,
-    )
-    given = {id(tensors[name]): dtypes.get(name, tensors[name].dtype) for name in matched.sources if name in own}
-    rest = Rest(model, given.keys())
-    return _Load(found, matched, tensors, new_memory(model, given), rest, None if hub is None else hub.used)
+    offered = {name: _spec(each) for name, each in found.items()} | ({} if hub is None else hub.others)
+    own = {name: each for name, each in tensors.items() if name in state.tensors}
+    dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in own.items()}
+    plan = plan_load(tensors, offered, request, dtypes)
+
+    def are_equal(name: str, *names: str) -> bool:
+        sources = [found[each] for each in names]
+        return holds_same(tensors[name], lambda rooms: _read(zip(sources, map(part_of, rooms), strict=True)))
+
+    check_ties(plan, are_equal, request)
+    room = Room(model, tensors, {name: dtypes[name] for name in plan.copies if name in own})
+    return _Load(found, plan, {name: tensors[name] for name in plan.copies}, room, hub and hub.used)
 
 
 # ---- what the files have, and what transformers makes of it ----------------------------------------------------

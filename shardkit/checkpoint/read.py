@@ -29,12 +29,12 @@ from shardkit.checkpoint.format import (
     parse_header,
     strict_json,
 )
-from shardkit.checkpoint.match import KeyMap, Loaded, match
 from shardkit.checkpoint.pieces import Part, Runs, blocks, common, inside, is_plain_memory, part_of, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, raw_bytes, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
+from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
 
 _PAGE = 4096  # bytes; the system reads no less, so shorter runs are read with what lies between them
 _RULE = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
@@ -60,7 +60,7 @@ def read_tensors(
     cast: bool = False,
     progress: Progress | None = None,
     groups: Groups | None = None,
-) -> Loaded:
+) -> IncompatibleKeys:
     """Fill tensors in place from safetensors files, each rank its own part of each.
 
     **Collective** over ``groups``, but only to raise on all ranks what one of them met: nothing else is communicated.
@@ -89,12 +89,13 @@ def read_tensors(
     with together(groups, CheckpointError):
         found = locate(path)
         specs = {name: located.entry for name, located in found.items()}
-        matched = match(specs, into, where=os.fspath(path), key_map=key_map, cast=cast, strict=strict)
+        request = Request(os.fspath(path), strict, key_map, among_floats if cast else exactly)
+        plan = plan_load(into, specs, request)
     with together(groups, CheckpointError):
-        jobs = [(found[source], part_of(into[name])) for name, source in matched.sources.items()]
+        jobs = [(found[source], part_of(into[name])) for name, source in plan.copies.items()]
         read_parts(jobs, progress)
-        torch.autograd.graph.increment_version([into[name] for name in matched.sources])
-    return matched.loaded
+        torch.autograd.graph.increment_version([into[name] for name in plan.copies])
+    return plan.keys
 
 
 def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None = None) -> None:

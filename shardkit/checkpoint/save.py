@@ -30,8 +30,7 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
 from shardkit.state.complete import check_complete
-from shardkit.state.model import first_names
-from shardkit.state.names import ModelState, model_state, trainable_state
+from shardkit.state.names import ModelState, first_names, model_state, trainable_state
 from shardkit.state.optimizer import sharded_optimizer_state_dict, tensor_leaves
 
 STATE = "state.json"

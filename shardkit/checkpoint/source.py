@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
+from shardkit.shards import local_value
+from shardkit.state.optimizer import renamed_state
+from shardkit.state.place import unwritten
+from shardkit.state.plan import same_values
 
 # Where programs put a model and an optimizer in what they save.
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module")
@@ -27,30 +32,19 @@ class Stored(Spec):
 
 @dataclass
 class Contents:
-    """What a checkpoint holds, with :class:`Stored` in the place of every tensor.
+    """What a checkpoint holds, with :class:`Stored` in the place of every tensor."""
 
-    Attributes:
-        model: by FQN.
-        optimizer: ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}``, or with the
-            numbers of parameters in the place of FQNs; None where there is none.
-        scheduler: its state dict, or None.
-        extra: what the user gave.
-        random: for each kind of generator the states of all ranks.
-        trainable_only: whether frozen parameters were left out.
-        no_optimizer: why an optimizer that is there cannot be read.
-        ties: other names of tensors of the model, each with the one that it is stored under.
-        config: the text of the model's ``config.json``; empty where there is none.
-    """
-
-    model: dict[str, Any]
+    model: dict[str, Any]  # by FQN
+    # {"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], ...}]}, or with the numbers of parameters
+    # in the place of FQNs; None where there is none.
     optimizer: dict[str, Any] | None = None
-    scheduler: Any = None
-    extra: Any = None
-    random: dict[str, list[bytes]] = field(default_factory=dict)
-    trainable_only: bool = False
-    no_optimizer: str = ""
-    ties: dict[str, str] = field(default_factory=dict)
-    config: str = ""
+    scheduler: Any = None  # its state dict
+    extra: Any = None  # what the user gave
+    random: dict[str, list[bytes]] = field(default_factory=dict)  # for each kind of generator the states of all ranks
+    trainable_only: bool = False  # whether frozen parameters were left out
+    no_optimizer: str = ""  # why an optimizer that is there cannot be read
+    ties: dict[str, str] = field(default_factory=dict)  # other names, each with the one that is stored
+    config: str = ""  # the text of the model's config.json
 
 
 class Source(Protocol):
@@ -60,6 +54,13 @@ class Source(Protocol):
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """Fill each target from the tensor of its key: a DTensor's local part, or a plain tensor of its shape."""
+
+
+def holds_same(like: Tensor, read: Callable[[list[Tensor]], None]) -> bool:
+    """Whether two tensors that ``read`` fills are equal, in this rank's part of a tensor like this one. Local."""
+    rooms = [unwritten(like, like.dtype, torch.device("cpu")) for _ in range(2)]
+    read(rooms)
+    return same_values(*map(local_value, rooms))
 
 
 def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
@@ -87,11 +88,7 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
 
 
 def checked_optimizer(found: Any) -> dict[str, Any] | None:
-    """An optimizer's state, or None, after checking that it has the form of one.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """An optimizer's state, or None; raise ValueError where it is not one."""
     if found is None:
         return None
     if not isinstance(found, dict) or found.keys() != {"state", "param_groups"}:
@@ -159,9 +156,4 @@ def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
         problem = f"its parameters are numbered up to {max(numbers)}, and the model has {len(names)}"
         rule = "Numbers count the model's parameters in order"
         raise CheckpointError(message("optimizer", problem, rule, "Save it by names: FSDP.rekey_optim_state_dict"))
-
-    def name(key: Any) -> Any:
-        return names[key] if type(key) is int else key
-
-    groups = [group | {"params": [name(each) for each in group["params"]]} for group in optimizer["param_groups"]]
-    return {"state": {name(key): value for key, value in optimizer["state"].items()}, "param_groups": groups}
+    return renamed_state(optimizer, lambda key: names[key] if type(key) is int else key)

@@ -28,7 +28,7 @@ class Meter:
         self._progress, self._total, self._done = progress, total, 0
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Count more bytes as done."""
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -42,9 +42,9 @@ class Staging:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, beside: torch.device) -> Tensor:
+    def take(self, shape: Sequence[int], dtype: torch.dtype, other: torch.device) -> Tensor:
         """The beginning of it as a tensor of at most ``BYTES`` bytes; pinned when it is for an accelerator."""
-        pinned = beside.type != "cpu"
+        pinned = other.type != "cpu"
         if self._memory is None or pinned > self._memory.is_pinned():
             self._memory = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=pinned)
         return self._memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Weights whose scales lie beside them: what the state has of them must be all that they are."""
+"""Quantised weights, whose scales are kept apart: a state without them is not the whole weight."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor)
 
 
 def check_complete(model: nn.Module, state: ModelState) -> None:
-    """Raise for parameters in a state that are more than their data, of which the state has the data alone. Local.
+    """Raise for parameters that are more than their data, of which the state has the data alone. Local.
 
-    Such is a subclass, not one that torch can flatten, with tensors in its attributes; or a weight of bitsandbytes
-    whose module does not write the scales, since FSDP2 shards the packed values and leaves behind what they belong to.
+    These are subclasses that torch cannot flatten, with tensors in their attributes, and weights of bitsandbytes whose
+    module does not write the scales: FSDP2 shards the packed values and leaves the rest behind.
 
     Raises:
         ShardkitError: naming all of them.
@@ -33,18 +33,18 @@ def check_complete(model: nn.Module, state: ModelState) -> None:
             fqn = clean_name(f"{prefix}.{name}" if prefix else name)
             if fqn not in state.tensors or param is None:
                 continue
-            beside = list(_beside(module, name, param))
-            if _scales_are_gone(module, name, param) or (beside and not any(id(each) in kept for each in beside)):
+            attached = list(_attached(module, name, param))
+            if _scales_are_gone(module, name, param) or (attached and not any(id(each) in kept for each in attached)):
                 lost.append(fqn)
     if lost:
         rule = "A quantised weight is its packed values and their scales, and the model's state has the first alone"
-        fix = "Save what trains with save_checkpoint(..., trainable_only=True), and quantise the base anew from its "
+        fix = "Save what trains with save_checkpoint(..., trainable_only=True), and quantise the base again from its "
         fix += "own files; or shard with shard_model, which keeps the scales in the state"
         raise ShardkitError(message(listing(lost), "its scales are not in state_dict()", rule, fix))
 
 
-def _beside(module: nn.Module, name: str, param: Tensor) -> Iterator[Tensor]:
-    """The tensors that are kept beside a parameter's own data."""
+def _attached(module: nn.Module, name: str, param: Tensor) -> Iterator[Tensor]:
+    """The tensors that belong to a parameter besides its own data."""
     for tensor in (param, _torch.local_tensor(param) if isinstance(param, DTensor) else param):
         # What has no memory, as a wrapper that torch cannot flatten, is refused where it would be read.
         is_own_class = type(tensor) not in _PLAIN and not _torch.is_wrapper(tensor) and tensor.data_ptr() != 0

@@ -21,17 +21,12 @@ _live: ContextVar[bool] = ContextVar("live", default=False)
 
 @dataclass(frozen=True)
 class ModelState:
-    """Attributes:
-    tensors: parameters and persistent buffers themselves; tied ones are one object under several names.
-    others: ``_extra_state``, and whatever else is no tensor.
-    order: all names, as ``nn.Module.state_dict`` has them.
-    metadata: the versions of the modules, which old checkpoints are upgraded by.
-    """
+    """What ``nn.Module.state_dict`` gives, by clean FQN."""
 
-    tensors: dict[str, Tensor]
-    others: dict[str, object]
-    order: tuple[str, ...]
-    metadata: Mapping[str, object]
+    tensors: dict[str, Tensor]  # parameters and persistent buffers themselves; tied ones are one object
+    others: dict[str, object]  # ``_extra_state``, and whatever else is not a tensor
+    order: tuple[str, ...]  # all names
+    metadata: Mapping[str, object]  # the versions of the modules, which old checkpoints are upgraded by
 
 
 def clean_name(name: str) -> str:
@@ -65,11 +60,11 @@ def wants_live() -> bool:
 def model_state(model: nn.Module) -> ModelState:
     """The state of a model. Local; units left unsharded after a forward are resharded, as ``state_dict()`` does.
 
-    It is ``model.state_dict(keep_vars=True)``, so its hooks have run, and ties are told by identity: by memory they
-    could not be, since a rank's shard may be empty.
+    It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognised by identity, since a rank's
+    shard may have no memory.
 
     Raises:
-        ShardkitError: two names differ by wrappers only; or it is no module.
+        ShardkitError: two names differ by wrappers only; or it is not a module.
     """
     check_module(model)
     with live_tensors():
@@ -97,15 +92,14 @@ def trainable_state(state: ModelState) -> ModelState:
         raise ShardkitError(message("model", "no parameter trains", rule, "Pass trainable_only=False"))
     modules = {name.rpartition(".")[0] for name in kept}
 
-    def beside(name: str) -> bool:
+    def accompanies(name: str) -> bool:
         return name.rpartition(".")[0] in modules
 
-    tensors = {
-        name: tensor
-        for name, tensor in state.tensors.items()
-        if name in kept or (not isinstance(tensor, nn.Parameter) and beside(name))
-    }
-    others = {name: value for name, value in state.others.items() if beside(name)}
+    def trains(name: str, tensor: Tensor) -> bool:
+        return name in kept or (not isinstance(tensor, nn.Parameter) and accompanies(name))
+
+    tensors = {name: tensor for name, tensor in state.tensors.items() if trains(name, tensor)}
+    others = {name: value for name, value in state.others.items() if accompanies(name)}
     return ModelState(tensors, others, tuple(n for n in state.order if n in tensors or n in others), state.metadata)
 
 
@@ -118,3 +112,21 @@ def repeated(names: Iterable[str]) -> list[str]:
     """Those that occurred before."""
     seen: set[str] = set()
     return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The first name of the tensor that each name stands for."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+
+
+def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a tensor has no values.
+
+    Raises:
+        ShardkitError: naming all of those.
+    """
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if names:
+        rule = "State has values once the model is materialized or loaded"
+        raise ShardkitError(message(listing(names), "on the meta device", rule, "Materialize or load the model first"))

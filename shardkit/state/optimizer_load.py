@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,14 +13,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, message
-from shardkit.ranks import groups_of, together
-from shardkit.shards import replicated
-from shardkit.state.load import Source, check_src, raise_listed, transfer, world_groups
+from shardkit.ranks import Groups, groups_of, together
+from shardkit.shards import as_sharded, replicated
 from shardkit.state.names import clean_name, parameter_names
-from shardkit.state.optimizer import OptimizerState, group_names, optimizers_of, tensor_leaves, with_leaves
+from shardkit.state.optimizer import (
+    OptimizerState,
+    group_names,
+    optimizers_of,
+    renamed_state,
+    sharded_optimizer_state_dict,
+    tensor_leaves,
+    with_leaves,
+)
 from shardkit.state.place import unwritten
-from shardkit.state.routes import find_lead, local_of
-from shardkit.state.scatter import Move, share
+from shardkit.state.plan import Spec, is_spec, raise_listed
+from shardkit.state.routes import Routes, local_of, routes_of
+from shardkit.state.transfer import Move, Source, check_src, shape_of, share, transfer, world_groups
+
+_NO_OPTIONS = ("params", "param_names")
 
 
 def load_full_optimizer_state_dict(
@@ -32,11 +42,11 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load what :func:`full_optimizer_state_dict` gives, or torch's ``get_optimizer_state_dict`` of full tensors.
 
-    The optimizer has exactly the dict's state afterwards, whatever it had before: a fresh one is restored without a
-    step being taken, and a parameter without an entry has no state. Options of groups are matched by FQN, so groups may
-    stand in another order; those that the dict lacks stay, and tensors among them (``lr``) are written in place.
-    It ends in ``optimizer.load_state_dict``, whose hooks run and which converts state to the parameters' dtypes. LR
-    schedulers keep working, also those made before. The dict is left as it was.
+    The optimizer has exactly the dict's state afterwards: a fresh one is restored without a step, and a parameter
+    without an entry has no state. Options of groups are matched by FQN, so groups may stand in another order; those
+    that the dict lacks stay, and tensors among them (``lr``) are written in place. It ends in
+    ``optimizer.load_state_dict``, whose hooks run and which converts state to the parameters' dtypes. LR schedulers
+    keep working, also those made before. The dict is left as it was.
 
     State of a parameter's shape is sharded as the parameter is, of another shape replicated on its mesh, and scalars
     are plain; where the optimizer has state already, as that is.
@@ -46,29 +56,28 @@ def load_full_optimizer_state_dict(
     Args:
         model: the model whose parameters are optimized.
         optimizer: one, or several of different parameters.
-        state_dict: read on the lowest rank that holds a part of the model, with ``src="rank0"``, and ignored on others.
+        state_dict: with ``src="rank0"`` it is read on the lowest rank that holds a part of the model alone.
         src: ``"rank0"``, or ``"all"`` where every rank has the same dict.
 
     Raises:
         ShardkitError: on every rank, with nothing changed: parameters that only one side has, and groups of the
-            optimizer whose parameters have different options in the dict, all listed; what is no such dict.
+            optimizer whose parameters have different options in the dict, all listed; not such a dict.
     """
     groups = groups_of(model) or world_groups(src)
     with together(groups, call="load_full_optimizer_state_dict"):
         check_src(src)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
-        lead = find_lead(names)
-        given = _checked(state_dict) if src == "all" or lead.is_here else {"state": {}, "param_groups": []}
-        described = described_state(given)
-        packed = pickle.dumps(described) if src == "rank0" else b""
-    if src == "rank0":
-        described = pickle.loads(share(packed, lead))
-    with together(groups):
-        targets = unwritten_optimizer_state(model, optimizers, described)
-    sources, leaves = tensor_leaves(given["state"]), tensor_leaves(targets["state"])
-    specs = tensor_leaves(described["state"])
-    transfer((Move(t, specs[path].dtype, sources.get(path)) for path, t in leaves.items()), lead, src)
-    _install(optimizers, names, targets)
+        routes = routes_of(names)
+        given = _checked(state_dict) if src == "all" or routes.is_root else {}
+
+    def placed(described: OptimizerState) -> OptimizerState:
+        _check(optimizers, names, described)
+        params = {name: param for param, name in names.items()}
+        present = sharded_optimizer_state_dict(model, optimizers)["state"]
+        room = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
+        return described | {"state": room}
+
+    install(optimizers, names, distributed(given, placed, routes, src, groups))
 
 
 def load_sharded_optimizer_state_dict(
@@ -77,7 +86,7 @@ def load_sharded_optimizer_state_dict(
     """Load what :func:`sharded_optimizer_state_dict` gives on the same layout; nothing is copied.
 
     As :func:`load_full_optimizer_state_dict`, but each rank passes its own part, and its tensors become the
-    optimizer's. Ranks exchange only whether all are content.
+    optimizer's. Ranks exchange only success or failure.
 
     Raises:
         ShardkitError: on every rank, with nothing changed, as :func:`load_full_optimizer_state_dict`.
@@ -85,62 +94,68 @@ def load_sharded_optimizer_state_dict(
     with together(groups_of(model)):
         given = _checked(state_dict)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
-        _check_names(optimizers, names, given)
-    _install(optimizers, names, given)
+        _check(optimizers, names, given)
+    install(optimizers, names, given)
 
 
-def described_state(state: OptimizerState) -> OptimizerState:
-    """The same, with meta tensors for state: all that others need to know to receive it."""
-    return {**state, "state": with_leaves(state["state"], lambda _, tensor: tensor.to("meta"))}
-
-
-def unwritten_optimizer_state(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], described: OptimizerState
+def distributed(
+    given: OptimizerState,
+    place: Callable[[OptimizerState], OptimizerState],
+    routes: Routes,
+    src: Source,
+    groups: Groups,
+    error: type[ShardkitError] = ShardkitError,
 ) -> OptimizerState:
-    """The same, with new, unwritten memory for state, placed as the optimizer wants it. Local; changes nothing.
+    """An optimizer's state with its tensors cut for this rank. Collective over ``groups``.
 
-    What is then written into it, by ``torch.distributed.checkpoint.load`` for one, is given to the optimizer by
-    :func:`load_sharded_optimizer_state_dict`.
-
-    Args:
-        model: the model whose parameters are optimized.
-        optimizer: one, or several of different parameters.
-        described: full shapes and dtypes, as of :func:`described_state`.
-
-    Raises:
-        ShardkitError: names do not fit, as :func:`load_full_optimizer_state_dict`.
+    Tensors are full, or with ``src="all"`` sharded too. ``place`` is given the state with a :class:`Spec` for each
+    tensor, and returns it with memory for each.
     """
-    optimizers, names = optimizers_of(optimizer), parameter_names(model)
-    _check_names(optimizers, names, described)
-    params = {name: param for param, name in names.items()}
-    present = {n: tensor_leaves(each.state[p]) for each in optimizers for n, p in params.items() if p in each.state}
+    with together(groups, error):
+        specs = with_leaves(given.get("state", {}), lambda _, value: Spec(value.dtype, shape_of(value)))
+        described = {**given, "state": specs}
+        packed = pickle.dumps(described) if src == "rank0" else b""
+    if src == "rank0":
+        described = pickle.loads(share(packed, routes))
+    with together(groups, error):
+        made = place(described)
+    leaves, sources = tensor_leaves(described["state"], is_spec), tensor_leaves(given.get("state", {}))
+    targets = sorted(tensor_leaves(made["state"]).items())  # in an order that all ranks share
+    transfer([Move(target, leaves[path].dtype, sources.get(path)) for path, target in targets], routes, src)
+    return made
+
+
+def with_rooms(
+    state: Mapping[str, Any],
+    present: Mapping[str, Any],
+    place: Callable[[str, str, Any, Tensor | None], object],
+    is_leaf: Callable[[object], bool] = is_spec,
+) -> dict[str, Any]:
+    """The state by FQN with what ``place`` makes of its leaves. Local.
+
+    It is given the FQN, the leaf's path in the parameter's state, such as ``"/step"``, the leaf, and what the optimizer
+    has there, if anything, which ``present`` says by FQN.
+    """
 
     def placed(fqn: str, entry: object) -> object:
-        return with_leaves(entry, lambda path, spec: room_for(params[fqn], path, spec, present.get(fqn, {}).get(path)))
+        there = tensor_leaves(present.get(fqn, {}))
+        return with_leaves(entry, lambda path, leaf: place(fqn, path, leaf, there.get(path)), is_leaf)
 
-    return {**described, "state": {fqn: placed(fqn, entry) for fqn, entry in described["state"].items()}}
+    return {fqn: placed(fqn, entry) for fqn, entry in state.items()}
 
 
-def room_for(param: nn.Parameter, path: str, spec: Tensor, present: Tensor | None) -> Tensor:
-    """New memory for one tensor of a parameter's state, placed as :func:`load_full_optimizer_state_dict` says. Local.
-
-    Args:
-        param: the parameter.
-        path: of the tensor in its state, such as ``"/step"``.
-        spec: of the full tensor's shape and dtype.
-        present: what the optimizer has there, if anything.
-    """
+def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None) -> Tensor:
+    """New memory for a tensor of a parameter's state, placed as :func:`load_full_optimizer_state_dict` says. Local."""
     home = local_of(param).device
     if isinstance(present, DTensor) and present.shape == spec.shape:
         return unwritten(present, spec.dtype, local_of(present).device)
-    scalar = not spec.ndim and (param.ndim > 0 or path == "/step")
+    scalar = not spec.shape and (param.ndim > 0 or path == "/step")
     if scalar or not isinstance(param, DTensor):
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if scalar else home)
-    if spec.shape == param.shape:
-        return unwritten(param, spec.dtype, home)
+    if spec.shape == param.shape:  # plain memory, whatever subclass the weight is of
+        return as_sharded(torch.empty(local_of(param).shape, dtype=spec.dtype, device=home), param)
     # Computed from a DTensor, and so one too, such as the row and column means of Adafactor.
-    whole = torch.empty(spec.shape, dtype=spec.dtype, device=home)
-    return replicated(whole, param.device_mesh)
+    return replicated(torch.empty(spec.shape, dtype=spec.dtype, device=home), param.device_mesh)
 
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
@@ -154,31 +169,33 @@ def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
         rule = "State is kept by FQN: numbers depend on the order in which an optimizer was given its parameters"
         fix = "Save full_optimizer_state_dict(model, optimizer) instead of optimizer.state_dict()"
         raise ShardkitError(message("state_dict", "keeps state by number", rule, fix))
-    groups = [{**group, "params": [clean_name(n) for n in group["params"]]} for group in state_dict["param_groups"]]
-    return {"state": {clean_name(n): entry for n, entry in state_dict["state"].items()}, "param_groups": groups}
+    return renamed_state(state_dict, clean_name)
 
 
-def _check_names(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
-    own = [fqns for each in optimizers for fqns in group_names(each, names)]
-    wanted = set(chain.from_iterable(own))
-    options = {fqn: group for group in found["param_groups"] for fqn in group["params"]}
-    mixed = [
-        f"group of {fqns[0]}: {differing_options([options[fqn] for fqn in fqns if fqn in options])}"
-        for fqns in own
-        if len(groups := [options[fqn] for fqn in fqns if fqn in options]) > 1 and differing_options(groups)
-    ]
-    problems = {
+def mismatches(own: Sequence[list[str]], found: OptimizerState) -> dict[str, list[str]]:
+    """What of a state does not fit an optimizer with these groups of FQNs, by kind. Pure."""
+    known = set(chain.from_iterable(own))
+    options = options_by_name(found)
+    return {
         "missing": [fqn for fqn in chain.from_iterable(own) if fqn not in options],
-        "unexpected": [fqn for fqn in dict.fromkeys((*options, *found["state"])) if fqn not in wanted],
-        "with different options": mixed,
+        "unexpected": [fqn for fqn in dict.fromkeys((*options, *found["state"])) if fqn not in known],
+        "with different options": [
+            f"group of {fqns[0]}: {differ}"
+            for fqns in own
+            if (differ := _differing([options[fqn] for fqn in fqns if fqn in options]))
+        ],
     }
-    raise_listed("state_dict", problems, "Make the optimizer of the same parameters, in the same groups")
 
 
-def differing_options(groups: list[dict[str, Any]]) -> str:
+def options_by_name(state: OptimizerState) -> dict[str, dict[str, Any]]:
+    """For each parameter the group that it is in."""
+    return {fqn: group for group in state["param_groups"] for fqn in group["params"]}
+
+
+def _differing(groups: list[dict[str, Any]]) -> str:
     """Options that are not the same in all of the groups."""
-    first, *others = {id(group): group for group in groups}.values()
-    keys = [k for k in first if k not in ("params", "param_names")]
+    first, *others = {id(group): group for group in groups}.values() or ({},)
+    keys = [key for key in first if key not in _NO_OPTIONS]
     return ", ".join(f"{key} differs" for key in keys if any(not _equal(first[key], o.get(key)) for o in others))
 
 
@@ -188,25 +205,37 @@ def _equal(one: object, other: object) -> bool:
     return bool(one == other)
 
 
-def _install(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], state: OptimizerState) -> None:
-    by_fqn = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
+def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
+    own = [fqns for each in optimizers for fqns in group_names(each, names)]
+    rule = "Parameters and the options of groups must fit; nothing was changed"
+    raise_listed(
+        "state_dict", mismatches(own, found), rule, "Make the optimizer of the same parameters, in the same groups"
+    )
+
+
+def install(
+    optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], state: OptimizerState, *, exact: bool = False
+) -> None:
+    """Give optimizers their state and their groups the options of their parameters, by ``load_state_dict``. Local.
+
+    Options that the state lacks stay. ``exact`` keeps its dtypes, which torch converts to those of the parameters.
+    """
+    options = options_by_name(state)
     empty = iter([group for group in state["param_groups"] if not group["params"]])
     for optimizer in optimizers:
-        own = [dict(group) for group in optimizer.param_groups]
-        fqns = group_names(optimizer, names)
-        saved = [by_fqn[group[0]] if group else next(empty, {}) for group in fqns]
-        numbers = {fqn: number for number, fqn in enumerate(chain.from_iterable(fqns))}
-        found = zip(own, saved, fqns, strict=True)
-        groups = [_merged(options, new, [numbers[fqn] for fqn in group]) for options, new, group in found]
-        entries = {numbers[fqn]: entry for fqn, entry in state["state"].items() if fqn in numbers}
-        optimizer.load_state_dict({"state": entries, "param_groups": groups})
-        _keep_tensors(own, optimizer.param_groups)
-
-
-def _merged(own: Mapping[str, Any], saved: Mapping[str, Any], numbers: list[int]) -> dict[str, Any]:
-    """A group's options: the saved ones over those that it has, except the order of its parameters."""
-    options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-    return {**own, **options, "params": numbers}
+        packed, fqns = optimizer.state_dict(), group_names(optimizer, names)
+        before = [dict(group) for group in optimizer.param_groups]
+        groups = []
+        for group, own in zip(packed["param_groups"], fqns, strict=True):
+            saved = next((options[fqn] for fqn in own if fqn in options), {}) if own else next(empty, {})
+            groups.append({**group, **{key: value for key, value in saved.items() if key not in _NO_OPTIONS}})
+        numbers = [number for group in packed["param_groups"] for number in group["params"]]
+        found = zip(numbers, chain.from_iterable(fqns), strict=True)
+        entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
+        optimizer.load_state_dict({**packed, "state": entries, "param_groups": groups})
+        _keep_tensors(before, optimizer.param_groups)
+        if exact:
+            _undo_casts(optimizer, names, state["state"])
 
 
 def _keep_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -216,3 +245,12 @@ def _keep_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) ->
             if isinstance(tensor, Tensor):
                 tensor.fill_(new[key]) if not tensor.ndim else tensor.copy_(torch.as_tensor(new[key]))
                 new[key] = tensor
+
+
+def _undo_casts(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]) -> None:
+    """Put back what torch's load_state_dict casts to the parameter's dtype, such as float32 moments of bfloat16."""
+    for param, fqn in names.items():
+        entries = optimizer.state.get(param, {})
+        for name, value in state.get(fqn, {}).items() if entries else ():
+            if name != "step" and isinstance(value, Tensor) and entries[name].dtype != value.dtype:
+                entries[name] = value.to(entries[name].device)

@@ -1,4 +1,4 @@
-"""Along which mesh axes a tensor travels between the lead, the one rank that has it whole, and all others."""
+"""Along which mesh axes a tensor travels between the root, the one rank that has it whole, and all others."""
 
 from __future__ import annotations
 
@@ -14,75 +14,51 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
+from shardkit.ranks import collective_device
 from shardkit.shards import Box, box_at, cutting_order, device_of
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis of more than one rank, as this rank sees it; indices are ranks of its group.
+    """A mesh axis of more than one rank, as this rank sees it."""
 
-    Attributes:
-        number: of the axis in its mesh.
-        group: this rank's group along it.
-        here: this rank's index.
-        root: the lead's index in its group.
-    """
-
-    number: int
-    group: dist.ProcessGroup
-    here: int
-    root: int
+    number: int  # of the axis in its mesh
+    group: dist.ProcessGroup  # this rank's group along it
+    here: int  # this rank's index in it
+    root: int  # the root rank's
 
     @property
     def at_root(self) -> bool:
-        """Whether this rank is where the lead is, on this axis."""
+        """Whether this rank is where the root is, on this axis."""
         return self.here == self.root
 
 
 @dataclass(frozen=True)
 class Route:
-    """Attributes:
-    cuts: axes that shard the tensor, in the order in which they cut it.
-    copies: axes along which ranks hold the same.
-    """
+    """The axes along which a tensor travels."""
 
-    cuts: tuple[Axis, ...] = ()
-    copies: tuple[Axis, ...] = ()
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """All axes."""
-        return self.cuts + self.copies
+    cuts: tuple[Axis, ...] = ()  # which shard the tensor, in the order in which they cut it
+    copies: tuple[Axis, ...] = ()  # along which ranks hold the same
 
 
 @dataclass(frozen=True)
-class Lead:
-    """The rank that gathers to and scatters from: the lowest one that holds a part of the model.
+class Routes:
+    """How the tensors of one model travel to and from its root."""
 
-    Attributes:
-        rank: its global rank.
-        ranks: how many hold a part of the model.
-        everyone: the route of what all of them hold whole.
-        known: routes by mesh and placements.
-    """
-
-    rank: int
-    ranks: int
-    everyone: Route
-    known: dict[object, Route | None] = field(default_factory=dict, compare=False)
+    root: int  # the global rank that gathers and scatters
+    ranks: int  # how many hold a part of the model
+    everyone: Route  # of what all of them hold whole
+    known: dict[object, Route | None] = field(default_factory=dict, compare=False)  # by mesh and placements
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank is the lead."""
-        return not dist.is_initialized() or dist.get_rank() == self.rank
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return not dist.is_initialized() or dist.get_rank() == self.root
 
-    def route(self, tensor: DTensor) -> Route | None:
-        """The route of a tensor between the lead and all ranks; None where none is known, and torch must gather.
-
-        A mesh may be a part of the one that reaches everyone: norms on ``dp`` alone beside weights on ``dp`` and
-        ``tp``. The ranks beside it then hold copies.
-        """
-        if not travels(tensor):
+    def of(self, tensor: DTensor) -> Route | None:
+        """The route of a tensor between the root and all ranks; None where none is known, and torch must gather."""
+        known = [place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements]
+        if not all(known) or _torch.has_own_dispatch(type(local_of(tensor))):  # partial sums, wrapped local tensors
             return None
         key = tensor.device_mesh, tensor.placements
         if key not in self.known:
@@ -90,57 +66,52 @@ class Lead:
         return self.known[key]
 
     def _route(self, tensor: DTensor) -> Route | None:
-        shared = {axis.group: axis for axis in self.everyone.copies}
-        axes = mesh_axes(tensor.device_mesh, self.rank)
-        beside = [axis for group, axis in shared.items() if group not in {own.group for own in axes.values()}]
-        if tensor.device_mesh.size() == self.ranks:
-            beside = []
-        elif math.prod(axis.group.size() for axis in (*axes.values(), *beside)) != self.ranks:
-            return None
-        else:
+        """A mesh may be a part of the one that reaches everyone, whose other ranks then hold copies.
+
+        Such as norms on ``dp`` alone beside weights on ``dp`` and ``tp``.
+        """
+        axes, others = _axes(tensor.device_mesh, self.root), []
+        if tensor.device_mesh.size() != self.ranks:
+            shared = {axis.group: axis for axis in self.everyone.copies}
+            others = [axis for axis in shared.values() if axis.group not in {own.group for own in axes.values()}]
+            if math.prod(axis.group.size() for axis in (*axes.values(), *others)) != self.ranks:
+                return None
             axes = {number: replace(own, root=shared[own.group].root) for number, own in axes.items()}
         order = cutting_order(tensor, [n for n in axes if hasattr(tensor.placements[n], "dim")])
         copies = [axis for number, axis in axes.items() if number not in order]
-        return Route(tuple(axes[number] for number in order), (*copies, *beside))
+        return Route(tuple(axes[number] for number in order), (*copies, *others))
 
 
-def find_lead(tensors: Iterable[Tensor], rank: int | None = None) -> Lead:
-    """The lead of a model with these tensors: ``rank``, or the lowest that holds a part. Local.
+def routes_of(tensors: Iterable[Tensor], root: int | None = None) -> Routes:
+    """The routes of a model with these tensors; ``root`` is by default the lowest rank that holds a part. Local.
 
-    Without a DTensor it is rank 0, and all ranks of the default group are taken to hold the model.
+    Without a DTensor the root is rank 0, and all ranks of the default group are taken to hold the model.
 
     Raises:
         ShardkitError: the tensors are on several meshes, none of which reaches all ranks of the others.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
-        return Lead(0, 1, _world())
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        group = dist.group.WORLD if several else None
+        return Routes(0, 1, Route(copies=() if group is None else (Axis(-1, group, dist.get_rank(), 0),)))
     ranks = {int(rank) for mesh in meshes for rank in mesh.mesh.flatten()}
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         problem = f"its tensors are on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
         rule = "One mesh must hold all ranks that the others have, for one rank to gather from all"
         raise ShardkitError(message("model", problem, rule, "Gather the parts of the model one by one"))
-    first = min(ranks) if rank is None else rank
-    return Lead(first, len(ranks), Route(copies=tuple(mesh_axes(widest, first).values())))
+    first = min(ranks) if root is None else root
+    return Routes(first, len(ranks), Route(copies=tuple(_axes(widest, first).values())))
 
 
-def _world() -> Route:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Route()
-    group = dist.group.WORLD
-    assert group is not None, "an initialized world has a group"
-    return Route(copies=(Axis(-1, group, dist.get_rank(), 0),))
-
-
-def mesh_axes(mesh: DeviceMesh, lead: int) -> dict[int, Axis]:
-    """The axes of a mesh that have more than one rank, by number; a lead outside of it counts as its first rank."""
+def _axes(mesh: DeviceMesh, root: int) -> dict[int, Axis]:
+    """The axes of a mesh that have more than one rank, by number; a root outside of it counts as its first rank."""
     here = mesh.get_coordinate()
     assert here is not None, "a rank outside its parameters' mesh"
-    found = (mesh.mesh == lead).nonzero()
-    root = found[0].tolist() if len(found) else [0] * mesh.ndim
-    wide = [number for number in range(mesh.ndim) if mesh.size(number) > 1]
-    return {number: Axis(number, mesh.get_group(number), here[number], root[number]) for number in wide}
+    found = (mesh.mesh == root).nonzero()
+    at = found[0].tolist() if len(found) else [0] * mesh.ndim
+    return {n: Axis(n, mesh.get_group(n), here[n], at[n]) for n in range(mesh.ndim) if mesh.size(n) > 1}
 
 
 def box_along(like: Tensor, cuts: Iterable[Axis], peer: int | None = None) -> Box:
@@ -165,20 +136,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return (_torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def travels(tensor: Tensor) -> bool:
-    """Whether parts can be sent as boxes of plain memory: not of partial sums, nor of wrapped local tensors."""
-    if not isinstance(tensor, DTensor):
-        return True
-    known = [place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements]
-    return all(known) and not _torch.has_own_dispatch(type(local_of(tensor)))
-
-
 def wire_device(tensor: Tensor, route: Route) -> torch.device:
     """Where a tensor's parts must be to be sent: where they are, if the groups can, else the mesh's device."""
-    local = local_of(tensor)
-    if not route.axes:
+    local, axes = local_of(tensor), route.cuts + route.copies
+    if not axes:
         return local.device
-    backend = dist.get_backend(route.axes[0].group)
-    if local.device.type == "cpu" and not any(name in backend for name in ("gloo", "fake", "mpi", "ucc")):
-        return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device("cuda")
-    return torch.device("cpu") if backend == "gloo" else local.device
+    if local.device.type == "cpu" and (kind := collective_device(axes[0].group)) != "cpu":
+        return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device(kind)
+    return torch.device("cpu") if dist.get_backend(axes[0].group) == "gloo" else local.device

@@ -143,7 +143,7 @@ def test_plain_dcp_code_reads_what_we_write_and_we_read_what_it_writes(tmp_path)
     set_optimizer_state_dict(other[0], other[1], tree["optimizer"], options=StateDictOptions(strict=False))
     assert_same_training(whole(*other), expected)
     another = build((2, 2), seed=2)
-    with pytest.raises(CheckpointError, match="it has no _extra_state"):
+    with pytest.raises(CheckpointError, match="- missing: _extra_state"):
         load_checkpoint(tmp_path / "theirs", another[0], another[1])
     assert load_checkpoint(tmp_path / "theirs", another[0], another[1], strict=False) is None
     assert_same_training(whole(*another), expected)
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
     path = tmp_path / "a"
     save_checkpoint(path, *state)
     one = torch.optim.AdamW([state[0].gain])
-    with pytest.raises(CheckpointError, match=r"it has state of embed\.weight, .*, not in the optimizer"):
+    with pytest.raises(CheckpointError, match=r"optimizer: .* unexpected[^$]*- unexpected: embed\.weight"):
         load_checkpoint(path, state[0], one)
     assert not one.state
     load_checkpoint(path, state[0], one, strict=False)

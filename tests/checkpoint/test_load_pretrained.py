@@ -375,7 +375,7 @@ def test_a_state_that_a_hook_makes_anew_is_refused(tmp_path):
     path, _ = written(tmp_path)
     model = net(0)
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(gain=state["gain"].detach() * 2))
-    with pytest.raises(ShardkitError, match="gain: made anew by a hook"):
+    with pytest.raises(ShardkitError, match="gain: replaced by a hook"):
         load_pretrained(model, path)
 
 

@@ -354,8 +354,8 @@ def test_all_that_does_not_fit_is_listed_at_once(tmp_path):
         f"{tmp_path}: 2 of another shape or dtype, 1 missing, 1 unexpected. Names, shapes and dtypes"
     )
     assert lines == [
-        "- of another shape or dtype: a ((8,) in the file, (9,) here)",
-        "- of another shape or dtype: ids (torch.int64 in the file, torch.float32 here)",
+        "- of another shape or dtype: a (shape (8,), the model has (9,))",
+        "- of another shape or dtype: ids (torch.int64, the model has torch.float32)",
         "- missing: c",
         "- unexpected: more",
     ]

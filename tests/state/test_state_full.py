@@ -17,7 +17,7 @@ from zoo_plain import PLAIN
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, gather, routes, sharded_state_dict, wire
+from shardkit.state import full_params, full_state_dict, routes, sharded_state_dict, transfer, wire
 from shardkit.testing import comm_counts, distributed, fake_world
 
 # Equal to the plain model's state.
@@ -121,18 +121,20 @@ def test_all_ranks_share_one_all_gather():
         assert (counts.all_gathers, counts.other) == (1, {})
         with comm_counts() as counts, full_params(model):
             pass
-        assert (counts.all_gathers, counts.other) == (3, {})  # two compare who has gradients
+        assert (counts.all_gathers, counts.other) == (1, {})
 
 
+@pytest.mark.parametrize("by_messages", [True, False])
 @distributed(world_size=4, backend="gloo")
-def test_large_tensors_are_gathered_straight_into_place():
-    """And so to the bit beside small, uneven and converted ones."""
+def test_large_tensors_are_gathered_straight_into_place(by_messages):
+    """And so to the bit beside small, uneven and converted ones; by messages, as gloo is fast, or by collectives."""
     model = fsdp(nn.Sequential(large(), nn.Linear(1001, 1050)))
     assert model[0][0].weight.to_local().nbytes >= wire.ALONE < model[1].weight.to_local().nbytes
     for dtype, straight in ((None, 3), (torch.float64, 0)):
-        with comm_counts() as counts:
+        with mock.patch.object(wire, "BY_MESSAGES", {"gloo"} if by_messages else {}), comm_counts() as counts:
             found = full_state_dict(model, rank0_only=False, dtype=dtype)
-        assert (counts.all_gathers, counts.other) == (straight + 1, {})
+        messages = {"send": 12, "recv_": 12} if by_messages else {}  # of four tensors with each of three ranks
+        assert (counts.all_gathers, counts.other) == (1 if by_messages else straight + 1, messages)
         for name, param in model.named_parameters():
             assert torch.equal(found[name], param.full_tensor().to(dtype)), name
 
@@ -148,12 +150,12 @@ def test_only_the_first_replica_sends():
 def test_buckets_are_of_bounded_size():
     model = fsdp(seeded(Net))
     state = dict(model.named_parameters())
-    lead, want = routes.find_lead(state.values()), gather.Want()
-    with mock.patch.object(gather, "BUCKET_BYTES", 400):
-        found = gather.buckets(state.items(), lead, want)
+    found_routes, want = routes.routes_of(state.values()), transfer.Want()
+    with mock.patch.object(transfer, "BUCKET_BYTES", 400):
+        found = transfer.gathers(state.items(), found_routes, want)
         assert len(found) > 3
-        assert all(bucket.bytes <= 400 or len(bucket.tensors) == 1 for bucket in found)
-        assert [name for bucket in found for name in bucket.tensors] == list(state)
+        assert all(bucket.bytes <= 400 or len(bucket.items) == 1 for bucket in found)
+        assert [name for bucket in found for name, _ in bucket.items] == list(state)
         assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
 
 

@@ -173,13 +173,13 @@ def test_everything_that_does_not_fit_is_listed_at_once(src):
     with pytest.raises(ShardkitError) as caught:
         load_full_state_dict(model, source(state, src), src=src)
     text = str(caught.value)
-    assert "2 not fitting, 2 missing, 1 unexpected" in text
+    assert "2 of another shape or dtype, 2 missing, 1 unexpected" in text
     for part in (
         "- missing: gain",
         "- missing: blocks.1.up.bias",
         "- unexpected: stranger",
-        "- not fitting: narrow.weight (shape (6, 3) in the dict, (3, 6) in the model)",
-        "- not fitting: counts (a int, no tensor)",
+        "- of another shape or dtype: narrow.weight (shape (6, 3), the model has (3, 6))",
+        "- of another shape or dtype: counts (int, not a tensor)",
     ):
         assert part in text, text
     assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
@@ -231,8 +231,43 @@ def transpose(module: nn.Module, state: dict, prefix: str, metadata: object) -> 
 @distributed(world_size=4, backend="gloo")
 def test_what_a_hook_made_cannot_be_written_to():
     model = fsdp(nn.Sequential(Renaming()))
-    with pytest.raises(ShardkitError, match=r"0\.weight: made anew by a hook on state_dict"):
+    with pytest.raises(ShardkitError, match=r"0\.weight: replaced by a hook on state_dict"):
         load_full_state_dict(model, {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(3)}, src="all")
+
+
+class WithExtraTensor(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([3, 5])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seen = state
+
+
+@distributed(world_size=4, backend="gloo")
+def test_extra_state_may_be_a_tensor():
+    model = fsdp(WithExtraTensor(6, 6))
+    state = full_state_dict(model, rank0_only=False)
+    load_full_state_dict(model, source(state, "rank0"))
+    assert torch.equal(model.seen, torch.tensor([3, 5]))
+
+
+@distributed(world_size=4, backend="gloo")
+def test_different_values_of_one_tied_tensor_are_reported():
+    state = full_other_values()
+    state["head.weight"] = state["embed.weight"].clone()
+    state["embed.weight"][6, 5] = state["head.weight"][6, 5] = float("nan")
+    model = fsdp(seeded(Net))
+    load_full_state_dict(model, source(state, "rank0"))
+    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    state["head.weight"][0, 0] += 1
+    model = fsdp(seeded(Net))
+    for src in ("rank0", "all"):
+        with pytest.raises(ShardkitError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"):
+            load_full_state_dict(model, source(state, src), src=src)
+        assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
+    load_full_state_dict(model, source(state, "rank0"), strict=False)
+    state["head.weight"] = state["embed.weight"]
+    assert_same_state(full_state_dict(model, rank0_only=False), state)
 
 
 # torch's own functions and ours.

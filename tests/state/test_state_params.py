@@ -16,7 +16,7 @@ from zoo import ZOO
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, gather, named_full_tensors
+from shardkit.state import full_params, full_state_dict, named_full_tensors, transfer
 from shardkit.testing import comm_counts, distributed
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
@@ -236,7 +236,7 @@ def test_all_tensors_come_once_under_each_name(layout, rank0_only):
 @distributed(world_size=4, backend="gloo")
 def test_who_stops_early_tells_the_others():
     model = fsdp(seeded(Net))
-    with mock.patch.object(gather, "BUCKET_BYTES", 400):
+    with mock.patch.object(transfer, "BUCKET_BYTES", 400):
         for _ in named_full_tensors(model):  # all stop in the same bucket
             break
         tensors = named_full_tensors(model)

@@ -24,7 +24,6 @@ from shardkit.fsdp1.dropin import (
     methods,
     optim_state,
     optimizers,
-    rekey,
     roots,
     settings,
     state,
@@ -242,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
     shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""

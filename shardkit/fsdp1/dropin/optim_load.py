@@ -3,51 +3,62 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
-from shardkit.errors import listing, message
+from shardkit import _torch
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.optim_keys import (
-    Keys,
-    OptimInput,
-    OptimStateError,
-    UnknownKeys,
-    check_is_optimizer_state,
-    keys_of,
-)
 from shardkit.fsdp1.dropin.record import record_of, wrappers_of
 from shardkit.ranks import groups_of, together
 from shardkit.state.names import clean_name, parameter_names
-from shardkit.state.optimizer import tensor_leaves, with_leaves
-from shardkit.state.optimizer_load import differing_options, room_for
-from shardkit.state.routes import Lead, find_lead, local_of
-from shardkit.state.scatter import Move, cut, scatter, share
+from shardkit.state.optimizer import OptimizerState, group_names, tensor_leaves, with_leaves
+from shardkit.state.optimizer_load import distributed, mismatches, options_by_name, room_for, with_rooms
+from shardkit.state.plan import Spec, is_spec
+from shardkit.state.routes import routes_of
+from shardkit.state.transfer import is_sharded
 
+OptimInput: TypeAlias = Iterable[Any] | None  # what an optimizer was given: parameters, or dicts of groups
+Key: TypeAlias = int | str
 _SUBJECT = "optim_state_dict"
 
 
+class OptimStateError(ShardkitError, ValueError):
+    """A ValueError too, as FSDP1's."""
+
+
+class MissingState(ShardkitError, RuntimeError):
+    """A RuntimeError too, as FSDP1's."""
+
+
+class NotAnOptimInput(ShardkitError, TypeError):
+    """A TypeError too, as FSDP1's."""
+
+
+class UnknownKeys(ShardkitError, KeyError):
+    """A KeyError too, as FSDP1's, whose message is shown as it is."""
+
+    __str__ = Exception.__str__
+
+
 @dataclass(frozen=True)
-class _ByName:
-    """A dict to load.
+class Keys:
+    """How an optimizer calls the parameters that it was given."""
 
-    Attributes:
-        state: by clean FQN.
-        others: entries whose keys are no names of parameters.
-        groups: with clean FQNs; None where the dict has none.
-    """
+    names: Mapping[Key, str]  # the clean FQN of each parameter by its key, a number or, for a named optimizer, a name
+    groups: list[list[str]] | None  # the FQNs of each of its groups; None where only the order of parameters is known
 
-    state: dict[str, Any]
-    others: dict[Any, Any]
-    groups: list[dict[str, Any]] | None
+    @property
+    def by_name(self) -> dict[str, Key]:
+        """The key of each FQN."""
+        return {name: key for key, name in self.names.items()}
 
 
 def load(
@@ -61,13 +72,8 @@ def load(
 ) -> dict[str, Any]:
     """What the optimizer's ``load_state_dict`` takes, with as many groups as the dict has. Collective.
 
-    Args:
-        model: the model.
-        optim: the optimizer, or None.
-        optim_input: what the optimizer was made from, or None.
-        given: full or sharded state by name; with ``from_rank0`` it is read on rank 0 alone, and full.
-        from_rank0: others get it from rank 0.
-        named: whether the optimizer keeps state by name.
+    State is by name, full or sharded; ``from_rank0`` reads that of rank 0 alone, which is full. ``named`` is for
+    optimizers that keep state by name.
     """
     groups = groups_of(model)
     with together(groups, OptimStateError, call="optim_state_dict_to_load"):
@@ -75,79 +81,59 @@ def load(
             optimizers.settle(optim)
         params = {fqn: param for param, fqn in parameter_names(model).items()}
         keys = keys_of(optim, optim_input, model, named=named)
-        lead = find_lead(params.values())
-        reads = not from_rank0 or lead.is_here
-        found = _by_name(given, params) if reads else _ByName({}, {}, None)
+        routes = routes_of(params.values())
+        found = _by_name(given, params) if routes.is_root or not from_rank0 else {}
         if from_rank0:
             _check_full(found)
-        described = _described(found)
-        packed = pickle.dumps(described) if from_rank0 and reads else b""
-    if from_rank0:
-        described = pickle.loads(share(packed, lead))
-    with together(groups, OptimStateError):
+
+    def place(described: OptimizerState) -> OptimizerState:
         _check_units(model, described)
-        by_key = _groups(described.groups, keys)
-        targets = _rooms(described, params, optim)
-    _fill(targets, found, lead, from_rank0)
+        by_key = _groups(described["param_groups"], keys)
+        own = {key: entry for key, entry in described["state"].items() if key in params}
+        _check_shapes(own, params)
+        present = {fqn: optim.state[params[fqn]] for fqn in own if params[fqn] in optim.state} if optim else {}
+        state = with_rooms(own, present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
+        others = {key: entry for key, entry in described["state"].items() if key not in params}
+        others = with_leaves(others, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype), is_spec)
+        return {"state": state | others, "param_groups": by_key}
+
+    made = distributed(found, place, routes, "rank0" if from_rank0 else "all", groups, OptimStateError)
     by_name = keys.by_name
-    state = {by_name.get(fqn, (fqn,)): entry for fqn, entry in targets.state.items()}  # FSDP1 too has it as a tuple
-    return {"state": state | targets.others} | ({} if by_key is None else {"param_groups": by_key})
+    # FSDP1 too has names that the optimizer lacks as tuples.
+    state = {by_name.get(key, (key,)) if key in params else key: entry for key, entry in made["state"].items()}
+    return {"state": state} | ({} if made["param_groups"] is None else {"param_groups": made["param_groups"]})
 
 
-def _by_name(given: Mapping[str, Any] | None, params: Mapping[str, nn.Parameter]) -> _ByName:
+def _by_name(given: Mapping[str, Any] | None, params: Mapping[str, nn.Parameter]) -> OptimizerState:
+    """The dict by clean names of parameters, and by keys of the user's own; ``param_groups`` is None where it lacks."""
     check_is_optimizer_state(given)
     assert given is not None, "checked"
     groups, state = given.get("param_groups"), given["state"]
-    numbers = [key for key in state if isinstance(key, int)]
-    numbers += [key for group in groups or () for key in group["params"] if isinstance(key, int)]
-    if numbers:
+    present = [*state, *(key for group in groups or () for key in group["params"])]
+    if numbers := [str(key) for key in dict.fromkeys(present) if isinstance(key, int)]:
         rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
         fix = "Use rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model, optim=optim) where it was made"
-        raise UnknownKeys(
-            message(_SUBJECT, f"is by number ({listing(map(str, dict.fromkeys(numbers)), 3)})", rule, fix)
-        )
-    known = {key: clean_name(key) for key in state if isinstance(key, str) and clean_name(key) in params}
-    by_name = {name: state[key] for key, name in known.items()}
+        raise UnknownKeys(message(_SUBJECT, f"is by number ({listing(numbers, 3)})", rule, fix))
+
+    def cleaned(key: Any) -> Any:
+        return clean_name(key) if isinstance(key, str) and clean_name(key) in params else key
+
     clean = None if groups is None else [{**group, "params": [*map(clean_name, group["params"])]} for group in groups]
-    # In the model's order, which all ranks share, whoever wrote it.
-    return _ByName(
-        {fqn: by_name[fqn] for fqn in params if fqn in by_name},
-        {k: v for k, v in state.items() if k not in known},
-        clean,
-    )
+    return {"state": {cleaned(key): entry for key, entry in state.items()}, "param_groups": clean}
 
 
-def _check_full(found: _ByName) -> None:
-    sharded = [path for path, leaf in _leaves(found).items() if _is_sharded(leaf)]
-    if sharded:
+def _check_full(found: OptimizerState) -> None:
+    if sharded := [path for path, leaf in tensor_leaves(found).items() if is_sharded(leaf)]:
         rule = "What rank 0 sends to the others is full"
         fix = "Load it on every rank, under StateDictType.SHARDED_STATE_DICT"
         raise OptimStateError(message(_SUBJECT, f"{listing(sharded, 3)} is sharded", rule, fix))
 
 
-def _described(found: _ByName) -> _ByName:
-    """The same, with meta tensors of the full shapes."""
-
-    def spec(_: str, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    return replace(found, state=with_leaves(found.state, spec), others=with_leaves(found.others, spec))
-
-
-def _leaves(found: _ByName) -> dict[str, Tensor]:
-    """All tensors, in an order that is the same on every rank."""
-    return dict(sorted((tensor_leaves(found.state) | tensor_leaves({"": found.others})).items()))
-
-
-def _check_units(model: nn.Module, described: _ByName) -> None:
-    """Raise where FSDP1's flat parameters could not take the state: the dict knows only some of a unit's parameters.
-
-    Raises:
-        OptimStateError: with all names.
-    """
-    if described.groups is None:
+def _check_units(model: nn.Module, described: OptimizerState) -> None:
+    """Raise where FSDP1's flat parameters could not take the state: the dict knows only some of a unit's parameters."""
+    if described["param_groups"] is None:
         return
-    known = {*described.state, *(fqn for group in described.groups for fqn in group["params"])}
+    known = {*described["state"], *options_by_name(described)}
     fqns = parameter_names(model)
     seen: set[nn.Parameter] = set()
     unknown: list[str] = []
@@ -155,7 +141,7 @@ def _check_units(model: nn.Module, described: _ByName) -> None:
         own = [p for p in wrapper.parameters() if isinstance(p, DTensor) and p not in seen]
         seen.update(own)
         names = [fqns[param] for param in own]
-        if not record_of(wrapper).given.use_orig_params and any(name in described.state for name in names):
+        if not record_of(wrapper).given.use_orig_params and any(name in described["state"] for name in names):
             unknown += [name for name in names if name not in known]
     if unknown:
         # FSDP1's words, which programs may look for.
@@ -169,20 +155,19 @@ def _check_units(model: nn.Module, described: _ByName) -> None:
 
 
 def _groups(groups: list[dict[str, Any]] | None, keys: Keys) -> list[dict[str, Any]] | None:
-    """The groups by key, as the optimizer has them, so that its positions fit whatever the dict's order.
-
-    Raises:
-        UnknownKeys: parameters that the optimizer has not.
-        OptimStateError: parameters of one group of the optimizer have different options in the dict.
-    """
+    """The groups by key, as the optimizer has them, so that its positions fit whatever the dict's order."""
     if groups is None:
         return None
-    by_name = keys.by_name
-    strangers = [fqn for group in groups for fqn in group["params"] if fqn not in by_name]
-    if strangers:
+    by_name, found = keys.by_name, {"state": {}, "param_groups": groups}
+    saved = options_by_name(found)
+    if unexpected := [fqn for fqn in saved if fqn not in by_name]:
         rule = "The optimizer must have been given all parameters that the dict has"
         fix = "Make it of the same parameters, or take them out of the dict"
-        raise UnknownKeys(message(_SUBJECT, f"{listing(strangers)} is not in the optimizer", rule, fix))
+        raise UnknownKeys(message(_SUBJECT, f"{listing(unexpected)} is not in the optimizer", rule, fix))
+    if differ := mismatches(keys.groups or (), found)["with different options"]:
+        rule = "The parameters of one group have one set of options"
+        fix = "Make the optimizer in the groups that the dict has"
+        raise OptimStateError(message(_SUBJECT, "; ".join(differ), rule, fix))
 
     def with_keys(group: Mapping[str, Any], fqns: list[str]) -> dict[str, Any]:
         own = sorted({by_name[fqn] for fqn in fqns})
@@ -190,81 +175,101 @@ def _groups(groups: list[dict[str, Any]] | None, keys: Keys) -> list[dict[str, A
 
     if keys.groups is None:
         return [with_keys(group, group["params"]) for group in groups]
-    saved = {fqn: group for group in groups for fqn in group["params"]}
     empty = [group for group in groups if not group["params"]]
     made = []
     for fqns in keys.groups:
         there = [fqn for fqn in fqns if fqn in saved]
-        if not there and (fqns or not empty):
-            continue  # the dict has no such group, which load_state_dict will say
-        if differ := differing_options([saved[fqn] for fqn in there]) if there else "":
-            rule = "The parameters of one group have one set of options"
-            fix = "Make the optimizer in the groups that the dict has"
-            raise OptimStateError(message(_SUBJECT, f"group of {there[0]}: {differ}", rule, fix))
-        made.append(with_keys(saved[there[0]] if there else empty.pop(0), there))
+        if there or (empty and not fqns):  # else the dict has no such group, which load_state_dict will say
+            made.append(with_keys(saved[there[0]] if there else empty.pop(0), there))
     return made + [with_keys(group, []) for group in empty]
 
 
-def _rooms(described: _ByName, params: Mapping[str, nn.Parameter], optim: Optimizer | None) -> _ByName:
-    """The same, with new memory for the tensors, placed as the parameters are.
-
-    Raises:
-        OptimStateError: shapes that do not fit, all listed.
-    """
+def _check_shapes(state: Mapping[str, Any], params: Mapping[str, nn.Parameter]) -> None:
     misfits = [
         f"{fqn}{path} of shape {tuple(spec.shape)} for a parameter of {tuple(params[fqn].shape)}"
-        for fqn, entry in described.state.items()
-        for path, spec in tensor_leaves(entry).items()
+        for fqn, entry in state.items()
+        for path, spec in tensor_leaves(entry, is_spec).items()
         if not _fits(spec, params[fqn])
     ]
     if misfits:
         rule = "Tensor optimizer state has the shape of its parameter"
         raise OptimStateError(message(_SUBJECT, listing(misfits), rule, "Load it into the model that it was made for"))
 
-    def rooms(fqn: str, entry: object) -> object:
-        param = params[fqn]
-        present = tensor_leaves(optim.state[param]) if optim is not None and param in optim.state else {}
-        return with_leaves(entry, lambda path, spec: room_for(param, path, spec, present.get(path)))
 
-    others = with_leaves(described.others, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype))
-    return replace(described, state={fqn: rooms(fqn, entry) for fqn, entry in described.state.items()}, others=others)
-
-
-def _fits(spec: Tensor, param: nn.Parameter) -> bool:
+def _fits(spec: Spec, param: nn.Parameter) -> bool:
     """Whether it is of the parameter's shape, or of a mean of it, or of some other number of dims."""
     pairs = zip(spec.shape, param.shape, strict=False)
-    return spec.ndim != param.ndim or all(size in (1, full) for size, full in pairs)
+    return len(spec.shape) != param.ndim or all(size in (1, full) for size, full in pairs)
 
 
-def _fill(targets: _ByName, found: _ByName, lead: Lead, from_rank0: bool) -> None:
-    rooms, sources = _leaves(targets), _leaves(found)
-    if from_rank0:
-        moves = (Move(room, room.dtype, sources.get(path)) for path, room in rooms.items())
-        scatter(moves, lead)
+# ---- keys -----------------------------------------------------------------------------------------------------
+
+
+def keys_of(optimizer: Optimizer | None, given: OptimInput, model: nn.Module, *, named: bool = False) -> Keys:
+    """The keys by what FSDP1 goes by: the optimizer's input if given, else the optimizer, else the model. Local, pure.
+
+    ``named`` is for optimizers that keep state by name, as torch's ``_NamedOptimizer``.
+
+    Raises:
+        ShardkitError: the optimizer holds tensors that are not in the model.
+        NotAnOptimInput, OptimStateError: what was given is not an optimizer's input.
+    """
+    names = parameter_names(model)
+    if given is not None:
+        found = _groups_of_input(given, names)
+        return Keys(dict(enumerate(chain.from_iterable(found))), found if len(found) > 1 else None)
+    if optimizer is None:
+        return Keys(dict(enumerate(names.values())), None)
+    found = group_names(optimizer, names)
+    fqns = list(chain.from_iterable(found))
+    return Keys(_named(optimizer, model, fqns) if named else dict(enumerate(fqns)), found)
+
+
+def check_is_optimizer_state(state_dict: object, subject: str = "optim_state_dict") -> None:
+    """Raise OptimStateError for what is not the state of an optimizer."""
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
+        problem = f"is a {type(state_dict).__name__} without the key 'state'"
+        rule = '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'  # FSDP1's words
+        fix = "Pass what optim_state_dict gave; with rank0_only=True rank 0 alone needs it"
+        raise OptimStateError(message(subject, problem, rule, fix))
+
+
+def labels_of(state_dict: Mapping[str, Any]) -> list[Any]:
+    """What a dict of an optimizer calls its parameters: what its groups hold or, without groups, its state's keys."""
+    return [key for group in state_dict.get("param_groups") or () for key in group["params"]] or [*state_dict["state"]]
+
+
+def _named(optimizer: Optimizer, model: nn.Module, fqns: list[str]) -> dict[Key, str]:
+    """FQNs by the names that a named optimizer was made with: its own, or those of ``model.named_parameters()``."""
+    labels = labels_of(optimizer.state_dict())
+    if not all(isinstance(label, str) for label in labels):  # the one inside of a named optimizer
+        clean = parameter_names(model)
+        raw = {clean[param]: name for name, param in _torch.named_sharded_parameters(model)}
+        labels = [raw[fqn] for fqn in fqns]
+    return {label: clean_name(label) for label in labels if clean_name(label) in set(fqns)}
+
+
+def _groups_of_input(given: Iterable[Any], names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    """The FQNs of an optimizer's input, one list for each group, or one for all."""
+    rule = "It is what the optimizer was made from, an iterable of parameters or of groups"
+    fix = "Leave it out and pass optim"
+    try:
+        found = list(given)
+    except TypeError as error:
+        problem = f"Optimizer input should be an iterable of Tensors or dicts, but got {type(given).__name__}"
+        raise NotAnOptimInput(message("optim_input", problem, rule, fix)) from error
+    if not found:
+        problem = "Optimizer input should not be empty"
+        raise OptimStateError(message("optim_input", problem, rule, f"{fix}. An iterator can be read only once"))
+    if all(isinstance(each, Tensor) for each in found):
+        groups = [found]
+    elif all(isinstance(each, dict) and "params" in each for each in found):
+        groups = [list(each["params"]) for each in found]
     else:
-        cut(_whole_moves(rooms, sources))
-
-
-def _whole_moves(rooms: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> Iterator[Move]:
-    """What is not yet in place; one full tensor at a time is gathered from sharded ones. Collective."""
-    for path, room in rooms.items():
-        source = sources[path]
-        if isinstance(source, DTensor) and _lies_like(source, room):
-            local_of(room).copy_(local_of(source))
-        elif isinstance(source, DTensor):
-            yield Move(room, source.dtype, source.full_tensor())
-        elif is_sharded_tensor(source):
-            yield Move(room, source.dtype, gathered_sharded_tensor(source))
-        else:
-            yield Move(room, source.dtype, source)
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) or is_sharded_tensor(tensor)
-
-
-def _lies_like(source: DTensor, room: Tensor) -> bool:
-    """Whether each rank has the part already; a mesh read from a file has no groups, and is another object."""
-    if not isinstance(room, DTensor) or source.placements != room.placements or source.shape != room.shape:
-        return False
-    return torch.equal(source.device_mesh.mesh, room.device_mesh.mesh)
+        problem = "Optimizer input should be an iterable of Tensors or dicts"
+        raise NotAnOptimInput(message("optim_input", problem, rule, fix))
+    unexpected = [f"of shape {tuple(param.shape)}" for group in groups for param in group if param not in names]
+    if unexpected:
+        problem = f"{len(unexpected)} of its parameters are not in the model, the first {unexpected[0]}"
+        raise OptimStateError(message("optim_input", problem, rule, fix))
+    return [[names[param] for param in group] for group in groups]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,10 @@ from shardkit.fsdp1.dropin.record import WRAPPED, record_of, without_wrappers, w
 from shardkit.fsdp1.translate.strategy import HYBRID
 from shardkit.state.full_params import full_params_from
 from shardkit.state.names import is_extra, live_tensors, wants_live
-from shardkit.state.routes import find_lead, local_of
+from shardkit.state.routes import local_of, routes_of
+from shardkit.state.transfer import Want
+
+_Names: TypeAlias = tuple[dict[str, nn.Parameter], dict[str, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,14 @@ def state_dict(wrapper: nn.Module, asked: Asked) -> Any:
         return nn.Module.state_dict(
             wrapper, destination=asked.destination, prefix=asked.prefix, keep_vars=asked.keep_vars
         )
-    found = _found(wrapper, asked)
-    if asked.destination is None:
+    found, into = _found(wrapper, asked), asked.destination
+    if into is None:
         return found
-    asked.destination.update(found)
-    if hasattr(asked.destination, "_metadata"):
-        metadata = {**_torch.state_dict_metadata(asked.destination), **_torch.state_dict_metadata(found)}
-        _torch.with_state_dict_metadata(asked.destination, metadata)
-    return asked.destination
+    into.update(found)
+    if hasattr(into, "_metadata"):
+        metadata = {**_torch.state_dict_metadata(into), **_torch.state_dict_metadata(found)}
+        _torch.with_state_dict_metadata(into, metadata)
+    return into
 
 
 def clean(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
@@ -109,16 +112,15 @@ def kind_of(wrapper: nn.Module) -> tuple[StateDictType, StateDictConfig]:
 
 def _found(wrapper: nn.Module, asked: Asked) -> Any:
     kind, config = kind_of(wrapper)
-    names = _names(wrapper, asked.prefix)
-    if record_of(wrapper).summoned:  # perhaps on this rank alone, so without any other
-        return _finished(_collected(wrapper, asked), names, config, copy=True)
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        return _finished(_collected(wrapper, asked), names, config)
+    summoned, names = record_of(wrapper).summoned, _names(wrapper, asked.prefix)
+    if summoned or kind is StateDictType.SHARDED_STATE_DICT:  # summoned: perhaps on this rank alone
+        return _finished(_collected(wrapper, asked), names, config, copy=summoned)
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise settings.no_local_state("state_dict")
     assert isinstance(config, FullStateDictConfig), "set_state_dict_type checks it"
     rank = first_rank(wrapper)
-    with full_params_from(wrapper, rank, rank0_only=config.rank0_only, offload_to_cpu=config.offload_to_cpu):
+    want = Want(not config.rank0_only, torch.device("cpu") if config.offload_to_cpu else None)
+    with full_params_from(wrapper, rank, want):
         if config.rank0_only and dist.get_rank() != rank:
             return _torch.with_state_dict_metadata(OrderedDict(), {})
         found = _collected(wrapper, asked)
@@ -131,18 +133,11 @@ def first_rank(wrapper: nn.Module) -> int:
     sharded = [param for param in wrapper.parameters() if isinstance(param, DTensor)]
     if record.strategy.name in HYBRID or not sharded:
         return dist.get_global_rank(record.process_group, 0)
-    return find_lead(sharded).rank  # on a mesh with more axes, of all of it
-
-
-@dataclass(frozen=True)
-class _Names:
-    """By names of the state: parameters that are sharded or summoned, and dtypes that buffers had before a cast."""
-
-    parameters: dict[str, nn.Parameter]
-    dtypes: dict[str, torch.dtype]
+    return routes_of(sharded).root  # on a mesh with more axes, of all of it
 
 
 def _names(wrapper: nn.Module, prefix: str) -> _Names:
+    """By names of the state: parameters that are sharded or summoned, and dtypes that buffers had before a cast."""
     summoned = record_of(wrapper).summoned
     parameters = {
         prefix + state_name(name): param
@@ -156,7 +151,7 @@ def _names(wrapper: nn.Module, prefix: str) -> _Names:
         for name in module._buffers
         if (module, name) in cast
     }
-    return _Names(parameters, dtypes)
+    return parameters, dtypes
 
 
 def state_name(fqn: str) -> str:
@@ -172,21 +167,17 @@ def _collected(wrapper: nn.Module, asked: Asked) -> dict[str, Any]:
 
 def _finished(found: dict[str, Any], names: _Names, config: StateDictConfig, copy: bool = False) -> dict[str, Any]:
     """The state with parameters in memory of their own, each, and all else as FSDP1 left it: the model's own."""
-    device = torch.device("cpu") if config.offload_to_cpu else None
+    device, (parameters, dtypes) = torch.device("cpu") if config.offload_to_cpu else None, names
     seen: set[int] = set()
     for name, value in found.items():
         if isinstance(value, DTensor):
-            found[name] = _copied_shard(value, device)
-        elif name in names.parameters:
-            param = names.parameters[name]
+            local = local_of(value)
+            found[name] = _torch.with_local(value, local.to(device or local.device, copy=True))
+        elif name in parameters:
+            param = parameters[name]
             value = value.detach().to(device or value.device)
             found[name] = value.clone() if copy or id(param) in seen else value
             seen.add(id(param))
         elif isinstance(value, Tensor) and not is_extra(name):
-            found[name] = value.to(device or value.device, names.dtypes.get(name, value.dtype))
+            found[name] = value.to(device or value.device, dtypes.get(name, value.dtype))
     return found
-
-
-def _copied_shard(value: DTensor, device: torch.device | None) -> DTensor:
-    local = local_of(value)
-    return _torch.with_local(value, local.to(device or local.device, copy=True))

@@ -14,17 +14,17 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.fsdp1.dropin import settings, state
 from shardkit.fsdp1.dropin.record import WRAPPED, is_wrapper, record_of, sharded_of
-from shardkit.ranks import Groups, all_gather_bytes, any_true, groups_of, together
-from shardkit.shards import device_of, local_box, local_part
+from shardkit.ranks import Groups, any_true, gather_by_rank, groups_of, together
+from shardkit.shards import device_of, local_part
 from shardkit.state.load import load_full_state_dict
 from shardkit.state.names import clean_name
 from shardkit.state.routes import local_of
+from shardkit.state.transfer import Move, cut, is_sharded, own_part, shape_of, whole_of
 
-_KEPT_BACK: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("kept_back", default=None)
+_KEPT_BACK: ContextVar[list[Move] | None] = ContextVar("kept_back", default=None)
 
 
 class NotLoaded(ShardkitError, RuntimeError):
@@ -32,11 +32,11 @@ class NotLoaded(ShardkitError, RuntimeError):
 
 
 class NoStateDict(ShardkitError, TypeError):
-    """What is no dict: a TypeError too, as that of ``nn.Module.load_state_dict``."""
+    """Not a dict: a TypeError too, as that of ``nn.Module.load_state_dict``."""
 
 
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Loads a state dict into a wrapped model, all of it or nothing, and returns what did not match. Collective.
+    """Load a state dict into a wrapped model, all of it or nothing, and return what did not match. Collective.
 
     Tensors may be full on every rank, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to.
     Set to FULL with ``rank0_only``, ranks may have nothing: rank 0's is sent to all, where FSDP1 raised on the others.
@@ -45,7 +45,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: b
         TranslationError: LOCAL_STATE_DICT.
         RuntimeError: on every rank, with no parameter or buffer changed: as ``nn.Module.load_state_dict``, with clean
             names. Modules with ``set_extra_state`` have theirs by then.
-        TypeError: it is no dict; ranks that have one raise the RuntimeError.
+        TypeError: it is not a dict; ranks that have one raise the RuntimeError.
     """
     if record_of(wrapper).summoned:  # the parameters are plain, perhaps on this rank alone
         return nn.Module.load_state_dict(wrapper, state_dict, strict, assign)
@@ -53,23 +53,29 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: b
     with together(groups, NotLoaded, call="load_state_dict"):
         from_first = _checked(wrapper, state_dict)
     if from_first and any_true(not state_dict, groups):
-        return _from_first_rank(wrapper, state_dict, strict, assign)
+        try:
+            return load_full_state_dict(wrapper, state_dict, strict=strict, assign=assign)
+        except ShardkitError as problem:
+            raise NotLoaded(str(problem)) from None
     given = _as_here(wrapper, _with_module_versions(wrapper, state_dict), groups)
     with together(groups, NotLoaded), _kept_back() as moves:
-        keys = _load(wrapper, given, strict, assign)
-    _write(moves)
+        try:
+            keys = nn.Module.load_state_dict(wrapper, given, strict, assign)
+        except RuntimeError as problem:
+            raise NotLoaded(str(problem).replace(f"{WRAPPED}.", "")) from None
+    cut(moves)
     return keys
 
 
 def attach(wrapper: nn.Module) -> None:
-    """Puts the hooks on a new wrapper by which state dicts of modules around it have clean names. Local."""
+    """Put the hooks on a new wrapper by which state dicts of modules around it have clean names. Local."""
     wrapper.register_state_dict_post_hook(state.clean)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_pre_hook(_descend)  # type: ignore[no-untyped-call]
     wrapper.register_load_state_dict_post_hook(_clean_keys)  # type: ignore[no-untyped-call]
 
 
 def prepare(module: nn.Module) -> None:
-    """Puts hooks on a module and those inside of it, but for those in wrappers, to take full tensors. Local.
+    """Put hooks on a module and those inside of it, but for those in wrappers, to take full tensors. Local.
 
     ``load_state_dict`` of a module around a wrapper goes past the wrapper's own, and through these.
     """
@@ -109,7 +115,7 @@ def _fit(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Cuts each value that is for the module itself to this rank's part, in the dict; without communication.
+    """Cut each value that is for the module itself to this rank's part, in the dict; without communication.
 
     It comes after hooks that the model's author registered, which see what they saw in FSDP1: full tensors. With
     ``_kept_back`` the value is written later, and the tensor itself is loaded into itself.
@@ -118,15 +124,15 @@ def _fit(
     moves = None if assigns else _KEPT_BACK.get()
     for name, live in (*module._parameters.items(), *module._buffers.items()):
         value: Any = state_dict.get(prefix + name)
-        shape = _shape(value)
-        if live is None or shape is None or (not live.ndim and shape == (1,)):  # torch takes (1,) for ()
+        if live is None or not isinstance(value, Tensor):
+            continue
+        shape, here = shape_of(value), live
+        if not live.ndim and shape == (1,):  # which torch takes for ()
             continue
         if shape != live.shape:
             errors.append(_size_mismatch(state.state_name(prefix + name), shape, live.shape))
-            here = live
         elif moves is not None and not live.is_meta:
-            moves.append((live, _cut(value, live, assigns)))
-            here = live
+            moves.append(Move(live, live.dtype, _cut(value, live, assigns)))
         else:
             here = _cut(value, live, assigns)
         state_dict[prefix + name] = here
@@ -138,50 +144,20 @@ def _size_mismatch(name: str, there: torch.Size, here: torch.Size) -> str:
     return f"size mismatch for {name}: {copying}."
 
 
-def _shape(value: Any) -> torch.Size | None:
-    """None of what is no tensor. A ShardedTensor warns when its ``shape`` is read."""
-    if _fsdp1.is_sharded_tensor(value):
-        return torch.Size(value.metadata().size)
-    return value.shape if isinstance(value, Tensor) else None
-
-
 def _cut(value: Any, live: Tensor, assigns: bool) -> Tensor:
     """What a live tensor is to become, placed like it; a view where nothing is to be assigned."""
     if not isinstance(live, DTensor):
-        return _full(value)
-    local = _own_part(value, live)
-    local = local_part(_full(value), live) if local is None else local
+        return whole_of(value)
+    local = own_part(live, value)
+    local = local_part(whole_of(value), live) if local is None else local
     if assigns:
         local = local.to(device_of(live.device_mesh) if live.is_meta else local_of(live).device, copy=True)
     return _torch.with_local(live, local.detach())
 
 
-def _own_part(value: Any, live: DTensor) -> Tensor | None:
-    """What this rank has of a value that lies as the live tensor does; None where it lies otherwise, or is whole."""
-    if isinstance(value, DTensor):
-        same = value.device_mesh == live.device_mesh and value.placements == live.placements
-        return local_of(value) if same else None
-    if not _fsdp1.is_sharded_tensor(value):
-        return None
-    shards, empty = value.local_shards(), not local_of(live).numel()
-    if not shards:
-        return local_of(live) if empty else None
-    metadata = shards[0].metadata
-    box = tuple(zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
-    return shards[0].tensor if len(shards) == 1 and box == local_box(live) else None
-
-
-def _full(value: Any) -> Tensor:
-    """The whole of a value. Collective where it is sharded."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    full: Tensor = _fsdp1.gathered_sharded_tensor(value) if _fsdp1.is_sharded_tensor(value) else value
-    return full
-
-
 @contextmanager
-def _kept_back() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    moves: list[tuple[Tensor, Tensor]] = []
+def _kept_back() -> Iterator[list[Move]]:
+    moves: list[Move] = []
     before = _KEPT_BACK.set(moves)
     try:
         yield moves
@@ -198,14 +174,6 @@ def _checked(wrapper: nn.Module, state_dict: object) -> bool:
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise settings.no_local_state("load_state_dict")
     return isinstance(config, FullStateDictConfig) and config.rank0_only
-
-
-def _from_first_rank(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Rank 0's full tensors, sent to all; hooks of ``load_state_dict`` do not run."""
-    try:
-        return load_full_state_dict(wrapper, state_dict, strict=strict, assign=assign)
-    except ShardkitError as problem:
-        raise NotLoaded(str(problem)) from None
 
 
 def _with_module_versions(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -228,40 +196,16 @@ def _paths(module: nn.Module, prefix: str = "") -> Iterator[str]:
 def _as_here(wrapper: nn.Module, given: OrderedDict[str, Any], groups: Groups) -> OrderedDict[str, Any]:
     """The dict, with values whole that are sharded otherwise than the model. Collective; else nothing may be, later."""
     live = {clean_name(name): tensor for name, tensor in wrapper.named_parameters(remove_duplicate=False)}
-    odd = [name for name, value in given.items() if _lies_otherwise(value, live.get(clean_name(name)))]
-    if not any_true(bool(odd), groups):
-        return given
-    for group in groups:
-        odd = sorted({name for data in all_gather_bytes("\n".join(odd).encode(), group) for name in _lines(data)})
-    with together(groups, NotLoaded):
+    own = [name for name, value in given.items() if _is_sharded_otherwise(value, live.get(clean_name(name)))]
+    odd = sorted({name for names in gather_by_rank(own, groups).values() for name in names})
+    with together(groups if odd else [], NotLoaded):
         if lost := [name for name in odd if name not in given]:
             rule = "Every rank passes its own shards of the same tensors"
             raise NotLoaded(message("state_dict", f"lacks {listing(lost)}", rule, "Load the dict of this rank"))
     for name in odd:
-        given[name] = _full(given[name])
+        given[name] = whole_of(given[name])
     return given
 
 
-def _lines(data: bytes) -> list[str]:
-    return data.decode().splitlines()
-
-
-def _lies_otherwise(value: object, live: Tensor | None) -> bool:
-    if live is None or not (isinstance(value, DTensor) or _fsdp1.is_sharded_tensor(value)):
-        return False
-    return not isinstance(live, DTensor) or _own_part(value, live) is None
-
-
-def _load(wrapper: nn.Module, given: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    try:
-        return nn.Module.load_state_dict(wrapper, given, strict, assign)
-    except RuntimeError as problem:
-        raise NotLoaded(str(problem).replace(f"{WRAPPED}.", "")) from None
-
-
-@torch.no_grad()
-def _write(moves: list[tuple[Tensor, Tensor]]) -> None:
-    for live, here in moves:
-        if local_of(live).numel():
-            local_of(live).copy_(local_of(here))
-    torch.autograd.graph.increment_version([live for live, _ in moves])
+def _is_sharded_otherwise(value: object, live: Tensor | None) -> bool:
+    return live is not None and is_sharded(value) and own_part(live, value) is None

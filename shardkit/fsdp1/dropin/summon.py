@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
@@ -15,6 +16,7 @@ from shardkit.fsdp1.dropin.internals import assert_state
 from shardkit.fsdp1.dropin.record import inner_of, record_of, sharded_of, wrappers_of
 from shardkit.fsdp1.dropin.state import first_rank
 from shardkit.state.full_params import full_params_from
+from shardkit.state.transfer import Want
 
 
 class NotSummoned(ShardkitError, NotImplementedError):
@@ -61,15 +63,10 @@ def summon_full_params(
     for each in wrappers:
         record_of(each).summoned = True
     try:
-        with full_params_from(
-            target,
-            first_rank(wrappers[0]) if rank0_only else None,
-            writeback=writeback or (shown and not rank0_only),
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-            recurse=recurse,
-        ):
+        root = first_rank(wrappers[0]) if rank0_only else None
+        want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
+        writes = writeback or (shown and not rank0_only)
+        with full_params_from(target, root, want, writeback=writes, with_grads=with_grads, recurse=recurse):
             yield
     finally:
         for each in wrappers:
