@@ -23,30 +23,8 @@ from shardkit.fsdp1.translate.translate import shard_like_fsdp1 as shard_like_fs
 from shardkit.fsdp1.translate.translate import translate_fsdp1 as translate_fsdp1
 
 if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
-    from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
-    from torch.distributed.fsdp import CPUOffload as CPUOffload
-    from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+    from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
     from torch.distributed.fsdp import FlatParameter as FlatParameter
-    from torch.distributed.fsdp import FSDPModule as FSDPModule
-    from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
-    from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
-    from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
-    from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
-    from torch.distributed.fsdp import MixedPrecision as MixedPrecision
-    from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
-    from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
-    from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
-    from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-    from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
-    from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
-    from torch.distributed.fsdp import StateDictConfig as StateDictConfig
-    from torch.distributed.fsdp import StateDictSettings as StateDictSettings
-    from torch.distributed.fsdp import StateDictType as StateDictType
-    from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-    from torch.distributed.fsdp import fully_shard as fully_shard
-    from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
-    from torch.distributed.fsdp import share_comm_ctx as share_comm_ctx
 
 private.register_private_modules()
 

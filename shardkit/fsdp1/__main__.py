@@ -19,19 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program that the arguments name, in this process; its own exit code comes as its SystemExit."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    own = _own_arguments(given)
+    own = 0  # arguments before the program's name, or its -m
+    while own < len(given) and given[own].startswith("-") and given[own] != "-m":
+        own += 1 + (given[own] == "--also")
     options = parser.parse_args(given[:own])
-    rest = given[own:]
-    as_module = rest[:1] == ["-m"]
-    program, *argv = rest[as_module:] or [""]
-    if not program:
+    as_module = given[own : own + 1] == ["-m"]
+    name, *argv = given[own + as_module :] or [""]
+    if not name:
         parser.error("which program? Name a file, or -m and a module")
-    return run(program, argv, as_module, options.also)
-
-
-def run(name: str, argv: Sequence[str], as_module: bool, also: Sequence[str]) -> int:
-    """Run a program as the process's own, until its last line."""
-    redirect = redirect_for_good(also)
+    redirect = redirect_for_good(options.also)
     sys.excepthook = functools.partial(_from_the_program_on, sys.excepthook)
     try:
         program = Program(name, redirect, as_module)
@@ -58,14 +54,6 @@ def _parser() -> argparse.ArgumentParser:
         "--also", action="append", default=[], metavar="PACKAGE", help="an installed package that is the program's own"
     )
     return parser
-
-
-def _own_arguments(given: Sequence[str]) -> int:
-    """How many of the arguments come before the program's name, or its ``-m``."""
-    index = 0
-    while index < len(given) and given[index].startswith("-") and given[index] != "-m":
-        index += 1 + (given[index] == "--also")
-    return index
 
 
 def _check_used(redirect: Redirect) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,29 +25,17 @@ from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_str
 from shardkit.fsdp1.translate.translate import translate
 
 
-@dataclass(frozen=True, eq=False)
-class Constructed:
-    """What a constructor call made.
+class Constructed(NamedTuple):
+    """What a constructor call made."""
 
-    Attributes:
-        record: of the module itself.
-        below: of each module below it that the policy chose, by FQN.
-        parameters: the module's parameters before, by all of their FQNs.
-        again: whether an earlier call with the same module did all that.
-    """
-
-    record: Record
-    below: Mapping[str, Record]
-    parameters: Mapping[str, nn.Parameter]
-    again: bool = False
+    record: Record  # of the module itself
+    below: Mapping[str, Record]  # of each module below it that the policy chose, by FQN
+    parameters: Mapping[str, nn.Parameter]  # the module's before, by all of their FQNs
+    again: bool = False  # whether an earlier call with the same module did all that
 
 
 def construct(module: nn.Module, given: Arguments) -> Constructed:
     """Shards ``module`` in place, but for what is wrapped below it already. Collective.
-
-    Args:
-        module: what the constructor was called with.
-        given: its arguments.
 
     Raises:
         TranslationError, PlanError: on every rank, with the module unchanged; each is a ValueError too.
@@ -62,7 +50,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     before = dict(module.named_parameters(remove_duplicate=False))
     if not apart and _all_ignored(module, given):
         return Constructed(_without_parameters(module, given), {}, before)
-    if module in _made and _is_as(given, _made[module].given):
+    if module in _made and all(getattr(given, name) == getattr(_made[module].given, name) for name in _SAME):
         return Constructed(replace(_made[module], root=None), {}, before, again=True)
     groups = groups_to_agree(given.process_group, given.device_mesh)
     translation, mesh = shard_translated(
@@ -80,11 +68,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
 
 # What was sharded, to put a second wrapper around the same module, as programs do that wrap again to evaluate.
 _made: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
-
-
-def _is_as(given: Arguments, before: Arguments) -> bool:
-    names = ("sharding_strategy", "mixed_precision", "cpu_offload", "process_group", "device_mesh")
-    return all(getattr(given, name) == getattr(before, name) for name in names)
+_SAME = ("sharding_strategy", "mixed_precision", "cpu_offload", "process_group", "device_mesh")
 
 
 def put_in_place(
@@ -110,9 +94,8 @@ def _check_by_hand(given: Arguments) -> None:
     if hybrid and given.process_group is None and given.device_mesh is None and given.auto_wrap_policy is None:
         problem = f"{strategy.name} without process_group, device_mesh or policy"
         rule = f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh"
-        raise TranslationError(
-            message("sharding_strategy", problem, rule, "Pass (shard_group, replicate_group) or a 2-d device_mesh")
-        )
+        fix = "Pass (shard_group, replicate_group) or a 2-d device_mesh"
+        raise TranslationError(message("sharding_strategy", problem, rule, fix))
 
 
 def _check_container(module: nn.Module) -> None:
@@ -126,12 +109,9 @@ def _check_nesting(module: nn.Module, given: Arguments) -> None:
     wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child)]
     if given.auto_wrap_policy is not None and wrapped:
         problem = f"given, and FSDP wraps {wrapped[0]} already"
-        rule = (
-            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {wrapped[0]} in the model"
-        )
-        raise TranslationError(
-            message("auto_wrap_policy", problem, rule, "Leave out the policy or the inner FSDP(...)")
-        )
+        rule = "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+        fix = "Leave out the policy or the inner FSDP(...)"
+        raise TranslationError(message("auto_wrap_policy", problem, f"{rule}{wrapped[0]} in the model", fix))
 
 
 def _check_ignored(module: nn.Module, given: Arguments) -> None:

@@ -23,12 +23,8 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import TOTAL_NORM
 from shardkit.fsdp1.dropin import optimizers, tensors
 
-GUARDED = (
-    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
-    *("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict_to_load", "shard_full_optim_state_dict"),
-    *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict", "rekey_optim_state_dict"),
-    *("fsdp_modules", "clip_grad_norm_", "no_sync"),
-)
+_STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
+GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
 _MODEL = ("module", "model", "self")  # what the model is called in their signatures
 
 _undo = ExitStack()
@@ -38,13 +34,9 @@ _installed = False
 def install(ours: type[nn.Module]) -> None:
     """Replaces the functions ``GUARDED`` of torch's class, and what the module names besides. Idempotent.
 
-    They are public attributes of ``torch.distributed.fsdp.FullyShardedDataParallel``, so every caller in the process
-    gets the new ones, with the signatures and docstrings of the old, but for callers inside of torch, which know both
-    kinds of models. A model that contains a module of ``ours`` goes to the function of the same name of ``ours``, any
-    other to torch's.
-
-    Args:
-        ours: the drop-in's class.
+    Every caller in the process gets the new ones, with torch's signatures and docstrings, but for callers inside of
+    torch, which know both kinds of models. A model that contains a module of ``ours``, the drop-in's class, goes to the
+    function of the same name of ``ours``, any other to torch's.
     """
     global _installed
     if _installed:

@@ -32,18 +32,12 @@ _INSTALLED = {"site-packages", "dist-packages"}  # also those of another environ
 
 
 class Redirect:
-    """What is redirected, and what was.
-
-    Attributes:
-        also: installed packages that count as the program's own.
-        count: imports turned so far.
-        modules: names of the program's own modules that were imported.
-    """
+    """What is redirected, and what was. ``also`` are installed packages that count as the program's own."""
 
     def __init__(self, also: Sequence[str] = ()) -> None:
         self.also = tuple(also)
-        self.count = 0
-        self.modules: list[str] = []
+        self.count = 0  # imports turned so far
+        self.modules: list[str] = []  # the program's own that were imported
 
     def owns(self, module: str, path: str) -> bool:
         """Whether a module is the program's own: its main one, one of ``also``, or by the place of its file."""
@@ -93,9 +87,6 @@ def redirected(also: Sequence[str] = ()) -> Iterator[Redirect]:
 
     Modules that are imported already stay as they are, and those imported in it are forgotten at its end. It replaces
     ``importlib.machinery.SourceFileLoader.get_code`` and ``multiprocessing.spawn.get_preparation_data``.
-
-    Args:
-        also: names of installed packages that count as the program's own.
     """
     redirect = Redirect(also)
     undo = _install(redirect)
@@ -110,9 +101,7 @@ def redirected(also: Sequence[str] = ()) -> Iterator[Redirect]:
 def redirect_for_good(also: Sequence[str] = (), main: str | None = None) -> Redirect:
     """As :func:`redirected`, until the process ends.
 
-    Args:
-        also: likewise.
-        main: the program's file, in a process that multiprocessing started, which imports it as ``MAIN``.
+    ``main`` is the program's file, in a process that multiprocessing started, which imports it as ``MAIN``.
     """
     redirect = Redirect(also)
     _install(redirect)

@@ -23,15 +23,11 @@ from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.errors import ShardkitError, TranslationError, message
 from shardkit.fsdp1.dropin.record import record_of, wrappers_of
 
-_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
-}
-_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalOptimStateDictConfig,
+# Of models and of optimizers.
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 
 
@@ -70,10 +66,7 @@ def set_state_dict_type(
     settings = _checked(state_dict_type, state_dict_config, optim_state_dict_config)
     wrappers = list(wrappers_of(module))
     before = [record_of(wrapper).state_dict_settings for wrapper in wrappers]
-    kinds = {
-        (each.state_dict_type, type(each.state_dict_config), type(each.optim_state_dict_config)) for each in before
-    }
-    if len(kinds) > 1:
+    if len({(s.state_dict_type, type(s.state_dict_config), type(s.optim_state_dict_config)) for s in before}) > 1:
         raise _disagreement("All FSDP modules should have the same state_dict_type", before)
     for wrapper in wrappers:
         record_of(wrapper).state_dict_settings = StateDictSettings(
@@ -143,17 +136,13 @@ def _checked(
     if kind not in _CONFIGS:
         rule = "It is a member of torch.distributed.fsdp.StateDictType"
         raise WrongSettings(message("state_dict_type", f"is {kind!r}", rule, "Pass StateDictType.FULL_STATE_DICT"))
-    config = _CONFIGS[kind]() if config is None else config
-    optim_config = _OPTIM_CONFIGS[kind]() if optim_config is None else optim_config
-    _check("state_dict_config", config, _CONFIGS[kind], kind)
-    _check("optim_state_dict_config", optim_config, _OPTIM_CONFIGS[kind], kind)
-    return StateDictSettings(kind, config, optim_config)
-
-
-def _check(name: str, config: object, wanted: type, kind: StateDictType) -> None:
-    if type(config) is not wanted:
-        problem = f"Expected {name} of type {wanted} but got {type(config)}"
-        raise WrongSettings(message(name, problem, f"It goes with {kind}", f"Pass a {wanted.__name__}, or None"))
+    wanted, optim_wanted = _CONFIGS[kind]
+    given = (wanted() if config is None else config, optim_wanted() if optim_config is None else optim_config)
+    for name, found, kinds in zip(("state_dict_config", "optim_state_dict_config"), given, _CONFIGS[kind], strict=True):
+        if type(found) is not kinds:
+            problem = f"Expected {name} of type {kinds} but got {type(found)}"
+            raise WrongSettings(message(name, problem, f"It goes with {kind}", f"Pass a {kinds.__name__}, or None"))
+    return StateDictSettings(kind, *given)
 
 
 def _disagreement(problem: str, settings: list[StateDictSettings]) -> Disagreement:
