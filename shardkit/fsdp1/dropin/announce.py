@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision
 
 from shardkit.errors import listing
-from shardkit.fsdp1.dropin.record import WRAPPED, Record, inner_of, record_of, without_wrappers, wrappers_of
+from shardkit.fsdp1.dropin.record import WRAPPED, Record, inner_of, is_wrapper, record_of, without_wrappers, wrappers_of
 from shardkit.fsdp1.translate.arguments import device_of
 from shardkit.fsdp1.translate.strategy import parse_strategy
-from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan import ShardingPlan
 from shardkit.plan.python import quoted
 
 QUIET = "SHARDKIT_FSDP1_QUIET"
@@ -70,7 +70,8 @@ def whole_plan(root: nn.Module) -> ShardingPlan:
     if len(places) == 1:
         return record_of(root).translation.plan
     plans = {fqn: _renamed(fqn, record) for fqn, record in places.items()}
-    units = sorted((unit for plan in plans.values() for unit in plan.units), key=_depth, reverse=True)
+    units = [unit for plan in plans.values() for unit in plan.units]
+    units.sort(key=lambda unit: -max(len(fqn.split(".")) if fqn else 0 for fqn in unit.modules))  # children first
     # An outer call sees parameters that an inner one has sharded: the inner one knows what they were.
     specs = {spec.fqn: spec for plan in plans.values() for spec in plan.params}
     owned = {name for unit in units for name in unit.params}
@@ -91,7 +92,8 @@ def replacement(root: nn.Module) -> Iterator[str]:
     yield f"from shardkit.fsdp1 import {', '.join([*kinds, 'shard_like_fsdp1'])}"
     yield ""
     if arguments.get("auto_wrap_policy") == "auto_wrap_policy":
-        yield f"# auto_wrap_policy is one that wraps {listing(_names_of_wrapped(root), MOST)}"
+        named = [(name, each) for name, each in root.named_modules() if is_wrapper(each) and each is not root]
+        yield f"# auto_wrap_policy is one that wraps {listing([without_wrappers(name) for name, _ in named], MOST)}"
     keywords = [f"{name}={text}" for name, text in arguments.items()]
     if len(keywords) < 2:
         yield f"model = shard_like_fsdp1({', '.join(['model', *keywords])})"
@@ -104,11 +106,6 @@ def _places(root: nn.Module) -> dict[str, Record]:
     named = {id(module): name for name, module in root.named_modules()}
     made = [wrapper for wrapper in wrappers_of(root) if wrapper is root or record_of(wrapper).top]
     return {without_wrappers(named[id(wrapper)]): record_of(wrapper) for wrapper in made}
-
-
-def _depth(unit: ShardUnit) -> int:
-    """How far below the root, 0 is the root: children are sharded before their parents."""
-    return max(len(fqn.split(".")) if fqn else 0 for fqn in unit.modules)
 
 
 def _renamed(prefix: str, record: Record) -> ShardingPlan:
@@ -133,11 +130,10 @@ def _renamed(prefix: str, record: Record) -> ShardingPlan:
 def _spelled(root: nn.Module, record: Record) -> Iterator[tuple[str, str]]:
     """FSDP1's arguments that have an effect, as source; what cannot be written is the name of the argument."""
     given = record.given.changed()
-    if any(wrapper is not root for wrapper in wrappers_of(root)):
-        given["auto_wrap_policy"] = None
+    is_wrapped = any(wrapper is not root for wrapper in wrappers_of(root))
     for name in (item.name for item in dataclasses.fields(record.given)):
-        if name in given and name not in _WITHOUT_EFFECT:
-            yield name, _source(root, name, given[name])
+        if (name in given or (name == "auto_wrap_policy" and is_wrapped)) and name not in _WITHOUT_EFFECT:
+            yield name, _source(root, name, given.get(name))
 
 
 def _source(root: nn.Module, name: str, value: Any) -> str:
@@ -190,8 +186,3 @@ def _has_own_arguments(places: Mapping[str, Record]) -> bool:
     told = [record.given.changed() | {"auto_wrap_policy": None} for record in places.values()]
     by_policy = any(own for record in places.values() for own in record.translation.wrapped.values())
     return by_policy or any(each != told[0] for each in told)
-
-
-def _names_of_wrapped(root: nn.Module) -> list[str]:
-    named = [(name, module) for name, module in root.named_modules() if module in set(wrappers_of(root))]
-    return [without_wrappers(name) for name, module in named if module is not root]

@@ -29,7 +29,7 @@ class Constructed(NamedTuple):
     """What a constructor call made."""
 
     record: Record  # of the module itself
-    below: Mapping[str, Record]  # of each module below it that the policy chose, by FQN
+    below: Mapping[nn.Module, Record]  # of each module below it that the policy chose
     parameters: Mapping[str, nn.Parameter]  # the module's before, by all of their FQNs
     again: bool = False  # whether an earlier call with the same module did all that
 
@@ -59,7 +59,7 @@ def construct(module: nn.Module, given: Arguments) -> Constructed:
     _say_alone(given, mesh)
     _say_full_precision(module, given, translation)
     below = {
-        fqn: Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
+        module.get_submodule(fqn): Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
         for fqn, own in translation.wrapped.items()
     }
     _made[module] = record = Record(given, translation, mesh, top=True)
@@ -72,20 +72,14 @@ _SAME = ("sharding_strategy", "mixed_precision", "cpu_offload", "process_group",
 
 
 def put_in_place(
-    module: nn.Module, below: Mapping[str, Record], wrapper_of: Callable[[nn.Module, Record], nn.Module]
+    module: nn.Module, below: Mapping[nn.Module, Record], wrapper_of: Callable[[nn.Module, Record], nn.Module]
 ) -> None:
     """Replaces each module of ``below`` by its wrapper wherever it is registered; in place."""
-    chosen = {module.get_submodule(fqn): record for fqn, record in below.items()}
-    places = [
-        (parent, name, child)
-        for parent in list(module.modules())
-        for name, child in parent._modules.items()
-        if child in chosen
-    ]
-    wrappers = {inner: wrapper_of(inner, record) for inner, record in chosen.items()}
+    places = [(parent, name, child) for parent in module.modules() for name, child in parent._modules.items()]
+    wrappers = {inner: wrapper_of(inner, record) for inner, record in below.items()}
     for parent, name, child in places:
-        assert child is not None, "it is a key of chosen"
-        parent._modules[name] = wrappers[child]
+        if child is not None and child in wrappers:
+            parent._modules[name] = wrappers[child]
 
 
 def _check_by_hand(given: Arguments) -> None:

@@ -16,7 +16,7 @@ from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.apply.shard import carry_out
 from shardkit.fsdp1.dropin import roots
 from shardkit.fsdp1.dropin.construct import put_in_place
-from shardkit.fsdp1.dropin.record import WRAPPED, Record, inner_of, is_wrapper, record_of, without_wrappers
+from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of, without_wrappers, wrappers_of
 from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.meta.shards import install
 from shardkit.state.place import new_memory
@@ -31,10 +31,7 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     The plain modules are copied with parameters on meta, sharded as the originals were, and given the values of this
     rank's shards; so no parameter is ever whole. Gradients are not copied, as ``copy.deepcopy`` copies none.
 
-    Args:
-        wrapper: one that was constructed by itself, not by the policy of one around it.
-        memo: of ``copy.deepcopy``.
-        wrap: makes a wrapper around what is sharded already.
+    ``wrapper`` was constructed by itself, not by a policy; ``wrap`` makes a wrapper around what is sharded already.
     """
     roots.reshard(wrapper)
     inner = _plain(inner_of(wrapper), memo, wrap)
@@ -44,7 +41,8 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
         _fsdp1.reduce_unused_beside_used(inner)
     _fill(inner, inner_of(wrapper))
     roots.attend_to(inner, record.strategy)
-    put_in_place(inner, _records_below(wrapper, memo), wrap)
+    below = [each for each in wrappers_of(wrapper) if record_of(each).translation is record.translation]
+    put_in_place(inner, {memo[id(each)]: _fresh(record_of(each), memo) for each in below if each is not wrapper}, wrap)
     new = memo[id(wrapper)] = wrap(inner, _fresh(record, memo))
     return new
 
@@ -88,26 +86,6 @@ def _fill(inner: nn.Module, original: nn.Module) -> None:
             assert target.value is not None, "made by new_memory"
             local_of(target.value).copy_(local_of(values[id(target.tensor)]))
     install(inner, targets)
-
-
-def _records_below(wrapper: nn.Module, memo: dict[int, Any]) -> dict[str, Record]:
-    """For each module that the policy wrapped, by FQN in the plain module, the record of its copy's wrapper."""
-    inner = inner_of(wrapper)
-    found = {}
-    for fqn in record_of(wrapper).translation.wrapped:
-        place = inner
-        for part in fqn.split("."):
-            place = getattr(place, part) if part == WRAPPED else _child(place, part)
-        found[fqn] = _fresh(record_of(place), memo)
-    return found
-
-
-def _child(module: nn.Module, name: str) -> nn.Module:
-    """A child by name, within the policy's wrapper around ``module`` if there is one."""
-    inside = inner_of(module) if is_wrapper(module) and name not in module._modules else module
-    child = inside._modules[name]
-    assert child is not None, "named by the translation"
-    return child
 
 
 def _fresh(record: Record, memo: dict[int, Any]) -> Record:

@@ -107,7 +107,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return methods.guarded(self, name, internals.attribute(self, super().__getattr__(WRAPPED), name))
+            return methods.guarded(name, internals.attribute(self, super().__getattr__(WRAPPED), name))
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]

@@ -73,13 +73,9 @@ def _served(name: str, original: Any) -> Any:
     if name in _ANSWERS:
         return functools.partial(_ANSWERS[name], original)
     refused = name in PRIVATE and PRIVATE[name].fate == "refused"
-    if isinstance(original, FunctionType) and (refused or _FSDP1S_OWN & _parameters(original)):
+    if isinstance(original, FunctionType) and (refused or _FSDP1S_OWN & {*inspect.signature(original).parameters}):
         return _refusing(name, original)
     return original
-
-
-def _parameters(function: FunctionType) -> set[str]:
-    return set(inspect.signature(function).parameters)
 
 
 def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
@@ -96,39 +92,6 @@ def _is_ours(module: object) -> bool:
     return isinstance(module, nn.Module) and is_wrapper(module)
 
 
-def _ours_in(module: nn.Module) -> list[Any]:
-    return list(wrappers_of(module))
-
-
-def _lazy_init(original: Callable[..., Any], state: Any, root_module: nn.Module) -> Any:
-    """Nothing to do: FSDP2 does it in the first forward."""
-    return state if _is_ours(root_module) else original(state, root_module)
-
-
-def _get_module_fsdp_state(original: Callable[..., Any], module: nn.Module) -> Any:
-    """The wrapper itself, as in FSDP1."""
-    return module if _is_ours(module) else original(module)
-
-
-def _get_fsdp_states(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
-    return _ours_in(module) or original(module)
-
-
-def _get_fsdp_root_states(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
-    ours = _ours_in(module)
-    inner = {child for each in ours for child in each.module.modules()}
-    return [each for each in ours if each not in inner] or original(module)
-
-
-def _is_fsdp_root(original: Callable[..., bool], state: Any, module: nn.Module) -> bool:
-    return bool(module.check_is_root()) if _is_ours(module) else original(state, module)  # type: ignore[operator]
-
-
-def _is_fsdp_flattened(original: Callable[..., bool], tensor: Tensor) -> bool:
-    """Whether FSDP shards the tensor, which programs ask by this name."""
-    return isinstance(tensor, DTensor) or original(tensor)
-
-
 @dataclass(frozen=True)
 class Handle:
     """What programs that average weights shard by shard read of FSDP1's handles, for one parameter.
@@ -140,18 +103,29 @@ class Handle:
     flat_param: Tensor
 
 
+def _get_fsdp_root_states(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
+    ours = list(wrappers_of(module))
+    inner = {child for each in ours for child in wrappers_of(each) if child is not each}
+    return [each for each in ours if each not in inner] or original(module)
+
+
 def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
     """One for each parameter rather than for each wrapper."""
-    ours = _ours_in(module)
-    return [Handle(p.to_local()) for p in module.parameters() if isinstance(p, DTensor)] if ours else original(module)
+    params = [param for param in module.parameters() if isinstance(param, DTensor)]
+    return [Handle(param.to_local()) for param in params] if any(wrappers_of(module)) else original(module)
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "_lazy_init": _lazy_init,
-    "_get_module_fsdp_state": _get_module_fsdp_state,
-    "_get_fsdp_states": _get_fsdp_states,
     "_get_fsdp_root_states": _get_fsdp_root_states,
     "_get_fsdp_handles": _get_fsdp_handles,
-    "_is_fsdp_root": _is_fsdp_root,
-    "_is_fsdp_flattened": _is_fsdp_flattened,
+    "_get_fsdp_states": lambda original, module: list(wrappers_of(module)) or original(module),
+    # The wrapper itself, as in FSDP1.
+    "_get_module_fsdp_state": lambda original, module: module if _is_ours(module) else original(module),
+    # Nothing to do: FSDP2 does it in the first forward.
+    "_lazy_init": lambda original, state, root_module: state if _is_ours(root_module) else original(state, root_module),
+    "_is_fsdp_root": lambda original, state, module: (
+        module.check_is_root() if _is_ours(module) else original(state, module)
+    ),
+    # Whether FSDP shards the tensor, which programs ask by this name.
+    "_is_fsdp_flattened": lambda original, tensor: isinstance(tensor, DTensor) or original(tensor),
 }

@@ -41,7 +41,7 @@ def begin(wrapper: nn.Module) -> bool:
 def attend_to(module: nn.Module, strategy: ShardingStrategy) -> None:
     """The core's ``attend``: a child, ``module.forward`` or inference_mode first, double backward. Local, in place.
 
-    Under NO_SHARD methods besides forward run on whole parameters (``methods``), and so do the modules they call.
+    Under NO_SHARD every rank has whole parameters (``tensors``), so that any module may be called.
     """
     if isinstance(module, FSDPModule):
         attend(module)

@@ -13,7 +13,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -39,7 +41,7 @@ _DIMS = ("dim", "axis", "start_dim", "end_dim")
 
 # Besides those in place: element by element, so that a plain tensor beside it can only be meant element by element.
 _ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "true_divide", "lerp", "maximum", "minimum", "equal", "allclose",
-                "isclose", "eq", "ne", "lt", "le", "gt", "ge", "dist", "mse_loss", "l1_loss", "grad"}  # fmt: skip
+                "isclose", "eq", "ne", "lt", "le", "gt", "ge", "dist", "mse_loss", "l1_loss"}  # fmt: skip
 
 MIXED = "got mixed torch.Tensor and DTensor"  # torch's error where a DTensor is used beside a plain tensor
 _DATA: Any = Tensor.data
@@ -56,8 +58,10 @@ class Mixed(TranslationError, RuntimeError):
 class Sharded(DTensor):
     """A DTensor that takes plain tensors beside it: of the whole's shape, its part of which counts, or the shard's.
 
-    So ``param.copy_(full)`` works, which DTensors refuse, and so does ``loss + param.pow(2).sum()``: the sum of a whole
-    parameter beside a plain tensor is all-reduced. What is computed from one is one again.
+    A parameter takes them where it is written to: ``param.copy_(full)`` works, which DTensors refuse. So does
+    ``loss + param.pow(2).sum()``: the sum of a whole parameter beside a plain tensor is all-reduced. A parameter that
+    every rank has whole, as under NO_SHARD, is plain beside plain tensors, and its gradient is averaged. What is
+    computed from one is one again.
     """
 
     __slots__ = ()
@@ -76,9 +80,12 @@ class Sharded(DTensor):
             like = next(each for each in leaves if isinstance(each, cls))
             if cls is ShardGrad and _asks(name, args, kwargs):
                 return _asked(func, name, *tree_map(functools.partial(_local, like), (args, kwargs)))
-            if not like.ndim and any(isinstance(each, Tensor) and not isinstance(each, DTensor) for each in leaves):
+            if not like.ndim and any(map(_is_plain, leaves)):
                 return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-            placed = [_placed(each, like) for each in args] if _is_elementwise(name) else list(args)
+            placed = [_placed(each, like) for each in args] if _is_elementwise(name, args, leaves) else list(args)
+            if any(map(_is_plain, tree_leaves((placed, kwargs)))) and _is_everywhere(like):
+                args, kwargs = tree_map(_local_view, (args, kwargs))
+                return func(*args, **kwargs)
             found = _on_dtensors(func, name, placed, kwargs, like)
             return args[0] if placed and found is placed[0] else mark(found, cls)
 
@@ -221,8 +228,14 @@ def _name(func: Any) -> str:
     return str(getattr(func.__self__, "__name__", "")) if name in ("__get__", "__set__") else str(name)
 
 
-def _is_elementwise(name: str) -> bool:
+def _is_elementwise(name: str, args: tuple[Any, ...], leaves: list[Any]) -> bool:
+    """Whether plain tensors are meant element by element. Beside a parameter they are if it is written to only.
+
+    A batch may have a parameter's shape by chance, in a method that is called besides forward.
+    """
     in_place = name.endswith("_") and not name.endswith("__") and "mm" not in name and "mv" not in name
+    if any(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in leaves):
+        return in_place and isinstance(args[0], DTensor)
     return in_place or name.strip("_") in _ELEMENTWISE or name.strip("_")[1:] in _ELEMENTWISE  # __radd__, __iadd__
 
 
@@ -248,7 +261,7 @@ def _on_dtensors(func: Callable[..., Any], name: str, args: list[Any], kwargs: d
     except RuntimeError as error:
         if MIXED not in str(error):
             raise
-        plain = [each for each in tree_leaves(args) if isinstance(each, Tensor) and not isinstance(each, DTensor)]
+        plain = list(filter(_is_plain, tree_leaves(args)))
         problem = f"a plain tensor of shape {tuple(plain[0].shape) if plain else '?'} beside a sharded one"
         rule = f"Element by element it has the shape of the whole, {tuple(like.shape)}, or of this rank's shard"
         fix = "Make it by torch.zeros_like(param), or the like, or compute with param.full_tensor()"
@@ -262,13 +275,24 @@ def _local(like: DTensor, value: Any) -> Any:
     return local_part(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _is_everywhere(tensor: DTensor) -> bool:
+    """Whether every rank has all of it."""
+    mesh = tensor.device_mesh
+    return all(each.is_replicate() or mesh.size(dim) == 1 for dim, each in enumerate(tensor.placements))
+
+
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _placed(value: Any, like: DTensor) -> Any:
     """A plain tensor of the whole's shape, or of the shard's, as a DTensor; anything else as it is."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.ndim:
+    is_trained = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+    if not _is_plain(value) or is_trained or not value.ndim:  # a gradient would not reach it
         return value
     local = _local(like, value)
     if local.shape != local_tensor(like).shape:
@@ -281,3 +305,26 @@ def _as_dtensor(tensor: Any, local: Tensor) -> Any:
     """A plain DTensor of another local tensor, a parameter where ``tensor`` is one."""
     found = with_local(tensor, local)
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def _local_view(value: Any) -> Any:
+    return _LocalView.apply(value) if isinstance(value, DTensor) else value  # type: ignore[no-untyped-call]
+
+
+class _LocalView(Function):
+    """A tensor that every rank has whole as a plain one; its gradient is averaged over the ranks. Collective there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        """A view of it."""
+        ctx.tensor = tensor
+        local: Tensor = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        """The mean, placed like the tensor."""
+        grad = grad.contiguous()
+        for group in ctx.tensor.device_mesh.get_all_groups():
+            dist.all_reduce(grad, group=group)
+        return with_local(ctx.tensor, grad / ctx.tensor.device_mesh.size())

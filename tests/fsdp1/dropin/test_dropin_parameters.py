@@ -91,7 +91,25 @@ def test_whole_values_are_written_outside_of_summon_full_params():
         # A batch may have a weight's shape by chance: what is not element by element takes no part of it.
         with pytest.raises(RuntimeError, match=r"^linear: .*param\.full_tensor\(\)"):
             torch.nn.functional.linear(torch.ones(4, 4), weight)
+        for left, right in ((torch.ones(4, 4), weight), (weight, torch.ones(4, 4))):
+            with pytest.raises(RuntimeError, match=r"^mul: .*param\.full_tensor\(\)"):
+                torch.mul(left, right)
+        with pytest.raises(RuntimeError, match=r"^add_: .*param\.full_tensor\(\)"):  # an average that would get a part
+            torch.zeros(4, 4).add_(weight)
     assert torch.equal(weight.full_tensor(), full / 2)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_under_no_shard_parameters_are_whole_beside_plain_tensors():
+    rank, torchs, full = dist.get_rank(), nn.functional.linear, torch.arange(16.0).view(4, 4)
+    model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with torch.no_grad():
+        model.weight.copy_(full)
+    x = torch.full((4, 4), 1.0 + rank, requires_grad=True)
+    (torchs(x, model.weight) + x * model.weight).sum().backward()
+    assert torch.equal(x.grad, full.sum(0).expand(4, 4) + full)
+    (torch.full((4, 4), 2.0 * rank) * model.weight).sum().backward()  # a batch of the weight's shape, by chance
+    assert torch.equal(model.weight.grad.to_local(), torch.full((4, 4), (5.0 * 1 + 5.0 * 2) / 2 + 1))  # the means
 
 
 @distributed(world_size=2, backend="gloo")
