@@ -30,12 +30,12 @@ FSDP1Policy = torch.distributed.fsdp.wrap._Policy
 def run_fsdp1_policy(
     policy: Any, model: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
+    """Return the modules that a policy object would wrap, each with the arguments of FSDP1 for it; pure."""
     return cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(model, ignored_modules, kwargs))
 
 
 def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
-    """The module classes that FSDP1 leaves in float32 under a wrapping policy: BatchNorm, as a rule.
+    """Return the module classes that FSDP1 leaves in float32 under a wrapping policy: BatchNorm, as a rule.
 
     The field is documented, and its name starts with an underscore (torch 2.11 to 2.13).
     """
@@ -102,7 +102,7 @@ def use_dtensor(config: Any) -> None:
 
 
 def asked_by_checkpoint() -> bool:
-    """Whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
+    """Return whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
 
     its ``get_model_state_dict`` gives sharded state whatever FSDP1's ``state_dict_type`` was set to, by setting
     it; which it does for models of torch's own class alone (torch 2.11 to 2.13).
@@ -137,7 +137,7 @@ def _has_gradient(param: Any) -> bool:
 
 
 def is_sharded_tensor(tensor: object) -> bool:
-    """Whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
+    """Return whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(tensor, ShardedTensor)
@@ -156,7 +156,7 @@ def gathered_sharded_tensor(tensor: Any) -> Tensor:
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
+    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
 
     FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
     """

@@ -49,7 +49,7 @@ class Row(NamedTuple):
         return self.use.format_map(collections.defaultdict(lambda: "...", known | fields))
 
     def fix(self) -> str:
-        """What to do, as the last part of an error's message."""
+        """Return what to do, as the last part of an error's message."""
         text = ": ".join(filter(None, (self.use and f"Use {self.line()}", self.sentence)))
         return text[:1].upper() + text[1:]
 
@@ -372,7 +372,7 @@ PRIVATE: dict[str, Row] = {
 
 
 def private(path: str) -> Row:
-    """The row of a name that is not public, by its dotted path below ``torch.distributed.fsdp``."""
+    """Return the row of a name that is not public, by its dotted path below ``torch.distributed.fsdp``."""
     return next((PRIVATE[part] for part in reversed(path.split(".")) if part in PRIVATE), INTERNAL)
 
 
@@ -380,7 +380,7 @@ def private(path: str) -> Row:
 
 
 def tables() -> Iterator[str]:
-    """The tables of the docs page in Markdown, in order."""
+    """Yield the tables of the docs page in Markdown, in order."""
     for rows, title in ((ARGUMENTS, "Argument"), (STRATEGIES, "Strategy"), (FIELDS, "Field"), (OURS, "New argument")):
         yield _table(f"{title} | Fate | In FSDP2", {name: (row.fate, row.sentence) for name, row in rows.items()})
     for rows, title in ((MEMBERS, "Of a wrapped model"), (NAMES, "Name")):

@@ -45,18 +45,18 @@ def announce(root: nn.Module) -> None:
     _said = True
     try:
         print(announcement(root), file=sys.stderr, flush=True)
-    except Exception:  # a program must not fail for what it is told
+    except Exception:  # a program must not fail because of its announcement
         logger.debug("the drop-in's announcement failed", exc_info=True)
 
 
 def announcement(root: nn.Module) -> str:
-    """The text; pure."""
+    """Return the text; pure."""
     notes = [f"- {note}" for note in record_of(root).translation.notes if note.fate not in _PLAIN]
     code = "\n".join(f"    {line}".rstrip() for line in replacement(root))
     parts = [
         f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard. Shown once; set {QUIET}=1 to silence.",
         str(whole_plan(root)),
-        *(["What FSDP2 does otherwise:\n" + "\n".join(notes)] if notes else []),
+        *(["What differs in FSDP2:\n" + "\n".join(notes)] if notes else []),
         f"The same without the wrapper, before the optimizer is built:\n\n{code}",
         "As plain torch code: print(shardkit.fsdp1.translate_fsdp1(model, ...).plan.to_python()), with the same "
         "arguments. For the rest of the program: python -m shardkit audit FILES",
@@ -65,7 +65,7 @@ def announcement(root: nn.Module) -> str:
 
 
 def whole_plan(root: nn.Module) -> ShardingPlan:
-    """The plan of a model that was wrapped in one call, or by hand in several: then theirs together. Pure."""
+    """Return the plan of a model that was wrapped in one call, or by hand in several: then theirs together. Pure."""
     places = _places(root)
     if len(places) == 1:
         return record_of(root).translation.plan
@@ -85,7 +85,7 @@ def whole_plan(root: nn.Module) -> ShardingPlan:
 
 
 def replacement(root: nn.Module) -> Iterator[str]:
-    """Lines of code that shard the plain model in the same way, without the drop-in."""
+    """Yield lines of code that shard the plain model in the same way, without the drop-in."""
     arguments = dict(_spelled(root, record_of(root)))
     kinds = [name for name in ("CPUOffload", "MixedPrecision") if any(name in text for text in arguments.values())]
     yield from ["import torch"] * any("torch." in text for text in arguments.values())
@@ -102,14 +102,14 @@ def replacement(root: nn.Module) -> Iterator[str]:
 
 
 def _places(root: nn.Module) -> dict[str, Record]:
-    """The wrappers that constructor calls made, by their FQN in the plain model, parents first."""
+    """Return the wrappers that constructor calls made, by their FQN in the plain model, parents first."""
     named = {id(module): name for name, module in root.named_modules()}
     made = [wrapper for wrapper in wrappers_of(root) if wrapper is root or record_of(wrapper).top]
     return {without_wrappers(named[id(wrapper)]): record_of(wrapper) for wrapper in made}
 
 
 def _renamed(prefix: str, record: Record) -> ShardingPlan:
-    """The plan of one constructor call, by the names of the whole model, where it may not be the root."""
+    """Return the plan of one constructor call, by the names of the whole model, where it may not be the root."""
 
     def whole(fqn: str) -> str:
         return without_wrappers(f"{prefix}.{fqn}".strip("."))
@@ -158,7 +158,7 @@ def _dataclass(value: CPUOffload | MixedPrecision) -> str:
 
 
 def _modules(root: nn.Module, values: Any) -> str | None:
-    """A list of modules or parameters of the model; None where they are many, or not in it."""
+    """Return a list of modules or parameters of the model; None where they are many, or not in it."""
     found = {id(param): f"model.get_parameter({quoted(name)})" for name, param in root.named_parameters()}
     for name, module in root.named_modules():
         found[id(module)] = f"model.get_submodule({quoted(without_wrappers(name))})"
@@ -167,7 +167,7 @@ def _modules(root: nn.Module, values: Any) -> str | None:
 
 
 def _classes(root: nn.Module) -> str | None:
-    """The policy as a set of classes; None where they would wrap other modules, or with other arguments."""
+    """Return the policy as a set of classes; None where they would wrap other modules, or with other arguments."""
     wrapped = {inner_of(wrapper) for wrapper in wrappers_of(root) if wrapper is not root}
     classes = {_class_of(module) for module in wrapped}
     would = {module for module in inner_of(root).modules() if isinstance(module, tuple(classes))} - {inner_of(root)}
@@ -176,13 +176,13 @@ def _classes(root: nn.Module) -> str | None:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Its class as the program knows it: ``fully_shard`` makes a subclass of FSDPModule and of that."""
+    """Return its class as the program knows it: ``fully_shard`` makes a subclass of FSDPModule and of that."""
     kinds = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     return next(cls for cls in kinds if not issubclass(cls, FSDPModule))
 
 
 def _has_own_arguments(places: Mapping[str, Record]) -> bool:
-    """Whether a CustomPolicy, or wrapping by hand, gave some modules other arguments than the root."""
-    told = [record.given.changed() | {"auto_wrap_policy": None} for record in places.values()]
+    """Return whether a CustomPolicy, or wrapping by hand, gave some modules other arguments than the root."""
+    changed = [record.given.changed() | {"auto_wrap_policy": None} for record in places.values()]
     by_policy = any(own for record in places.values() for own in record.translation.wrapped.values())
-    return by_policy or any(each != told[0] for each in told)
+    return by_policy or any(each != changed[0] for each in changed)

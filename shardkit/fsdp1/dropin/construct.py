@@ -144,7 +144,7 @@ def _say_full_precision(module: nn.Module, given: Arguments, translation: Transl
 
 
 def _all_ignored(module: nn.Module, given: Arguments) -> bool:
-    """Whether no parameter is left; False where what to ignore is given wrongly, which the translation says."""
+    """Return whether no parameter is left; False where what to ignore is given wrongly, which the translation says."""
     states = [*_each(given.ignored_modules), *_each(given.ignored_states)]
     both = given.ignored_modules is not None and given.ignored_states is not None
     if both or len({isinstance(state, nn.Module) for state in states}) > 1:
@@ -158,7 +158,7 @@ def _each(states: Any) -> list[Any]:
 
 
 def _without_parameters(module: nn.Module, given: Arguments) -> Record:
-    """The record of a wrapper that shards nothing, which FSDP1 allows: its mesh is that of any module."""
+    """Return the record of a wrapper that shards nothing, which FSDP1 allows: its mesh is that of any module."""
     plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
     translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
     ignored = {inner for each in _each(given.ignored_modules) for inner in each.modules()}

@@ -26,7 +26,7 @@ Wrap = Callable[[nn.Module, Record], nn.Module]
 
 
 def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
-    """A copy of a wrapper and all below it, sharded alike, with memory of its own. Local.
+    """Return a copy of a wrapper and all below it, sharded alike, with memory of its own. Local.
 
     The plain modules are copied with parameters on meta, sharded as the originals were, and given the values of this
     rank's shards; so no parameter is ever whole. Gradients are not copied, as ``copy.deepcopy`` copies none.
@@ -69,7 +69,7 @@ def _plain(module: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same full shape."""
+    """Return a parameter of the same full shape."""
     new = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
     vars(new).update(vars(param))
     return new
@@ -89,6 +89,6 @@ def _fill(inner: nn.Module, original: nn.Module) -> None:
 
 
 def _fresh(record: Record, memo: dict[int, Any]) -> Record:
-    """Of a wrapper that is no root yet, nor summoned; with the original dtypes of buffers that are cast already."""
+    """Of a wrapper that is not a root yet, nor summoned; with the original dtypes of buffers that are cast already."""
     buffers = {(memo.get(id(module), module), name): dtype for (module, name), dtype in record.buffer_dtypes.items()}
     return replace(record, root=None, summoned=False, buffer_dtypes=buffers)

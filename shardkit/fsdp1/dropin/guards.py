@@ -83,7 +83,7 @@ def _guard(name: str, original: Callable[..., Any], ours: type[nn.Module]) -> Ca
 
 
 def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-    """The model among the arguments; None where they do not fit, for torch to say so."""
+    """Return the model among the arguments; None where they do not fit, for torch to say so."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
@@ -93,6 +93,6 @@ def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def _is_torchs(callee: FrameType | None) -> bool:
-    """Whether the frame was called from inside of torch."""
+    """Return whether the frame was called from inside of torch."""
     caller = callee.f_back if callee else None
     return caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "torch"

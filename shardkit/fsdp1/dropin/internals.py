@@ -32,7 +32,7 @@ class WrongState(ShardkitError, ValueError):
 
 
 def attribute(wrapper: nn.Module, module: object, name: str) -> Any:
-    """What a wrapper answers to an attribute that it has not itself: its own answer, or the wrapped module's.
+    """Return what a wrapper answers to an attribute that it has not itself: its own answer, or the wrapped module's.
 
     Raises:
         AttributeError: there is none; also a TranslationError where FSDP1's wrapper had one.
@@ -50,13 +50,13 @@ def attribute(wrapper: nn.Module, module: object, name: str) -> Any:
 
 
 def not_on_an_inner_one(method: str) -> NotOnInner:
-    """The error for a method of the root that was called on a wrapper inside of another one."""
+    """Return the error for a method of the root that was called on a wrapper inside of another one."""
     rule = f"`{method}` should only be called on the root FSDP instance"
     return NotOnInner(message(method, "on inner FSDP instances is not supported", rule, "Call it on the whole model"))
 
 
 def comm_hook() -> TranslationError:
-    """The error for FSDP1's communication hooks."""
+    """Return the error for FSDP1's communication hooks."""
     rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
     return TranslationError(message("register_comm_hook", "has no counterpart", rule, fix))
 
@@ -82,7 +82,7 @@ def assert_state(wrapper: nn.Module, state: TrainingState | Iterable[TrainingSta
 
 
 def _inter_node_pg(wrapper: nn.Module) -> Any:
-    """The group that replicates, under a hybrid strategy only, as in FSDP1."""
+    """Return the group that replicates, under a hybrid strategy only, as in FSDP1."""
     record = record_of(wrapper)
     if parse_strategy(record.given.sharding_strategy).name not in HYBRID:
         raise AttributeError("_inter_node_pg: only hybrid strategies have one")

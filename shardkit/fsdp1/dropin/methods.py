@@ -38,7 +38,7 @@ def guarded(name: str, found: Any) -> Any:
 
 
 def not_gathered(name: str, is_method: bool = False) -> NotGathered:
-    """The error for a module, by FQN, or a method that is called on its own and meets this rank's shards."""
+    """Return the error for a module, by FQN, or a method that is called on its own and meets this rank's shards."""
     rule = "Parameters are gathered for the wrapped module's forward, and anything besides it sees this rank's shards"
     before = f'call register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks'
     fix = f"Call it in FSDP.summon_full_params(model), or {before if is_method else 'wrap it by FSDP(...) too'}"

@@ -100,7 +100,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, also where ``checkpoint_wrapper`` was put around it later."""
+        """Return the wrapped module, also where ``checkpoint_wrapper`` was put around it later."""
         return inner_of(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._modules[WRAPPED][key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward. Collective."""
+        """Run the wrapped module's forward. Collective."""
         is_root = roots.begin(self)
         output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         if is_root and not torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The sharded parameters, by their names in the plain model. Local, also between forward and backward."""
+        """Yield the sharded parameters, by their names in the plain model. Local, also between forward and backward."""
         sharded = sharded_stand_ins(self)
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield without_wrappers(name), sharded.get(param, param)
@@ -149,17 +149,17 @@ class FullyShardedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers, by their names in the plain model."""
+        """Yield the buffers, by their names in the plain model."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield without_wrappers(name), buffer
 
     def check_is_root(self) -> bool:
-        """Whether it is the root; decides it, where no forward has yet, as in FSDP1."""
+        """Return whether it is the root; decides it, where no forward has yet, as in FSDP1."""
         return roots.begin(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers at and below ``module``, parents first. Local."""
+        """Return the wrappers at and below ``module``, parents first. Local."""
         found: list[Any] = list(wrappers_of(module))
         inside = {below for each in found for below in wrappers_of(each) if below is not each}
         return [each for each in found if each not in inside] if root_only else found
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(nn.Module):
         on any other use, where FSDP1 showed full-size gradients.
 
         Raises:
-            RuntimeError: it is no root.
+            RuntimeError: it is not the root.
         """
         _check_root(self, "no_sync()")
         with roots.accumulating(self), grads.no_sync(self):
@@ -193,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
             every rank. Without gradients it warns, as FSDP1.
 
         Raises:
-            RuntimeError: it is no root.
+            RuntimeError: it is not the root.
         """
         _check_root(self, "clip_grad_norm_()")
         dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
@@ -249,7 +249,7 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy that is sharded alike, with memory of its own and without gradients. Local."""
+        """Return a copy that is sharded alike, with memory of its own and without gradients. Local."""
         return copying.copied(self, memo, _around)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
@@ -258,7 +258,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
-    """A wrapper around what is sharded already."""
+    """Return a wrapper around what is sharded already."""
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapper)
     _adopt(wrapper, module, record)

@@ -39,7 +39,7 @@ class _Replaced(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of what took its place."""
+        """Return the gradient of what took its place."""
         return _replaced[self][0].grad  # type: ignore[no-any-return]
 
     @grad.setter
@@ -118,7 +118,7 @@ def _repoint(optimizer: Optimizer) -> None:
 
 
 def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    """The part on this rank of what was kept for each element of the parameter; anything else as it is."""
+    """Return the part on this rank of what was kept for each element of the parameter; anything else as it is."""
     if isinstance(value, Tensor) and value.shape == old.shape and value.ndim and isinstance(new, DTensor):
         shard = unwritten(new, value.dtype, new.to_local().device)
         shard.to_local().copy_(local_part(value, new))  # type: ignore[attr-defined]

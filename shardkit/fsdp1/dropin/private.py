@@ -29,7 +29,7 @@ _FSDP1S_OWN = {"state", "fsdp_state", "handle", "handles", "fsdp_param_info", "f
 
 
 def resolve(module: str, name: str) -> Any:
-    """The name of a module of ``torch.distributed.fsdp``, as a program that runs on FSDP2 may use it.
+    """Return the name of a module of ``torch.distributed.fsdp``, as a program that runs on FSDP2 may use it.
 
     Args:
         module: the module's name in the package; empty for the package.

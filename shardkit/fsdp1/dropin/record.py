@@ -35,7 +35,7 @@ def _full() -> StateDictSettings:
 
 @dataclass(eq=False)
 class Record:
-    """How a wrapper came about, and what it was told since.
+    """How a wrapper came about, and its settings since.
 
     Attributes:
         given: the arguments of its constructor, or of the one that wrapped it by policy, with its own in their place.
@@ -70,43 +70,43 @@ class Record:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that shards, or for NO_SHARD the one that replicates."""
+        """Return the group that shards, or for NO_SHARD the one that replicates."""
         axis = 0 if self.strategy is ShardingStrategy.NO_SHARD else self.mesh.ndim - 1
         return self.mesh.get_group(axis)
 
     @property
     def reshards(self) -> bool:
-        """Whether its parameters are freed after forward: the root's are not."""
+        """Return whether its parameters are freed after forward: the root's are not."""
         return not self.root and parse_strategy(self.given.sharding_strategy).name in RESHARDING
 
     @property
     def casts_inputs(self) -> bool:
-        """Whether its inputs are cast, by which the first forward makes the root differ from the others."""
+        """Return whether its inputs are cast, by which the first forward makes the root differ from the others."""
         return casts_inputs(self.mixed_precision, self.root is True)
 
     def ignored_in(self, inner: nn.Module) -> set[nn.Module]:
-        """The ignored modules at and below the wrapped one; what a policy wrapped has none of its own."""
+        """Return the ignored modules at and below the wrapped one; what a policy wrapped names none itself."""
         return self.translation.ignored_in(inner) if self.top else set()
 
 
 def record_of(wrapper: nn.Module) -> Record:
-    """The record of a wrapper."""
+    """Return the record of a wrapper."""
     record: Record = vars(wrapper)[KEY]
     return record
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it is one of the drop-in's wrappers."""
+    """Return whether it is one of the drop-in's wrappers."""
     return KEY in vars(module)
 
 
 def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The wrappers at and below ``model``, parents first. Local, pure."""
+    """Return the wrappers at and below ``model``, parents first. Local, pure."""
     return filter(is_wrapper, model.modules())
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module of each wrapper below ``model`` that is inside of no other one, each once; not ``model``."""
+    """Yield FQN and module of each wrapper below ``model`` that is inside of no other one, each once; not ``model``."""
     seen: set[nn.Module] = {model}
     pending = [(name, child) for name, child in model.named_children()]
     while pending:
@@ -121,24 +121,24 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_wrappers(fqn: str) -> str:
-    """The FQN in the plain model, as it was before any wrapping; ``checkpoint_wrapper`` and compile stay."""
+    """Return the FQN in the plain model, as it was before any wrapping; ``checkpoint_wrapper`` and compile stay."""
     return ".".join(part for part in fqn.split(".") if part != WRAPPED)
 
 
 def inner_of(wrapper: nn.Module) -> nn.Module:
-    """The wrapped module, within a ``checkpoint_wrapper`` that was put around it later."""
+    """Return the wrapped module, within a ``checkpoint_wrapper`` that was put around it later."""
     inner = wrapper._modules[WRAPPED]
     assert inner is not None, "set by the constructor"
     return getattr(inner, "_checkpoint_wrapped_module", inner)
 
 
 def sharded_of(wrapper: nn.Module) -> FSDPModule | None:
-    """The module that ``fully_shard`` was called on; None where it had no parameters left to hold."""
+    """Return the module that ``fully_shard`` was called on; None where it had no parameters left to hold."""
     candidates: tuple[object, ...] = (wrapper._modules[WRAPPED], inner_of(wrapper))
     return next((each for each in candidates if isinstance(each, FSDPModule)), None)
 
 
 def in_full_precision(wrapper: nn.Module) -> bool:
-    """Whether FSDP1 wrapped it to run in float32 under mixed precision, as it does BatchNorm."""
+    """Return whether FSDP1 wrapped it to run in float32 under mixed precision, as it does BatchNorm."""
     record = record_of(wrapper)
     return not record.top and isinstance(inner_of(wrapper), full_precision_classes(record.mixed_precision))

@@ -40,12 +40,12 @@ class Redirect:
         self.modules: list[str] = []  # the program's own that were imported
 
     def owns(self, module: str, path: str) -> bool:
-        """Whether a module is the program's own: its main one, one of ``also``, or by the place of its file."""
+        """Return whether a module is the program's own: its main one, one of ``also``, or by the place of its file."""
         inside = any(module == name or module.startswith(f"{name}.") for name in (*self.also, "__main__", MAIN))
         return inside or not _is_library(path)
 
     def compile(self, source: bytes, path: str, loader: SourceFileLoader) -> CodeType:
-        """The code of one own file."""
+        """Return the code of one own file."""
         tree, count = rewrite(source, path)
         self.count += count
         return loader.source_to_code(tree, path)
@@ -141,7 +141,7 @@ def _install(redirect: Redirect) -> Callable[[], None]:
 
 
 def _prepared(redirect: Redirect, data: dict[str, Any]) -> dict[str, Any]:
-    """What a child process is told, with an entry that redirects as soon as it is unpickled.
+    """Return what a child process receives, with an entry that redirects as soon as it is unpickled.
 
     The child imports the program's file by runpy, whose way of reading a path cannot be redirected, so it is given
     the name of a module instead.
@@ -208,7 +208,7 @@ def _is_library(path: str) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of Python, of what is installed, and of torch and shardkit, wherever they were built."""
+    """Return the folders of Python, of what is installed, and of torch and shardkit, wherever they were built."""
     schemes = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     places = [*schemes, *site.getsitepackages(), site.getusersitepackages(), os.path.dirname(torch.__file__)]
     places.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))

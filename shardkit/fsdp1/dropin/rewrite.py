@@ -23,12 +23,12 @@ _SEEN = '__import__("shardkit.fsdp1.dropin.rewrite", fromlist=["seen"]).seen'  #
 
 
 def mentions(source: bytes) -> bool:
-    """Whether a source may have anything to turn: every form has this word in it."""
+    """Return whether a source may have anything to turn: every form has this word in it."""
     return b"fsdp" in source
 
 
 def rewrite(source: bytes, path: str) -> tuple[ast.Module, int]:
-    """The source as a tree with its imports turned, and how many were.
+    """Return the source as a tree with its imports turned, and how many were.
 
     Raises:
         SyntaxError: as Python itself raises it for the file.
@@ -46,7 +46,7 @@ def seen(value: Any) -> Any:
 
 
 def ours(module: str | None) -> str | None:
-    """The module of shardkit in the place of one of torch; None for one that stays."""
+    """Return the module of shardkit in the place of one of torch; None for one that stays."""
     if module == TORCH:
         return OURS
     package, _, name = (module or "").rpartition(".")
@@ -123,7 +123,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _seen(value: ast.expr) -> ast.expr:
-    """The expression ``seen(value)``, at the place of ``value``."""
+    """Return the expression ``seen(value)``, at the place of ``value``."""
     call = ast.Call(ast.parse(_SEEN, mode="eval").body, [], [])
     for node in ast.walk(call):
         ast.copy_location(node, value)

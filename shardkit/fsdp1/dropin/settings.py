@@ -123,7 +123,7 @@ def note_dtensors(wrapper: nn.Module) -> None:
 
 
 def no_local_state(call: str) -> NoLocalState:
-    """The error for LOCAL_STATE_DICT, which is FSDP1's flat parameters as they lie on a rank."""
+    """Return the error for LOCAL_STATE_DICT, which is FSDP1's flat parameters as they lie on a rank."""
     problem = "LOCAL_STATE_DICT: DeviceMesh is not compatible with LOCAL_STATE_DICT"
     rule = "FSDP2 has no flat parameters, so there is nothing in that layout to save or to load into"
     fix = "Use StateDictType.SHARDED_STATE_DICT, whose files shardkit and torch.distributed.checkpoint read"

@@ -70,7 +70,7 @@ class Sharded(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function on the shard, or on DTensors."""
+        """Return the function on the shard, or on DTensors."""
         kwargs = kwargs or {}
         with plain_attributes():
             name = _name(func)
@@ -94,7 +94,7 @@ class Sharded(DTensor):
         return _as_dtensor(self, local_tensor(self)).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A copy with memory of its own; torch's own copies no subclass of DTensor."""
+        """Return a copy with memory of its own; torch's own copies no subclass of DTensor."""
         copied: DTensor = _as_dtensor(self, local_tensor(self).detach().clone())
         copied.__class__ = type(self)
         memo[id(self)] = copied
@@ -125,13 +125,13 @@ def adopt(module: FSDPModule | None) -> None:
 
 
 def _like_param(placements: Any, grad: Any) -> Any:
-    """What autograd adds to a sharded parameter's gradient: of a dim of size 1, torch 2.13 makes it whole."""
+    """Return what autograd adds to a sharded parameter's gradient: of a dim of size 1, torch 2.13 makes it whole."""
     is_placed = not isinstance(grad, DTensor) or grad.placements == placements
     return grad if is_placed else grad.redistribute(placements=placements)
 
 
 def is_ours(tensor: object) -> bool:
-    """Whether it is a parameter of a drop-in model. Local, pure."""
+    """Return whether it is a parameter of a drop-in model. Local, pure."""
     return _owner(tensor) is not None
 
 
@@ -229,7 +229,7 @@ def _name(func: Any) -> str:
 
 
 def _is_elementwise(name: str, args: tuple[Any, ...], leaves: list[Any]) -> bool:
-    """Whether plain tensors are meant element by element. Beside a parameter they are if it is written to only.
+    """Return whether plain tensors are meant element by element. Beside a parameter they are if it is written to only.
 
     A batch may have a parameter's shape by chance, in a method that is called besides forward.
     """
@@ -240,7 +240,7 @@ def _is_elementwise(name: str, args: tuple[Any, ...], leaves: list[Any]) -> bool
 
 
 def _asks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function is about the size, or all elements, of the tensor."""
+    """Return whether a function is about the size, or all elements, of the tensor."""
     if name in ("view", "reshape"):
         return args[1:] in ((-1,), ((-1,),), ([-1],))
     if name == "tensordot":  # of all dims, as optimizers log the cosine of two updates
@@ -269,7 +269,7 @@ def _on_dtensors(func: Callable[..., Any], name: str, args: list[Any], kwargs: d
 
 
 def _local(like: DTensor, value: Any) -> Any:
-    """The shard of a DTensor, or of a plain tensor of the whole's shape."""
+    """Return the shard of a DTensor, or of a plain tensor of the whole's shape."""
     if isinstance(value, DTensor):
         return local_tensor(value)
     return local_part(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
@@ -280,7 +280,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_everywhere(tensor: DTensor) -> bool:
-    """Whether every rank has all of it."""
+    """Return whether every rank has all of it."""
     mesh = tensor.device_mesh
     return all(each.is_replicate() or mesh.size(dim) == 1 for dim, each in enumerate(tensor.placements))
 
@@ -290,7 +290,7 @@ def _whole(value: Any) -> Any:
 
 
 def _placed(value: Any, like: DTensor) -> Any:
-    """A plain tensor of the whole's shape, or of the shard's, as a DTensor; anything else as it is."""
+    """Return a plain tensor of the whole's shape, or of the shard's, as a DTensor; anything else as it is."""
     is_trained = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
     if not _is_plain(value) or is_trained or not value.ndim:  # a gradient would not reach it
         return value
@@ -302,7 +302,7 @@ def _placed(value: Any, like: DTensor) -> Any:
 
 
 def _as_dtensor(tensor: Any, local: Tensor) -> Any:
-    """A plain DTensor of another local tensor, a parameter where ``tensor`` is one."""
+    """Return a plain DTensor of another local tensor, a parameter where ``tensor`` is one."""
     found = with_local(tensor, local)
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
@@ -316,14 +316,14 @@ class _LocalView(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        """A view of it."""
+        """Return a view of it."""
         ctx.tensor = tensor
         local: Tensor = tensor.to_local()
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        """The mean, placed like the tensor."""
+        """Return the mean, placed like the tensor."""
         grad = grad.contiguous()
         for group in ctx.tensor.device_mesh.get_all_groups():
             dist.all_reduce(grad, group=group)

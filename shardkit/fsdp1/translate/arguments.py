@@ -50,15 +50,15 @@ class Arguments:
         return cls(**{item.name: given[item.name] for item in fields(cls) if item.name in given})
 
     def changed(self) -> dict[str, Any]:
-        """Those that are not at their default, in the order of the signature."""
+        """Return those that are not at their default, in the order of the signature."""
         values = ((item.name, item.default, getattr(self, item.name)) for item in fields(self))
         return {name: v for name, default, v in values if v is not default and (default is None or v != default)}
 
-    def told(self) -> dict[str, Any]:
-        """What FSDP1 tells a policy object of the root's arguments."""
+    def for_policies(self) -> dict[str, Any]:
+        """Return what FSDP1 passes to a policy object of the root's arguments."""
         ours = ("ignored_modules", "ranks_per_node", "world_size")
-        told = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
-        return told | {"auto_wrap_policy": None}
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
+        return given | {"auto_wrap_policy": None}
 
 
 def check_arguments(given: Arguments) -> None:
@@ -91,7 +91,7 @@ def check_unwrapped(tree: ModelTree) -> None:
 
 
 def device_of(device_id: Any) -> torch.device | None:
-    """The device of ``device_id``; a bare number counts accelerators, CUDA's where there is none here."""
+    """Return the device of ``device_id``; a bare number counts accelerators, CUDA's where there is none here."""
     if isinstance(device_id, int):
         kind = accelerator()
         return torch.device("cuda" if kind == "cpu" else kind, device_id)
@@ -99,7 +99,7 @@ def device_of(device_id: Any) -> torch.device | None:
 
 
 def shown(value: Any) -> str:
-    """An argument's value in short."""
+    """Return an argument's value in short."""
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, nn.Module):

@@ -56,7 +56,7 @@ class Decided:
 
 
 def notes_on(decided: Decided) -> tuple[Note, ...]:
-    """The notes, in the order of FSDP1's arguments; pure."""
+    """Return the notes, in the order of FSDP1's arguments; pure."""
     changed = decided.given.changed() | {
         "module": decided.tree.modules[0],
         "sharding_strategy": decided.strategy,
@@ -66,7 +66,7 @@ def notes_on(decided: Decided) -> tuple[Note, ...]:
 
 
 def _notes(decided: Decided, name: str, value: Any) -> Iterator[Note]:
-    fate, sentence = _TOLD[name](decided, value) if name in _TOLD else ROWS[name][:2]
+    fate, sentence = _BY_VALUE[name](decided, value) if name in _BY_VALUE else ROWS[name][:2]
     is_dataclass = dataclasses.is_dataclass(value)
     yield Note(name, type(value).__name__ if is_dataclass else shown(value), fate, sentence)
     for item in dataclasses.fields(value) if is_dataclass else ():
@@ -132,8 +132,8 @@ def _per_node(decided: Decided, value: int) -> tuple[Fate, str]:
     return "implied", f"{decided.strategy.name} does not look at nodes"
 
 
-# Where the value of an argument decides: only values other than the default are told.
-_TOLD = {
+# Where the value of an argument decides; only values other than the default get here.
+_BY_VALUE = {
     "module": _module,
     "sharding_strategy": _strategy,
     "auto_wrap_policy": _policy,

@@ -59,7 +59,7 @@ def wrapped_by(
         policy: any that FSDP1 takes, or module classes; None wraps the root only.
         mixed_precision: FSDP1 wraps its ``_module_classes_to_ignore``, BatchNorm as a rule, apart.
         ignored: never wrapped, nor counted.
-        arguments: FSDP1's other arguments, which a policy object is told.
+        arguments: FSDP1's other arguments, which a policy object receives.
 
     Raises:
         TranslationError: it is not a policy, or it raised.
@@ -103,7 +103,7 @@ def _is_module_class(given: object) -> bool:
 def _ask_once(
     root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], classes: tuple[type[nn.Module], ...]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """A policy object names all modules at once, each with its arguments."""
+    """Return a policy object names all modules at once, each with its arguments."""
     answer = run_fsdp1_policy(policy, root, set(ignored.modules), dict(arguments))
     found = {module: _changed(arguments, own) for module, own in answer.items()}
     for module in root.modules() if classes else ():
@@ -117,7 +117,7 @@ def _changed(arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _either(policy: Predicate, classes: Collection[type[nn.Module]]) -> Predicate:
-    """The policy, or a module of ``classes``; as FSDP1's own, it goes below what the policy does not."""
+    """Return the policy, or a module of ``classes``; as FSDP1's own, it goes below what the policy does not."""
 
     def either(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         chosen = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
@@ -127,7 +127,7 @@ def _either(policy: Predicate, classes: Collection[type[nn.Module]]) -> Predicat
 
 
 def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[nn.Module]:
-    """A callable is asked on the way down whether to go on, and on the way up whether to wrap."""
+    """Return a callable is asked on the way down whether to go on, and on the way up whether to wrap."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -149,7 +149,7 @@ def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[
 
 
 def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """What FSDP1 would leave alone: the modules with all below them, and their or the given parameters.
+    """Return what FSDP1 would leave alone: the modules with all below them, and their or the given parameters.
 
     Raises:
         TranslationError: both are given, or hold something else, or leave nothing to shard.
@@ -173,7 +173,7 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
 
 
 def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:
-    """The FQNs of the ignored parameters of the model."""
+    """Return the FQNs of the ignored parameters of the model."""
     return frozenset(fqn for fqn, param in tree.params.items() if param in ignored.params)
 
 

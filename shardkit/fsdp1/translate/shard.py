@@ -66,7 +66,7 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Note, ...]:
-        """The notes on what FSDP2 cannot do; of a configuration file only, since arguments raise."""
+        """Return the notes on what FSDP2 cannot do; of a configuration file only, since arguments raise."""
         return tuple(note for note in self.notes if note.fate == "refused")
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -94,7 +94,7 @@ class Translation:
         return model
 
     def ignored_in(self, model: nn.Module) -> set[nn.Module]:
-        """The modules of ``ignored_modules``."""
+        """Return the modules of ``ignored_modules``."""
         return {model.get_submodule(fqn) for fqn in self.ignored_modules}
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ def cast_buffers(model: nn.Module, translation: Translation) -> None:
 
 
 def mesh_for(translation: Translation) -> DeviceMesh:
-    """The mesh of a translation, built if need be, with its device selected. Collective."""
+    """Return the mesh of a translation, built if need be, with its device selected. Collective."""
     device = translation.device
     if device is not None and device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)  # FSDP2 shards on the current device
@@ -206,7 +206,7 @@ def _own_states(module: nn.Module) -> list[Tensor]:
 
 
 def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with tensors of their own on meta, without ignored ones."""
+    """Yield the modules with tensors of their own on meta, without ignored ones."""
     ignored = translation.ignored_in(model)
     for fqn, module in model.named_modules():
         if module not in ignored and any(state.is_meta for state in _own_states(module)):
@@ -268,7 +268,7 @@ class _UnitStates:
                 module.reset_parameters()  # type: ignore[operator]  # checked before
 
     def _modules(self, unit: ShardUnit) -> list[nn.Module]:
-        """The modules of the unit, breadth first as in FSDP1, without inner units and ignored modules."""
+        """Return the modules of the unit, breadth first as in FSDP1, without inner units and ignored modules."""
         found: dict[nn.Module, None] = {}
         pending = deque(self._model.get_submodule(fqn) for fqn in unit.modules)
         while pending:

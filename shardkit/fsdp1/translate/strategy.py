@@ -56,7 +56,7 @@ def parse_strategy(given: Any) -> ShardingStrategy:
 
 
 def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = None) -> Resolved:
-    """The mesh and ``reshard_after_forward`` of a strategy on ``world_size`` ranks; pure.
+    """Return the mesh and ``reshard_after_forward`` of a strategy on ``world_size`` ranks; pure.
 
     Args:
         given: as for ``parse_strategy``.
@@ -130,7 +130,7 @@ def place_of(
     ranks_per_node: int | None = None,
     world_size: int | None = None,
 ) -> Place:
-    """The mesh on which FSDP1 would have sharded; local.
+    """Return the mesh on which FSDP1 would have sharded; local.
 
     Raises:
         TranslationError: they contradict each other or the strategy, or this rank is in none of them.

@@ -117,7 +117,7 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
     strategy = parse_strategy(given.sharding_strategy)
     place = place_of(strategy, given.process_group, given.device_mesh, given.ranks_per_node, given.world_size)
     ignored = ignored_of(tree, given.ignored_modules, given.ignored_states)
-    wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.told())
+    wrapped = wrapped_by(tree, given.auto_wrap_policy, given.mixed_precision, ignored, given.for_policies())
     left_alone = ignored_fqns(tree, ignored) | _params_of(tree, apart)
     settings = unit_settings(tree, wrapped, given, strategy)
     selections, repairs = select_wrapped(tree, wrapped, settings, left_alone)

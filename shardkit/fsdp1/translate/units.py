@@ -36,7 +36,7 @@ _ONE_MESH = "A plan has one mesh, one device and one way of initialising; a unit
 def unit_settings(
     tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: ShardingStrategy
 ) -> Callable[[Wrapped | None], Overrides]:
-    """A function from a wrapped module, or None for the root, to the settings of its unit.
+    """Return a function from a wrapped module, or None for the root, to the settings of its unit.
 
     Raises:
         TranslationError: a CustomPolicy gives a module what FSDP2 can only have for the whole model.
@@ -103,7 +103,7 @@ def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPr
 
 
 def casts_inputs(mixed_precision: MixedPrecision, root: bool) -> bool:
-    """FSDP1 casts the inputs of the root only, unless it is told to cast those of every unit."""
+    """FSDP1 casts the inputs of the root only, unless cast_forward_inputs is set."""
     return bool(mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs))
 
 
@@ -125,7 +125,7 @@ def _offload_policy(cpu_offload: CPUOffload | None, device: torch.device | None)
 def buffer_dtypes(
     tree: ModelTree, wrapped: list[Wrapped], mixed_precision: MixedPrecision | None, ignored: Ignored
 ) -> dict[str, torch.dtype]:
-    """What FSDP1 casts each floating-point buffer to at the first forward, by its first FQN.
+    """Return what FSDP1 casts each floating-point buffer to at the first forward, by its first FQN.
 
     A buffer follows the innermost unit around it; those of ignored modules stay as they are.
     """
@@ -154,7 +154,7 @@ def buffer_dtypes(
 def select_wrapped(
     tree: ModelTree, wrapped: list[Wrapped], settings: Callable[[Wrapped | None], Overrides], ignored: frozenset[str]
 ) -> tuple[list[Selection], list[str]]:
-    """The selections for FSDP1's choice, the root's among them, and a note for each that FSDP2 cannot have.
+    """Return the selections for FSDP1's choice, the root's among them, and a note for each that FSDP2 cannot have.
 
     Args:
         tree: the model.
@@ -183,7 +183,7 @@ def _without_containers(tree: ModelTree, wrapped: list[Wrapped]) -> tuple[list[W
 
 
 def _holds_more(tree: ModelTree, entry: int, wrapped: list[Wrapped]) -> bool:
-    """Whether a parameter at or below ``entry`` is in none of the units below it."""
+    """Return whether a parameter at or below ``entry`` is in none of the units below it."""
     inner = {each.entry for each in wrapped if each.entry != entry}
     pending = [entry]
     while pending:
