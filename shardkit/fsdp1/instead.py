@@ -192,7 +192,7 @@ _OURS = "of shardkit.state"
 _LOADS = f"it loads too, so leave out the optimizer's load_state_dict that follows; {_OURS}"
 _EACH_CALL = "leave it out: each call says it"
 _NO_FLAT = "FSDP2 has no flat local parameters: save_checkpoint writes shards, and load_checkpoint reads old local ones"
-_NO_SETTING = "FSDP2 keeps no setting on the model: full_state_dict and sharded_state_dict say which state"
+_NO_SETTING = "FSDP2 keeps no setting on the model; use full_state_dict(model) or sharded_state_dict(model)"
 
 NAMES: dict[str, Row] = {
     FSDP: Row("mapped", "", "FSDPModule", "names"),  # a mention; a call of it is judged by its arguments

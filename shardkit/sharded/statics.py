@@ -18,25 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit._fsdp import REGISTRY_KEY
 from shardkit.errors import ShardkitError, message
 
-_STATE = "Use shardkit.full_state_dict(model), or shardkit.sharded_state_dict(model)"
-_OPTIM = "Use shardkit.full_optimizer_state_dict(model, optimizer), or sharded_optimizer_state_dict"
-_LOAD = "Use shardkit.load_full_optimizer_state_dict(model, optimizer, state), or load_sharded_optimizer_state_dict"
-
-# What to use instead. fsdp_modules answers truly that there are none; rekey_optim_state_dict needs none. What is no
-# static, such as no_sync, fails by itself, since FSDP1's attributes are missing.
-INSTEAD = {
-    "state_dict_type": _STATE,
-    "set_state_dict_type": _STATE,
-    "get_state_dict_type": _STATE,
-    "summon_full_params": "Use shardkit.full_params(model), or param.full_tensor() for one parameter",
-    "optim_state_dict": _OPTIM,
-    "full_optim_state_dict": _OPTIM,
-    "sharded_optim_state_dict": _OPTIM,
-    "optim_state_dict_to_load": _LOAD,
-    "shard_full_optim_state_dict": _LOAD,
-    "scatter_full_optim_state_dict": _LOAD,
-    "flatten_sharded_optim_state_dict": _LOAD,
-}
+# fsdp_modules answers truly that there are none; rekey_optim_state_dict needs none. What is not a static, such as
+# no_sync, fails by itself, since FSDP1's attributes are missing.
+REFUSED = (
+    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
+    *("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict_to_load", "shard_full_optim_state_dict"),
+    *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"),
+)
 _ASKED_FOR = "replicate"  # by torch.distributed.fsdp._traversal_utils._composable, torch 2.11 to 2.15
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -62,9 +50,11 @@ def _refuse(frame: FrameType | None) -> None:
     called = None
     while frame is not None:
         name = frame.f_code.co_name
-        called = name if name in INSTEAD and frame.f_globals.get("__name__") == _FSDP1 else called
+        called = name if name in REFUSED and frame.f_globals.get("__name__") == _FSDP1 else called
         frame = frame.f_back
     if called is not None:
+        from shardkit.fsdp1.instead import MEMBERS
+
         problem = "the model is sharded by fully_shard, and no part of it by FullyShardedDataParallel"
         rule = "torch's function would find nothing to act on, and say nothing"
-        raise ShardkitError(message(f"FullyShardedDataParallel.{called}", problem, rule, INSTEAD[called]))
+        raise ShardkitError(message(f"FullyShardedDataParallel.{called}", problem, rule, MEMBERS[called].fix()))
