@@ -1,7 +1,7 @@
 """Configuration files of other tools, translated: ``from_config``.
 
 ``recognise`` says whose file it is. That format's tables answer for its keys, which a ``reader`` walks, and make a
-``target`` of them. ``build`` makes a plan of a target and a model, ``write`` a file or code.
+``target`` of them, which makes a plan of a model; ``write`` makes a file or code of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def from_config(
     ranks = Ranks(world_size, ranks_per_node)
     reading = read_config(config, ranks, format=format)
     if strict and reading.refused:
-        raise TranslationError("\n".join(refusal(reading)))
+        refusals = [message(note.argument, f"{note.value} is refused", note.sentence, "") for note in reading.refused]
+        raise TranslationError("\n".join(refusals))
     return build(reading.target, model, reading.notes, ranks)
 
 
@@ -72,11 +73,6 @@ def read_config(
     reader = Reader(values)
     target = FORMATS[name].read(reader, _ranks_of(ranks))
     return Reading(name, saw, target, reader.finish())
-
-
-def refusal(reading: Reading) -> list[str]:
-    """The messages of an error for what a configuration was refused."""
-    return [message(note.argument, f"{note.value} is refused", note.sentence, "") for note in reading.refused]
 
 
 def _ranks_of(ranks: Ranks) -> Ranks:

@@ -110,17 +110,11 @@ def read_fsdp(
     policy: str | None = ROOT_ONLY,
     root: bool = False,
 ) -> Target:
-    """The target of an ``fsdp_config`` section; every key that it knows is answered for.
+    """The target of an ``fsdp_config`` section of a version of FSDP; every key that it knows is answered for.
 
-    Args:
-        section: the keys.
-        version: 1 or 2, of FSDP.
-        ranks: world size and ranks of a node, as far as they are known.
-        target: what the format says elsewhere; without a mesh it is one of all ranks.
-        strategy: where it is said elsewhere, as in transformers' ``fsdp="full_shard"``.
-        policy: the wrap policy where none is named; None where ``target`` says which modules are units, and whether
-            they offload and recompute.
-        root: whether the root reshards when blocks do, in version 2.
+    Outside of it a format may say a ``strategy``, as in transformers' ``fsdp="full_shard"``; the wrap ``policy`` where
+    none is named, None where ``target`` says which modules are units, and whether they offload and recompute; and
+    whether the ``root`` reshards when blocks do, in version 2.
     """
     strategy = _strategy_1(section, strategy) if version == 1 else _strategy_2(section, strategy)
     values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2), **(_UNITS if policy else {})})
@@ -264,15 +258,9 @@ def read_axes(
 ) -> tuple[MeshSpec | None, dict[str, int]]:
     """The data-parallel mesh that sizes of axes make, None where none is given; and other axes of more ranks than one.
 
-    Args:
-        config: the section with the sizes, whose product must be the world size.
-        version: of FSDP; only 2 has them.
-        world: ranks in all, as far as they are known.
-        names: the section's key of each axis.
-        rest_shards: whether without ``dp_shard`` all ranks that are left shard, or one.
-        context: a section whose ``size`` is that of the context axis, where it may have one of its own.
-
-    Context parallel ranks shard the parameters too: each sees a part of every sequence, so their gradients add up.
+    ``names`` has the key of each axis. Without ``dp_shard`` all remaining ranks shard, if ``rest_shards``, else one.
+    ``context`` is a section whose ``size`` may be that of the context axis. Context parallel ranks shard the parameters
+    too: each sees a part of every sequence, so their gradients add up.
     """
     places = [(config, key, axis) for axis, key in names.items()] + ([(context, "size", "cp")] if context else [])
     sizes = {axis: config.get(key, RANKS) for axis, key in names.items() if config.get(key, RANKS) is not None}

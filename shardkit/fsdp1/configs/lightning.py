@@ -140,19 +140,16 @@ def _wrap(arguments: Reader) -> Wrap:
 
 
 def _recomputes(arguments: Reader, units: tuple[str, ...]) -> bool:
-    found = False
-    for key in ("activation_checkpointing", "activation_checkpointing_policy"):
-        value = arguments.raw(key)
-        names = _classes(value)
-        if value is None or value == []:
-            arguments.note(key, "implied: Activations are kept.")
-        elif names is not None and set(names) == set(units):
-            arguments.note(key, "mapped: checkpoint_activations=True for the units.")
-            found = True
-        else:
-            fix = "name the classes of auto_wrap_policy, or wrap them yourself."
-            arguments.note(key, f"refused: shardkit checkpoints activations of whole units only: {fix}")
-    return found
+    """Whether the classes that are recomputed are the units."""
+    kind = Kind("", "", lambda value: None if value == [] else units != () and {*(_classes(value) or ())} == {*units})
+    whole = "refused: shardkit checkpoints activations of whole units only: name the classes of auto_wrap_policy, or"
+    answers = {
+        None: "implied: Activations are kept.",
+        True: "mapped: checkpoint_activations=True for the units.",
+        False: f"{whole} wrap them yourself.",
+    }
+    keys = "activation_checkpointing activation_checkpointing_policy"
+    return any(arguments.read({keys: Key(kind, answers)}).values())
 
 
 def _classes(value: Any) -> tuple[str, ...] | None:

@@ -116,13 +116,9 @@ class Reading:
 
 
 def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Ranks) -> Translation:
-    """The translation of a configuration for a model; pure and local.
+    """The translation of a configuration for the whole model, with the notes on its keys; pure and local.
 
-    Args:
-        target: what the configuration asks for.
-        model: the whole model.
-        notes: what became of each of its keys.
-        ranks: what FSDP1's hybrid strategies need to know; the mesh is the target's.
+    FSDP1's hybrid strategies need to know the ranks of a node; the mesh is the target's.
 
     Raises:
         TranslationError: the model has no such classes, or nothing says how many ranks there are.

@@ -99,11 +99,8 @@ def read_strategy(
 ) -> ShardingStrategy | None:
     """The strategy among the words of ``fsdp``, which may also say offload and auto_wrap.
 
-    Args:
-        config, words, version: the keys, the words, and the version of FSDP.
-        instead: what version 2 has instead of other strategies.
-        off: the answer where ``fsdp`` is off.
-        later: the answer where another key goes before it.
+    The key is answered for: by what version 2 has ``instead`` of other strategies, by ``off`` where it is off, and by
+    ``later`` where another key takes precedence.
     """
     named = [word for word in words if word.upper() in STRATEGIES]
     if len(named) > 1 or not {*words} <= {*named, "offload", "auto_wrap"}:

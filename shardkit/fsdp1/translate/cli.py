@@ -52,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
     made = None if options.model is None else build(reading.target, named_model(options.model), reading.notes, ranks)
     text, more = _output(options.to, reading, made)
     notes = (*(made.notes if made else reading.notes), *more)
-    print(_json(reading, text, notes) if options.json else _text(reading, text, notes, options.to))
+    if options.json:
+        values = {"format": reading.format, "saw": list(reading.saw), "output": text, "notes": [*map(vars, notes)]}
+        print(json.dumps(values, indent=2))
+    else:
+        print(_text(reading, text, notes, options.to))
     return int(any(note.fate == "refused" for note in notes))
 
 
@@ -76,11 +80,6 @@ def _text(reading: Reading, text: str, notes: tuple[Note, ...], to: str) -> str:
     if to == "plan":
         return "\n".join([text.rstrip("\n"), "", *(line.removeprefix("# ") for line in lines)])
     return "\n".join([*lines, "", text.rstrip("\n")])
-
-
-def _json(reading: Reading, text: str, notes: tuple[Note, ...]) -> str:
-    data = {"format": reading.format, "saw": list(reading.saw), "output": text, "notes": [vars(note) for note in notes]}
-    return json.dumps(data, indent=2)
 
 
 def _ranks(text: str) -> int:
