@@ -7,13 +7,13 @@ from dataclasses import replace
 from textwrap import indent
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target, mp_policy
 from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
-from shardkit.plan.python import quoted
+from shardkit.plan.python import CHECKPOINT, arguments, imports, quoted
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
 _POLICIES |= {"size": "SIZE_BASED_WRAP", "root": "NO_WRAP"}
@@ -152,13 +152,6 @@ def units(model):
     return found
 '''
 
-_CHECKPOINT = """
-def checkpoint_forward(module):
-    module.forward = functools.wraps(module.forward)(
-        functools.partial(checkpoint, module.forward, use_reentrant=False)
-    )
-"""
-
 _BROADCAST = """
 for tensor in (*model.parameters(), *model.buffers()):
     value = tensor.detach().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -185,7 +178,10 @@ _PREFETCH = """
 
 def script(target: Target) -> str:
     """A function ``shard(model)`` that does with any model what the target says, and its imports."""
-    return "\n".join([*_imports(target), "", *_units(target), "", *_shard(target)]) + "\n"
+    names = ["CPUOffloadPolicy"] if target.offload else []
+    names += ["MixedPrecisionPolicy"] if mp_policy(target) != MixedPrecisionPolicy() else []
+    first = imports(names, recomputes=target.checkpoint_activations, uses_dist=True)
+    return "\n".join([*first, "", *_units(target), "", *_shard(target)]) + "\n"
 
 
 def notes_on_script(target: Target) -> Iterator[Note]:
@@ -211,19 +207,9 @@ def after_sharding(buffers: Mapping[str, torch.dtype] | torch.dtype | None) -> s
     return "".join(_BUFFER.format(name=quoted(name), dtype=dtype) for name, dtype in buffers.items())
 
 
-def _imports(target: Target) -> Iterator[str]:
-    yield from ["import functools", ""] if target.checkpoint_activations else []
-    yield from ["import torch", "import torch.distributed as dist"]
-    yield "from torch.distributed.device_mesh import init_device_mesh"
-    names = ["CPUOffloadPolicy"] * target.offload
-    names += ["MixedPrecisionPolicy"] * (mp_policy(target) != MixedPrecisionPolicy())
-    yield f"from torch.distributed.fsdp import {', '.join([*names, 'fully_shard'])}"
-    yield from ["from torch.utils.checkpoint import checkpoint"] if target.checkpoint_activations else []
-
-
 def _units(target: Target) -> Iterator[str]:
     wrap = target.wrap
-    yield from [_CHECKPOINT] if target.checkpoint_activations else []
+    yield from [CHECKPOINT] if target.checkpoint_activations else []
     if wrap.by == "size":
         yield _BY_SIZE.format(least=wrap.min_num_params)
     elif wrap.by == "root":
@@ -244,8 +230,8 @@ def _shard(target: Target) -> Iterator[str]:
     yield "    for module in blocks:"
     yield from ["        checkpoint_forward(module)"] if target.checkpoint_activations else []
     yield from ["        module.forward = torch.compile(module.forward)"] if target.compile else []
-    yield f"        fully_shard(module, {', '.join(_arguments(target, root=False))})"
-    yield f"    fully_shard(model, {', '.join(_arguments(target, root=True))})"
+    yield f"        fully_shard(module, {_arguments(target, root=False)})"
+    yield f"    fully_shard(model, {_arguments(target, root=True)})"
     yield from [_PREFETCH.format(ahead=target.prefetch).strip("\n")] if target.prefetch else []
     yield from indent(after_sharding(target.precision.buffer).strip("\n"), "    ").splitlines()
     yield "    return model"
@@ -262,15 +248,12 @@ def _mesh(target: Target) -> str:
     return f"{whole}[{sub}]" if target.axes else whole
 
 
-def _arguments(target: Target, root: bool) -> Iterator[str]:
-    yield "mesh=mesh"
-    yield f"reshard_after_forward={target.root_reshards if root else target.reshard_after_forward}"
+def _arguments(target: Target, root: bool) -> str:
     policy = mp_policy(target)
     if policy != MixedPrecisionPolicy():
         casts = policy.cast_forward_inputs and (root or target.casts != "root")
         policy = replace(policy, output_dtype=policy.output_dtype if root else None, cast_forward_inputs=casts)
-        given = [f"{name}={value}" for name, value in vars(policy).items() if value not in (None, True)]
-        yield f"mp_policy=MixedPrecisionPolicy({', '.join(given)})"
-    if target.offload:  # pinned where the script will run, not where it was written
-        pin = "False" if target.pin_memory is False else "torch.cuda.is_available()"
-        yield f"offload_policy=CPUOffloadPolicy(pin_memory={pin})"
+    reshard = target.root_reshards if root else target.reshard_after_forward
+    # Pinned where the script will run, not where it was written.
+    pin = "False" if target.pin_memory is False else "torch.cuda.is_available()"
+    return ", ".join(arguments(reshard, policy, CPUOffloadPolicy() if target.offload else OffloadPolicy(), pin))
