@@ -23,16 +23,13 @@ def set_reduce_precision(
     """Send gradients as ``wire`` and add them up in ``accumulate``, in every unit of ``model``.
 
     torch's reduce-scatter adds in the dtype that it sends: bf16 loses bits with each addition, and float32 sends
-    twice the bytes. Here each rank sends its parts in ``wire`` by an all-to-all, and adds what it gets in
-    ``accumulate``. Of G elements of gradients in a unit over N ranks, each rank sends ``(N - 1) / N * G * 2`` bytes,
-    half of a float32 reduce-scatter. Gradients that ``wire`` can hold, as those of ``param_dtype=wire`` are, arrive
-    exactly: the sum is the float32 one but for the order of its N terms.
+    twice the bytes. Here each rank sends its parts in ``wire`` by an all-to-all, and adds in ``accumulate``. Of G
+    elements of gradients in a unit over N ranks, each rank sends ``(N - 1) / N * G * 2`` bytes, half of a float32
+    reduce-scatter. Gradients that ``wire`` can hold, as those of ``param_dtype=wire`` are, arrive exactly: the sum is
+    the float32 one but for the order of its N terms.
 
-    Local; all ranks must make the same call, after sharding and before the first backward. It is set through torch's
-    ``set_custom_reduce_scatter``. Beside torch's buffers it needs 4 bytes for each of the G elements while a
-    unit reduces.
-
-    What it cannot do:
+    Local; all ranks must make the same call, after sharding and before the first backward. It sets torch's
+    ``set_custom_reduce_scatter``, and needs 4 more bytes for each of the G elements while a unit reduces. It cannot:
 
     - accumulate without sync and lose nothing: the local sum of several backwards, kept in float32, is rounded to
       ``wire`` when it is sent, by 2**-8 (bf16) at most. ``accumulate(..., shard_gradients=True)`` sends each

@@ -120,10 +120,8 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
     The sum is right where the mean is not defined by one number: experts whose gradients already hold the
     tokens of several ranks are reduced over fewer ranks than the rest, and only the sum treats both alike.
-    Local; all ranks must make the same call.
-
-    torch's ``set_gradient_divide_factor`` sets one unit; a factor needs an operation that only NCCL has, or, where
-    sums are forced, divides twice on a shard axis of one rank (torch 2.13). This sets all units to plain sums.
+    Local; all ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and its factors need
+    NCCL, or, where sums are forced, divide twice on a shard axis of one rank (torch 2.13).
 
     Args:
         model: sharded, a root or a part of one.

@@ -49,13 +49,12 @@ def step_on_local_shards(
     Args:
         optimizer: any ``torch.optim.Optimizer`` whose update is element-wise. Copies of it step small tensors, whole
             and in halves, and the results must agree: some 20 ms. Its state is tensors directly in
-            ``optimizer.state[param]``, those of the shard's shape being sharded like it.
-        elementwise: vouch for one that cannot be tried like that, such as one that draws random numbers: that its
-            update of an element reads that element of parameter, gradient and state alone. What is seen not to be
-            element-wise is refused in any case.
-        cpu_threads: threads that a step may use for shards on the CPU. None is one for each core of this process,
-            shared among the ranks on this machine (``LOCAL_WORLD_SIZE``), for CPU-offloaded shards only, since
-            torchrun sets ``OMP_NUM_THREADS=1``; elsewhere torch's own setting.
+            ``optimizer.state[param]``; those of the shard's shape are sharded like it.
+        elementwise: vouch for one that cannot be tried, such as one that draws random numbers: its update of an element
+            reads that element of parameter, gradient and state alone. One that is seen to do otherwise is refused.
+        cpu_threads: threads that a step may use for shards on the CPU. None leaves torch's setting, but for
+            CPU-offloaded shards it shares the cores of this process among the ranks on this machine
+            (``LOCAL_WORLD_SIZE``), since torchrun sets ``OMP_NUM_THREADS=1``.
 
     Returns:
         The same object. Its class becomes a subclass of the same name. Pickled and copied ones step like it.
@@ -145,10 +144,10 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
         with plain_attributes():
             result = collect(self, group, params, grads, *state)
             layouts = layouts_of(params)
-            grads[:] = local_grads(grads, params, layouts)
+            grads[:] = local_tensors(grads, params, layouts, _placed)
             for values in state:
                 if values:  # a kind of state that these options have no use for is an empty list
-                    values[:] = local_state(values, params, layouts)
+                    values[:] = local_tensors(values, params, layouts, _refused)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
             params[:] = [local_tensor(param) if isinstance(param, DTensor) else param for param in params]
@@ -203,18 +202,8 @@ def layouts_of(params: list[Any]) -> list[Any]:
     return [placements(param) if isinstance(param, DTensor) else None for param in params]
 
 
-def local_grads(grads: list[Any], params: list[Any], layouts: list[Any]) -> list[Any]:
-    """The part of each gradient that lies where its parameter does. Collective for those that lie elsewhere."""
-    return local_tensors(grads, params, layouts, _moved)
-
-
-def local_state(values: list[Any], params: list[Any], layouts: list[Any]) -> list[Any]:
-    """The local part of each value of one kind of state, for parameters in the same order."""
-    return local_tensors(values, params, layouts, _refused)
-
-
-def _moved(grad: DTensor, param: Any) -> Tensor:
-    # Tensor parallelism leaves Partial gradients of replicated parameters, for instance.
+def _placed(grad: DTensor, param: Any) -> Tensor:
+    """A gradient that is not placed like its parameter, such as a Partial one of tensor parallelism. Collective."""
     return grad.redistribute(placements=param.placements).to_local()
 
 
@@ -276,13 +265,13 @@ def _local_inside(optimizer: Optimizer) -> Iterator[None]:
 def _inner(key: Any, values: Any) -> Any:
     if not isinstance(key, DTensor) or not isinstance(values, dict):
         return values
-    count = len(values)
-    return dict(zip(values, local_state([*values.values()], [key] * count, [placements(key)] * count), strict=True))
+    params, layouts = [key] * len(values), [placements(key)] * len(values)
+    return dict(zip(values, local_tensors([*values.values()], params, layouts, _refused), strict=True))
 
 
 def _aliases(params: list[Tensor]) -> list[Tensor]:
     """Each plain parameter itself; for each sharded one a leaf on the memory of its shard, with its gradient."""
-    grads = local_grads([param.grad for param in params], params, layouts_of(params))
+    grads = local_tensors([param.grad for param in params], params, layouts_of(params), _placed)
     aliases = []
     for param, grad in zip(params, grads, strict=True):
         alias = param

@@ -30,11 +30,10 @@ MOST_GROUPS = 64
 class RankPool:
     """``world_size`` processes in one process group, started at the first call and reused.
 
-    The ranks find each other through a file, so no port is used. They run with one thread each; with the parent's
-    import path, working directory and environment, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; with
-    all seeds 0 at the start of every call. What they print is printed here afterwards, each line after
-    ``[rank N]``. After any failure the processes are killed, and the next call starts new ones. They end with
-    ``close`` or with this process, also when it is killed.
+    The ranks find each other through a file, so no port is used. They run with one thread each, the parent's import
+    path, working directory and environment, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and all seeds 0 at the
+    start of every call. What they print is printed here afterwards, each line after ``[rank N]``. After a failure the
+    next call starts new processes. They end with ``close`` or with this process, also when it is killed.
 
     Args:
         world_size: number of ranks, all on this machine.
@@ -152,10 +151,9 @@ def distributed(
 ) -> Callable[[Callable[P, object]], Callable[P, None]]:
     """Run a test's body on every rank of a pool that the whole session shares.
 
-    The test passes when the body returns on every rank. Its arguments (from ``parametrize``, from fixtures, from
-    hypothesis) are made once, in pytest's process, and sent pickled to all ranks, so all of them see the same. A
-    body that calls ``pytest.skip`` on every rank skips the test. The session's pools, one for each world size and
-    backend, are started by the first test that needs them.
+    The test passes when the body returns on every rank. Its arguments (from ``parametrize``, fixtures, hypothesis) are
+    made once, in pytest's process, and sent pickled to all ranks. A body that calls ``pytest.skip`` on every rank skips
+    the test. The first test that needs a pool, one for each world size and backend, starts it.
 
     Args:
         world_size: number of ranks.

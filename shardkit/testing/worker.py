@@ -187,12 +187,8 @@ def _raised(error: BaseException) -> Failure:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure("raised", f"raised {type(error).__name__}", text, _skip_reason(error))
-
-
-def _skip_reason(error: BaseException) -> str | None:
+    text, name = "".join(traceback.format_exception(type(error), error, frames)), type(error).__name__
     # By name: the ranks need no pytest. pytest sets its Skipped's module to "builtins", but not its base's.
     of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
-    skipped = (of_pytest and type(error).__name__ == "Skipped") or isinstance(error, unittest.SkipTest)
-    return str(error) if skipped else None
+    skips = (of_pytest and name == "Skipped") or isinstance(error, unittest.SkipTest)
+    return Failure("raised", f"raised {name}", text, str(error) if skips else None)
