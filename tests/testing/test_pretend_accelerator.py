@@ -29,7 +29,7 @@ from benchmarks.train.case import Case
 from benchmarks.train.group import Group
 from benchmarks.train.worker import Job
 from shardkit.apply import shard
-from shardkit.demo import text, train
+from shardkit.demo import train
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.memory import memory_report
@@ -334,9 +334,8 @@ def test_streams_have_an_order_and_pinned_memory_is_told_apart(ranks: RankPool) 
 
 
 def check_demo(folder: str) -> None:
-    with machine() as accelerator:
-        job = train.Job(text.load_text(), accelerator.device, dist.get_world_size(), steps=2)
-        run = train.train_sharded(job)
+    with machine():
+        run = train.train_sharded(train.Job(dist.get_world_size(), steps=2))
     assert devices([*run.losses, *run.norms]) == {"pretend"}
     assert run.losses[1] < run.losses[0] < 6
     assert 0 < run.held < run.peak
