@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._torch import missing_name, torch_version, units_of

@@ -5,8 +5,10 @@ Beside ``_torch`` and ``_fsdp`` a place of private torch names, each as of torch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
@@ -83,3 +85,30 @@ def forget(module: nn.Module) -> None:
     torch refuses a module that is in this table: "Inserting ... more than once".
     """
     _module_state_mapping.pop(module, None)
+
+
+# What FSDP1's methods read of ``self`` first: clip_grad_norm_, no_sync, apply; named_parameters; register_comm_hook.
+FSDP1_READS = ("_is_root", "training_state", "check_is_root")
+_FSDP1_ASKS = "torch.distributed.fsdp._common_utils"  # its function that looks a module up (torch 2.11 to 2.15)
+
+
+def notify_fsdp1_lookups(module: nn.Module, asked: Callable[[], None]) -> None:
+    """Call ``asked`` whenever one of FSDP1's functions looks up what FSDP1 knows of a module. Local; in place.
+
+    They share FSDP2's table, and what they find there is not theirs: they go on without a word.
+    """
+    entry = _Entry(_module_state_mapping[module]())
+    entry.asked = asked
+    _module_state_mapping[module] = entry
+
+
+class _Entry(ref[Any]):
+    """An entry of that table, called by torch's ``_get_module_state``, which both FSDP1 and FSDP2 call."""
+
+    __slots__ = ("asked",)
+    asked: Callable[[], None]
+
+    def __call__(self) -> Any:
+        if sys._getframe(2).f_globals.get("__name__") == _FSDP1_ASKS:
+            self.asked()
+        return super().__call__()

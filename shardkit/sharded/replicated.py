@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,12 @@ def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
+def waiting_parameters() -> list[nn.Parameter]:
+    """Replicated parameters of any model whose gradient no rank has reduced yet, and nobody has zeroed. Local, pure."""
+    params = [each.watched for each in _unreduced if each.watched is not None]
+    return [param for param in params if param.grad is not None and param.grad.any()]
+
+
 def unreduced_parameters(model: nn.Module) -> list[str]:
     """FQNs of what trains outside of all units while nobody reduces its gradient over the ranks. Local, pure."""
     if all(unit.mesh_info.mesh.size() == 1 for unit in fsdp_units(model)):
@@ -106,6 +113,7 @@ class _Whole:
             self.watched, self.own, self.reduced = self.param, True, None
             self.watched.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
             self.watched.register_post_accumulate_grad_hook(self._after_accumulation)  # type: ignore[no-untyped-call]
+            _unreduced.add(self)  # the backward that is ending came before the hooks
 
     def _before_accumulation(self, incoming: Tensor) -> None:
         grad = self.param.grad  # autograd.grad() comes here too, so nothing may change yet
@@ -118,6 +126,7 @@ class _Whole:
             self.reduced, incoming = self.before
             param.grad = incoming.detach().clone()
         self.own, self.before = True, None
+        _unreduced.add(self)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """What is reduced already, and what is to be reduced."""
@@ -128,10 +137,14 @@ class _Whole:
         """Set ``.grad``, given the sum over the ranks; ``used`` counts those that had one, and is rarely read."""
         reduced, own = self.gradients()
         self.own, self.reduced = False, None
+        _unreduced.discard(self)
         if reduced is None and own is None and not used.item():
             return
         new = _shaped(total / (self.unit.gradient_divide_factor or ranks), self.param)
         self.param.grad = new if reduced is None else reduced + new
+
+
+_unreduced: WeakSet[_Whole] = WeakSet()  # a backward added to their gradients, and no reduction has followed
 
 
 @dataclass(eq=False)

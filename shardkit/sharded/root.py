@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardkit._fsdp.params import FSDP1_READS
 from shardkit._torch import (
     TorchDispatchMode,
     has_tag,
@@ -30,6 +31,7 @@ from shardkit._torch import (
     version_of,
 )
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.sharded.statics import RefusedAttribute
 
 logger = logging.getLogger("shardkit")
 
@@ -61,7 +63,9 @@ def answer_as_root(root: nn.Module, ignored: Iterable[str] = ()) -> None:
 @functools.cache
 def _class_of_root(kind: type[nn.Module]) -> type[nn.Module]:
     """A class over ``kind``, with FSDP1's methods where it has none of that name, and its own initialisers watched."""
-    methods = {name: _of_shardkit(name) for name in ("clip_grad_norm_", "no_sync") if not hasattr(kind, name)}
+    of_fsdp1: dict[str, Any] = {name: _of_shardkit(name) for name in ("clip_grad_norm_", "no_sync")}
+    of_fsdp1 |= {name: RefusedAttribute(name) for name in FSDP1_READS}
+    methods = {name: value for name, value in of_fsdp1.items() if not hasattr(kind, name)}
     initialisers = [name for name in ("apply", "init_weights", "reset_parameters") if hasattr(kind, name)]
     methods |= {name: _watched(name, getattr(kind, name)) for name in initialisers}
     return type(kind.__name__, (ShardedRoot, kind), methods | {"__module__": kind.__module__})

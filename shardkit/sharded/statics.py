@@ -1,60 +1,78 @@
-"""torch's FSDP1 functions on a model that shardkit sharded: one error each, where they would do nothing without a word.
+"""torch's FSDP1 functions on a model that shardkit sharded: one error each, instead of silence.
 
-``FullyShardedDataParallel.state_dict_type(model)`` and its like walk the model for modules of FSDP1. Of each module
-they first ask its registry of composable functions for ``"replicate"``; here the registry answers by raising. So only
-models that shardkit sharded refuse, whoever calls, and nothing in torch is replaced.
+``FullyShardedDataParallel.state_dict_type(model)`` and its like look each module up in torch's table of states; methods
+called on the class, such as ``clip_grad_norm_(model, 1.0)``, first read an attribute of FSDP1's. Both find what raises.
+So only models that shardkit sharded refuse, whoever calls, and nothing in torch is replaced.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import REGISTRY_KEY
+from shardkit._fsdp.params import notify_fsdp1_lookups
 from shardkit.errors import ShardkitError, message
 
-# fsdp_modules answers truly that there are none; rekey_optim_state_dict needs none. What is not a static, such as
-# no_sync, fails by itself, since FSDP1's attributes are missing.
+# fsdp_modules answers truly that there are none; rekey_optim_state_dict needs none.
 REFUSED = (
     *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
     *("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict_to_load", "shard_full_optim_state_dict"),
     *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"),
 )
-_ASKED_FOR = "replicate"  # by torch.distributed.fsdp._traversal_utils._composable, torch 2.11 to 2.15
+# What programs call on the class, with the model in place of ``self``.
+METHODS = (
+    *("clip_grad_norm_", "no_sync", "apply", "named_parameters", "named_buffers", "check_is_root"),
+    "register_comm_hook",
+)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def refuse_fsdp1_statics(model: nn.Module) -> None:
-    """Makes FSDP1's static functions raise a ShardkitError on the model, or any around its units. Local, in place."""
+    """Make FSDP1's static functions raise a ShardkitError on the model, or any around its units. Local, in place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            vars(module)[REGISTRY_KEY] = _Registry(vars(module)[REGISTRY_KEY])
+            notify_fsdp1_lookups(module, _refuse)
 
 
-class _Registry(OrderedDict[str, Any]):
-    """What torch notes of composable functions that a module was given to."""
+class RefusedAttribute:
+    """What FSDP1's methods first read of ``self``, on the class of a root: missing, and an error that names the method.
 
-    def __contains__(self, name: object) -> bool:
-        if name == _ASKED_FOR:
-            _refuse(inspect.currentframe())
-        return super().__contains__(name)
+    An instance's own attribute of that name comes first, as this has no setter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> object:
+        """Raise, as where there is none."""
+        _refuse()
+        raise AttributeError(self._name)  # nn.Module.__getattr__ is asked next
 
 
-def _refuse(frame: FrameType | None) -> None:
-    """Raise where one of FSDP1's statics is asking, named as the program called it."""
-    called = None
-    while frame is not None:
-        name = frame.f_code.co_name
-        called = name if name in REFUSED and frame.f_globals.get("__name__") == _FSDP1 else called
-        frame = frame.f_back
-    if called is not None:
+def _refuse() -> None:
+    """Raise where one of FSDP1's functions is asking, named as the program called it."""
+    names = [frame.f_code.co_name for frame in callers() if module_of(frame) == _FSDP1]
+    called = [name for name in names if name in REFUSED + METHODS]
+    if called:
         from shardkit.fsdp1.instead import MEMBERS
 
         problem = "the model is sharded by fully_shard, and no part of it by FullyShardedDataParallel"
-        rule = "torch's function would find nothing to act on, and say nothing"
-        raise ShardkitError(message(f"FullyShardedDataParallel.{called}", problem, rule, MEMBERS[called].fix()))
+        rule = "torch's function acts on modules of FSDP1 alone, and would find none"
+        raise ShardkitError(message(f"FullyShardedDataParallel.{called[-1]}", problem, rule, MEMBERS[called[-1]].fix()))
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames that are being run, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module that a frame's code is of."""
+    return str(frame.f_globals.get("__name__"))

@@ -33,6 +33,7 @@ from shardkit._fsdp.gradients import (
 )
 from shardkit._torch import local_tensor, tree_leaves, with_local
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.sharded.replicated import waiting_parameters
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 logger = logging.getLogger("shardkit")
@@ -230,8 +231,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_held([param for group in groups for param in group["params"]], optimizer)
         _known[optimizer] = len(groups)
     _unmark(_units, cleared_alone=True)
-    held = {param for group in groups for param in group["params"]} if _waiting else set()
-    shapes = [str(tuple(s.param.shape)) for shown in _waiting.values() for s in shown if s.param in held]
+    waiting = [each.param for shown in _waiting.values() for each in shown] + waiting_parameters()
+    held = {param for group in groups for param in group["params"]} if waiting else set()
+    shapes = [str(tuple(param.shape)) for param in waiting if param in held]
     if shapes:
         what = f"gradients of {len(shapes)} parameters, of shapes {listing(dict.fromkeys(shapes), 5)}"
         raise _waiting_error(what, f"{type(optimizer).__name__}.step()")

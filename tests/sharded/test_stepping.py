@@ -135,6 +135,41 @@ def test_a_step_while_gradients_wait_raises(world, context, precision):
     optimizer.step()
 
 
+class Scaled(nn.Module):
+    """With a scalar, which is replicated."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("frozen", [True, False], ids=["scalars alone", "mixed"])
+def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, frozen, to_none):
+    model = Scaled()
+    model.inner.requires_grad_(not frozen)
+    shard_model(model, units=nn.Linear)
+    optimizers = [torch.optim.SGD([model.scale], lr=0.1), torch.optim.SGD(model.inner.parameters(), lr=0.1)]
+    for _ in range(2):
+        with no_sync(model):
+            backward(model)
+        with pytest.raises(ShardkitError, match=r"SGD.step\(\): uses gradients of 1 parameters, of shapes \(\), "):
+            optimizers[0].step()
+        if frozen:
+            optimizers[1].step()  # holds none of them
+        model.zero_grad(set_to_none=to_none)
+        optimizers[0].step()
+        with no_sync(model):
+            backward(model)
+        backward(model)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+
+
 def by_optimizer(model, optimizer, to_none):
     optimizer.zero_grad(set_to_none=to_none)
 
