@@ -22,9 +22,9 @@ from shardkit._fsdp.params import (
     tensor_hooks,
 )
 from shardkit.errors import listing, message
-from shardkit.held import Held, Put, held_tensors
 from shardkit.plan import ShardingPlan, ancestors
 from shardkit.planning.tree import ModelTree
+from shardkit.reach import Held, Put, held_tensors
 
 logger = logging.getLogger("shardkit")
 

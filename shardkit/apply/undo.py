@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from shardkit._fsdp.params import forget
 from shardkit._torch import has_own_dispatch
 from shardkit.apply.carry import Carried
+from shardkit.reach import Snapshot
 
 
 class Undo:
@@ -27,13 +27,13 @@ class Undo:
 
     def __init__(self, model: nn.Module, device: str, carried: Carried) -> None:
         self.is_whole = True
-        self._modules = [(module, type(module), dict(vars(module)), _containers(module)) for module in model.modules()]
-        params = {id(param): param for param in model.parameters()}
-        self._params = {key: _Before(param, device) for key, param in params.items()}
+        self._modules = list(model.modules())
+        self._snapshot = Snapshot(model)
+        self._params = {id(param): _Before(param, device) for param in model.parameters()}
         self._buffers = [_Before(buffer, device) for buffer in model.buffers()]
         self._slots = [
             (module._parameters, name, id(param))
-            for module, *_ in self._modules
+            for module in self._modules
             for name, param in module._parameters.items()
         ]
         self._places = {key: belongings.places for key, belongings in carried.of.items()}
@@ -54,13 +54,8 @@ class Undo:
                 put(param.tensor)
         for before in (*self._params.values(), *self._buffers):
             before.restore()
-        for module, kind, attributes, containers in self._modules:
-            module.__class__ = kind
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in containers:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+        self._snapshot.restore()
+        for module in self._modules:
             forget(module)
         for registry, name, key in self._slots:
             if key in self._params:
@@ -85,9 +80,3 @@ class _Before:
         self.restore_data()
         vars(self.tensor).clear()
         vars(self.tensor).update(self._attributes)
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The registries, hooks and lists of a module, each with its content; without parameters, which may be let go."""
-    found = [(name, value) for name, value in vars(module).items() if name != "_parameters"]
-    return [(value, value.copy()) for _, value in found if type(value) in (dict, OrderedDict, list, set)]

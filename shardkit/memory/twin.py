@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._torch import FakeTensorMode
-from shardkit.memory.undo import undone
 from shardkit.plan import ShardingPlan
+from shardkit.reach import undone
 
 
 @contextmanager

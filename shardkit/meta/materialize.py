@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.held import held_tensors
 from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.own import Initialiser, Recorded, record_initialisers
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.rng import settle, undone_on_error
 from shardkit.meta.shards import Cutter, Target, install, meshes
 from shardkit.meta.tape import Definedness, Tape, closure, find_storage, view_of
+from shardkit.reach import held_tensors
 from shardkit.shards import device_of, local_value
 
 

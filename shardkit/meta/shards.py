@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit._fsdp.params import post_accumulate_hooks, set_post_accumulate_hooks
-from shardkit.held import Put
 from shardkit.meta.tape import Tape, View
+from shardkit.reach import Put
 from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
 
 

@@ -20,7 +20,7 @@ MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to b
 # What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
 # A new module at the top needs a line here: put it where its imports allow.
 DECIDING = {"errors", "plan", "planning"}
-CORE = DECIDING | {"ranks", "shards", "held", "sharded", "apply", "api", "_fsdp"}
+CORE = DECIDING | {"ranks", "shards", "reach", "sharded", "apply", "api", "_fsdp"}
 STATE = {"errors", "ranks", "shards", "_fsdp"}
 ANY_FSDP2_MODEL = {"sharded", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "fsdp1"}
@@ -30,15 +30,15 @@ ALLOWED: dict[str, set[str]] = {
     "_fsdp": set(),
     "plan": {"errors"},
     "planning": {"errors", "plan"},
-    "held": set(),
+    "reach": set(),
     "shards": set(),
     "ranks": {"errors"},
     "sharded": {"errors", "_fsdp", "shards"},
-    "memory": DECIDING | {"_fsdp"},
-    "apply": DECIDING | {"ranks", "held", "sharded", "_fsdp"},
+    "memory": DECIDING | {"_fsdp", "reach"},
+    "apply": DECIDING | {"ranks", "reach", "sharded", "_fsdp"},
     "api": DECIDING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
-    "meta": STATE | {"held"},
+    "meta": STATE | {"reach"},
     "grads": STATE | {"sharded"},
     "optim": STATE | {"sharded"},
     "state": STATE | {"meta"},

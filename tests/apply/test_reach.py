@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit import MeshSpec, ShardkitError, apply_plan, init_on_meta, materialize, plan_model, shard_model
-from shardkit.held import held_tensors
+from shardkit.reach import held_tensors
 from shardkit.testing import distributed, fake_world
 
 
