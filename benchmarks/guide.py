@@ -18,9 +18,8 @@ from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory import HARDWARE
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import default_plan
-from shardkit.memory.sizes import Optimizer, unit_bytes
-from shardkit.memory.strategies import strategies
+from shardkit.memory.estimate import base_plan, strategies
+from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.plan.table import nbytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -30,7 +29,7 @@ RANKS = (1, 8, 64)
 BUDGET = "72GiB"  # of 80, which leaves a tenth to what is not counted
 TOKENS = (1, 4096)
 NODE = 8
-ADAMW = Optimizer.of("adamw")
+ADAMW = OptimizerBytes.of("adamw")
 STRATEGIES = {
     "replicated (DDP)": "DDP",
     "kept gathered (ZeRO-2)": "ZeRO-2",
@@ -72,7 +71,7 @@ def searches() -> Iterator[tuple[str, Search]]:
     limit = parse_bytes(BUDGET)
     for size in SIZES:
         model = llama(size)
-        plan = default_plan(model, MeshSpec.sharded(NODE), POLICY)
+        plan = base_plan(model, None, NODE, None, POLICY)
         yield size, Search(model, plan, tokens(*TOKENS), None, ADAMW, HARDWARE["h100"], limit)
 
 

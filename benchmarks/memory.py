@@ -25,9 +25,8 @@ from matplotlib.figure import Figure
 from benchmarks.models import SHAPES, Llama, llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, plan_model
 from shardkit.memory import plan_for_budget
-from shardkit.memory.sizes import Optimizer
 from shardkit.memory.text import aligned
-from shardkit.memory.timeline import timeline
+from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.plan.table import nbytes
 from shardkit.testing import fake_world
@@ -53,7 +52,7 @@ def plans(model: Llama) -> dict[str, ShardingPlan]:
 
 def predicted(model: Llama, plan: ShardingPlan, batch: torch.Tensor, optimizer: str) -> int:
     """Peak bytes of a step."""
-    points = timeline(plan, trace(model, plan, batch), Optimizer.of(optimizer))
+    points = timeline(plan, trace(model, plan, batch), OptimizerBytes.of(optimizer))
     return max(point.total for point in points)
 
 

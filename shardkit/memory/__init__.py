@@ -5,11 +5,11 @@ from shardkit.memory.budget import plan_for_budget as plan_for_budget
 from shardkit.memory.estimate import MemoryEstimate as MemoryEstimate
 from shardkit.memory.estimate import StrategyEstimate as StrategyEstimate
 from shardkit.memory.estimate import estimate as estimate
-from shardkit.memory.plot import plot_timeline as plot_timeline
 from shardkit.memory.report import MemoryReport as MemoryReport
 from shardkit.memory.report import memory_report as memory_report
-from shardkit.memory.scaling import ScalingTable as ScalingTable
-from shardkit.memory.scaling import scaling_table as scaling_table
-from shardkit.memory.sizes import OPTIMIZERS as OPTIMIZERS
+from shardkit.memory.report import plot_timeline as plot_timeline
 from shardkit.memory.speed import HARDWARE as HARDWARE
 from shardkit.memory.speed import Hardware as Hardware
+from shardkit.memory.speed import ScalingTable as ScalingTable
+from shardkit.memory.speed import scaling_table as scaling_table
+from shardkit.memory.timeline import OPTIMIZERS as OPTIMIZERS

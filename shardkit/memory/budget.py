@@ -12,13 +12,21 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.estimate import buffer_bytes, default_plan, mesh_of
-from shardkit.memory.sizes import Optimizer
+from shardkit.memory.estimate import (
+    base_plan,
+    blocks,
+    buffer_bytes,
+    keep_gathered,
+    keep_on,
+    offload,
+    recompute,
+    recomputed,
+    resharded,
+)
 from shardkit.memory.speed import HARDWARE, Hardware, StepTime, step_time
-from shardkit.memory.strategies import blocks, keep_gathered, keep_on, offload, recompute, recomputed, resharded
 from shardkit.memory.text import aligned
-from shardkit.memory.timeline import Point, timeline
-from shardkit.memory.trace import Loss, Trace, mixed, trace
+from shardkit.memory.timeline import OptimizerBytes, Point, timeline
+from shardkit.memory.trace import Loss, mixed, trace
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import nbytes
 
@@ -53,7 +61,7 @@ class BudgetPlan:
     """The choice, and what it was chosen from; prints as a table.
 
     Attributes:
-        chosen: the fastest candidate that fits.
+        chosen: the fastest candidate that fits; its ``plan``, ``timeline`` and ``peak`` are the choice's too.
         weighed: all candidates, in the order in which they were made.
         budget: bytes on each rank.
     """
@@ -82,7 +90,7 @@ class BudgetPlan:
         answer = f"fits {nbytes(self.budget)}: {self.chosen.what}, peak {nbytes(self.chosen.peak.total)} ({used:.1%})"
         titles = ["plan", "peak", "step", "exposed", ""]
         rows = [self._row(candidate) for candidate in self.weighed]
-        footer = "Seconds are a model's, to rank plans by; not a benchmark."
+        footer = "Times are model estimates for ranking plans, not measurements."
         return "\n".join([answer, "", *aligned([titles, *rows], left={0, 4}), "", footer])
 
     def _row(self, candidate: Candidate) -> list[str]:
@@ -131,13 +139,12 @@ def plan_for_budget(
     if batch is None:
         fix = "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "is None", "Activations depend on the batch", fix))
-    base = plan or default_plan(model, mesh_of(world_size, mesh, None), mp_policy)
-    base = replace(base, mesh=mesh_of(world_size, mesh, base))
-    search = Search(model, base, batch, loss, Optimizer.of(optimizer), _hardware(hardware), limit)
-    weighed = list(search.candidates(base))
+    base = base_plan(model, plan, world_size, mesh, mp_policy)
+    search = Search(model, base, batch, loss, OptimizerBytes.of(optimizer), _hardware(hardware), limit)
+    weighed = list(search.candidates())
     fitting = [candidate for candidate in weighed if candidate.peak.total <= limit]
     if not fitting:
-        raise PlanError(_nothing_fits(search, weighed, base, limit))
+        raise PlanError(_nothing_fits(search, weighed))
     return BudgetPlan(min(fitting, key=lambda candidate: candidate.time.total), tuple(weighed), limit)
 
 
@@ -179,38 +186,31 @@ class Search:
         plan: ShardingPlan,
         batch: Any,
         loss: Loss | None,
-        optimizer: Optimizer,
+        optimizer: OptimizerBytes,
         hardware: Hardware,
         limit: int,
     ) -> None:
-        already = recomputed(plan)
-        self.base = plan
-        self.limit = limit
-        self.blocks = [unit.name for unit in blocks(plan) if unit.name not in already]
-        self.already = already
-        self._kept = trace(model, plan, batch, loss=loss, checkpointed=already)
-        self._recomputed = trace(model, plan, batch, loss=loss, checkpointed=already | set(self.blocks))
+        self.base, self.limit = plan, limit
+        self.already = recomputed(plan)
+        self.blocks = [unit.name for unit in blocks(plan) if unit.name not in self.already]
+        self._kept = trace(model, plan, batch, loss=loss, checkpointed=self.already)
+        self._recomputed = trace(model, plan, batch, loss=loss, checkpointed=self.already | set(self.blocks))
         self._buffers = buffer_bytes(model)
-        self._optimizer = optimizer
-        self._hardware = hardware
+        self._optimizer, self._hardware = optimizer, hardware
 
     def weigh(self, what: str, plan: ShardingPlan) -> Candidate:
         """A candidate with its peak and time."""
-        step = self._step(plan)
+        step = mixed(self._kept, self._recomputed, recomputed(plan) - self.already)
         points = timeline(plan, step, self._optimizer, self._buffers)
         return Candidate(what, plan, tuple(points), step_time(plan, step, self._hardware, self._optimizer))
 
     def fits(self, plan: ShardingPlan) -> bool:
         """Whether its peak is within the limit."""
-        points = timeline(plan, self._step(plan), self._optimizer, self._buffers)
-        return max(point.total for point in points) <= self.limit
+        return self.weigh("", plan).peak.total <= self.limit
 
-    def _step(self, plan: ShardingPlan) -> Trace:
-        return mixed(self._kept, self._recomputed, recomputed(plan) - self.already)
-
-    def candidates(self, base: ShardingPlan) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """The ladder from fast to frugal, as far down as the first rung that fits."""
-        sharded = resharded(base)
+        sharded = resharded(self.base)
         yield self.weigh("everything sharded", sharded)
         if self.fits(sharded):
             yield from self._spend(sharded, "")
@@ -224,21 +224,20 @@ class Search:
         """Memory that is left, spent on all-gathers that are not needed."""
         names = [unit.name for unit in sharded.execution_order() if unit.reshard_after_forward is not False]
         kept = _most(len(names), lambda n: self.fits(keep_gathered(sharded, _last(names, n))))
+        gathered = keep_gathered(sharded, _last(names, kept))
         if kept:
-            what = f"{prefix}{kept} of {len(names)} units kept gathered"
-            yield self.weigh(what, keep_gathered(sharded, _last(names, kept)))
+            yield self.weigh(f"{prefix}{kept} of {len(names)} units kept gathered", gathered)
         ranks = self._hardware.ranks_per_node
         if not 1 < ranks < sharded.mesh.shard_size or sharded.mesh.shard_size % ranks:
             return
 
         def in_node(number: int) -> ShardingPlan:
-            gathered = keep_gathered(sharded, _last(names, kept))
             return keep_on(gathered, _last(names[: len(names) - kept], number), ranks)
 
         near = _most(len(names) - kept, lambda n: self.fits(in_node(n)))
         if near:
-            gathered = f"{kept} units kept gathered, " if kept else ""
-            yield self.weigh(f"{prefix}{gathered}{near} of {len(names)} kept in the node", in_node(near))
+            prefix += f"{kept} units kept gathered, " if kept else ""
+            yield self.weigh(f"{prefix}{near} of {len(names)} resharded within the node", in_node(near))
 
     def _save(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
         """As few blocks as needed recomputed; all of them where that is not enough."""
@@ -247,8 +246,7 @@ class Search:
         def with_blocks(number: int) -> ShardingPlan:
             return recompute(sharded, self.already | set(self.blocks[:number]))
 
-        spared = _most(total, lambda n: self.fits(with_blocks(total - n)))
-        number = total - spared
+        number = total - _most(total, lambda spared: self.fits(with_blocks(total - spared)))
         what = f"{number} of {total} blocks recomputed" if number else "no block recomputed"
         found = self.weigh(prefix + what, with_blocks(number))
         yield found
@@ -272,19 +270,14 @@ def _last(names: Sequence[str], number: int) -> set[str]:
     return set(names[len(names) - number :])
 
 
-def _nothing_fits(search: Search, weighed: Sequence[Candidate], base: ShardingPlan, limit: int) -> str:
+def _nothing_fits(search: Search, weighed: Sequence[Candidate]) -> str:
     least = min(weighed, key=lambda candidate: candidate.peak.total)
-    missing = nbytes(least.peak.total - limit)
-    problem = f"{nbytes(limit)} is too little: {least.what} still peaks at {nbytes(least.peak.total)}, {missing} more"
-    ranks = _enough_ranks(search, least.plan, limit)
+    limit, peak = search.limit, least.peak.total
+    problem = f"{nbytes(limit)} is too little: {least.what} still peaks at {nbytes(peak)}, {nbytes(peak - limit)} more"
+    # The first doubling of the ranks that fits without the CPU's help.
+    here = recompute(resharded(least.plan), search.already | set(search.blocks))
+    sizes = [least.plan.mesh.size * 2**power for power in range(1, 15)]
+    ranks = next((ranks for ranks in sizes if search.fits(replace(here, mesh=MeshSpec.sharded(ranks)))), None)
     enough = f"{ranks} ranks would do" if ranks else "No number of ranks would do: use a smaller batch"
-    return message(
-        "budget", problem + f", {least.peak.where}", "A step's peak is within the budget on every rank", enough
-    )
-
-
-def _enough_ranks(search: Search, plan: ShardingPlan, limit: int) -> int | None:
-    """The first doubling of the ranks that fits without the CPU's help."""
-    here = recompute(resharded(plan), search.already | set(search.blocks))
-    sizes = [plan.mesh.size * 2**power for power in range(1, 15)]
-    return next((ranks for ranks in sizes if search.fits(replace(here, mesh=MeshSpec.sharded(ranks)))), None)
+    rule = "A step's peak is within the budget on every rank"
+    return message("budget", f"{problem}, {least.peak.where}", rule, enough)

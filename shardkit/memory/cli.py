@@ -12,11 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
 from shardkit.memory.budget import plan_for_budget
-from shardkit.memory.estimate import default_plan, estimate
-from shardkit.memory.scaling import scaling_table
-from shardkit.memory.sizes import OPTIMIZERS
-from shardkit.memory.speed import HARDWARE
-from shardkit.plan import MeshSpec
+from shardkit.memory.estimate import base_plan, estimate
+from shardkit.memory.speed import HARDWARE, scaling_table
+from shardkit.memory.timeline import OPTIMIZERS
 from shardkit.planning.named import named_model
 
 
@@ -26,7 +24,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "plan",
         help="does a model fit, by which plan, and what does it cost",
         description="Answer first, then the plan and the bytes of every strategy on one rank. Nothing runs but one "
-        "forward and backward on tensors without memory. Seconds are a model's, to rank plans by.",
+        "forward and backward on tensors without memory. Times are model estimates for ranking plans.",
     )
     parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
     parser.add_argument("--world", type=_positive, default=8, metavar="RANKS", help="default: %(default)s")
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     model = named_model(options.model)
     batch = None if options.batch is None else token_batch(model, options.batch)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=torch.float32)
-    plan = default_plan(model, MeshSpec.sharded(options.world), policy)
+    plan = base_plan(model, None, options.world, None, policy)
     rows = estimate(model, plan=plan, batch=batch, optimizer=options.optimizer, ranks_per_node=options.ranks_per_node)
     hardware = replace(HARDWARE[options.hardware], ranks_per_node=options.ranks_per_node)
     if options.budget:

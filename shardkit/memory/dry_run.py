@@ -14,7 +14,7 @@ from torch import nn
 from shardkit._torch import TorchDispatchMode, real_tensors, tree_leaves
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.moments import cast_inputs, cast_output
-from shardkit.memory.twin import fake_batch, fake_tensors
+from shardkit.memory.trace import fake_batch, fake_tensors
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 

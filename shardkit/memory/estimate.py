@@ -1,4 +1,4 @@
-"""Bytes on one rank, for every strategy side by side."""
+"""The strategies that people choose between, as changes of a plan, and what each needs on one rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,139 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.sizes import Optimizer
-from shardkit.memory.strategies import Strategy, blocks, recomputed, strategies
 from shardkit.memory.text import aligned
-from shardkit.memory.timeline import CATEGORIES, Point, timeline
+from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, trace, without_activations
-from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.plan.table import nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.tree import ModelTree
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A plan under a name, with what is sharded of the model's states.
+
+    Attributes:
+        name: as tables call it.
+        plan: that carries it out; None for one that FSDP2 does not support, shown for reference.
+        sharded: which of "parameters", "gradients", "optimizer" every rank holds a part of only.
+        optimizer: what it keeps.
+    """
+
+    name: str
+    plan: ShardingPlan | None
+    optimizer: OptimizerBytes
+    sharded: tuple[str, ...] = ("parameters", "gradients", "optimizer")
+
+    def states(self, plan: ShardingPlan) -> dict[str, int]:
+        """Bytes of the model's states on one rank by the textbook: P, G and O whole, or divided by the ranks.
+
+        Source: ZeRO (arXiv 1910.02054), table 1. Without padding, buffers or anything that is gathered.
+        """
+        trained = [spec for spec in plan.params if spec.trainable]
+        grads = sum(spec.nbytes for spec in trained)
+        whole = {
+            "parameters": sum(spec.nbytes for spec in plan.params),
+            "gradients": grads,
+            "optimizer": self.optimizer.state_bytes(sum(spec.numel for spec in trained), grads),
+        }
+        ranks = (self.plan or plan).mesh.shard_size
+        return {name: size // ranks if name in self.sharded else size for name, size in whole.items()}
+
+
+def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> list[Strategy]:
+    """Every strategy for the units of ``plan`` on as many ranks, most memory first. Pure.
+
+    Those that make no difference there are left out: hybrid and int resharding on one node. A plan that is hybrid keeps
+    its own groups of ranks.
+
+    Raises:
+        PlanError: ``ranks_per_node`` is not positive.
+    """
+    if ranks_per_node < 1:
+        fix = "Pass how many ranks share a node, such as 8"
+        raise PlanError(message("ranks_per_node", f"is {ranks_per_node}", "It is a positive number", fix))
+    ranks = plan.mesh.size
+    sharded = replace(plan, mesh=MeshSpec.sharded(ranks))
+    every = {unit.name for unit in plan.units}
+    without_activations = recompute(sharded, recomputed(plan) | {unit.name for unit in blocks(plan)})
+    in_nodes: list[tuple[str, ShardingPlan]] = []
+    divides = ranks_per_node < ranks and ranks % ranks_per_node == 0
+    if plan.mesh.replicates and plan.mesh.shard_size > 1:
+        in_nodes.append((f"sharded over {plan.mesh.shard_size} ranks (HSDP)", plan))
+    elif divides:
+        hybrid = MeshSpec.hybrid(ranks // ranks_per_node, ranks_per_node)
+        in_nodes.append(("sharded in a node (HSDP)", replace(plan, mesh=hybrid)))
+    if divides and ranks_per_node > 1:
+        in_nodes.append(("secondary shards in a node (hpZ)", keep_on(sharded, _resharding(plan), ranks_per_node)))
+    return [
+        Strategy("replicated (DDP)", replace(plan, mesh=MeshSpec.hybrid(ranks, 1)), optimizer, ()),
+        Strategy("optimizer sharded (ZeRO-1)", None, optimizer, ("optimizer",)),
+        Strategy("kept gathered (ZeRO-2)", keep_gathered(sharded, every), optimizer, ("gradients", "optimizer")),
+        Strategy("sharded (ZeRO-3)", sharded, optimizer),
+        *(Strategy(name, changed, optimizer) for name, changed in in_nodes),
+        Strategy("ZeRO-3, blocks recomputed", without_activations, optimizer),
+        Strategy("ZeRO-3, optimizer in backward", sharded, replace(optimizer, in_backward=True)),
+        Strategy("ZeRO-3, offloaded to the CPU", offload(sharded), optimizer),
+        Strategy("ZeRO-3, recomputed and offloaded", offload(without_activations), optimizer),
+    ]
+
+
+def blocks(plan: ShardingPlan) -> list[ShardUnit]:
+    """The units whose activations are worth recomputing: one module, not the root, of several parameters.
+
+    What repeats: units whose parameters have the same shapes as another's.
+    """
+    shapes = [tuple(spec.shape for spec in plan.specs_of(unit)) for unit in plan.units]
+    return [
+        unit
+        for unit, own in zip(plan.units, shapes, strict=True)
+        if len(unit.modules) == 1 and unit.modules != ("",) and len(own) > 1 and shapes.count(own) > 1
+    ]
+
+
+def _changed(plan: ShardingPlan, names: set[str] | None = None, **settings: Any) -> ShardingPlan:
+    """The plan with these settings of the units of these names, or of all."""
+    units = (replace(u, **settings) if names is None or u.name in names else u for u in plan.units)
+    return replace(plan, units=tuple(units))
+
+
+def recomputed(plan: ShardingPlan) -> set[str]:
+    """Names of the units that are recomputed in backward."""
+    return {unit.name for unit in plan.units if unit.checkpoint_activations}
+
+
+def recompute(plan: ShardingPlan, names: set[str]) -> ShardingPlan:
+    """Exactly the units of these names are recomputed in backward."""
+    return _changed(_changed(plan, checkpoint_activations=False), names, checkpoint_activations=True)
+
+
+def offload(plan: ShardingPlan) -> ShardingPlan:
+    """Shards, gradients and optimizer state of all units live on the CPU."""
+    return _changed(plan, offload_policy=CPUOffloadPolicy())
+
+
+def keep_gathered(plan: ShardingPlan, names: set[str]) -> ShardingPlan:
+    """The units of these names stay gathered from forward to backward; others as they are."""
+    return _changed(plan, names, reshard_after_forward=False)
+
+
+def keep_on(plan: ShardingPlan, names: set[str], ranks: int) -> ShardingPlan:
+    """The units of these names are resharded to that many ranks after forward; others as they are."""
+    return _changed(plan, names, reshard_after_forward=ranks)
+
+
+def resharded(plan: ShardingPlan) -> ShardingPlan:
+    """Every unit that reshards after forward, to however many ranks, reshards fully."""
+    return _changed(plan, _resharding(plan), reshard_after_forward=True)
+
+
+def _resharding(plan: ShardingPlan) -> set[str]:
+    return {unit.name for unit in plan.units if unit.reshard_after_forward is not False}
 
 
 @dataclass(frozen=True)
@@ -83,15 +204,14 @@ class MemoryEstimate:
     def _headline(self) -> str:
         measured = any(row.measured for row in self.rows)
         what = "peak of a training step" if measured else "peak without activations (no batch given)"
-        return (
-            f"bytes on each of {self.plan.mesh.size} ranks: model states by the textbook, then the {what} by category"
-        )
+        ranks = self.plan.mesh.size
+        return f"bytes on each of {ranks} ranks: model states by the textbook, then the {what} by category"
 
 
 def _row(row: StrategyEstimate) -> list[str]:
     states = nbytes(sum(row.states.values()))
     if row.peak is None:
-        return [row.name, states, *("-" for _ in CATEGORIES), "-", "no way to do it with FSDP2"]
+        return [row.name, states, *("-" for _ in CATEGORIES), "-", "not supported by FSDP2"]
     cells = [nbytes(getattr(row.peak, category)) for category in CATEGORIES]
     return [row.name, states, *cells, nbytes(row.peak.total), row.peak.where]
 
@@ -131,45 +251,40 @@ def estimate(
     Raises:
         PlanError: arguments that do not fit each other, or a model that does not run on fake tensors.
     """
-    if isinstance(model, ShardingPlan):
-        module, base = None, plan or model
-    else:
-        module, base = model, plan or default_plan(model, mesh_of(world_size, mesh, None), mp_policy)
-    base = replace(base, mesh=mesh_of(world_size, mesh, base))
+    module, plan = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
+    base = base_plan(module, plan, world_size, mesh, mp_policy)
     if batch is not None and module is None:
         fix = "Pass the model, with plan=... for its plan"
         raise PlanError(message("batch", "given with a plan", "Activations are measured on the model", fix))
-    found = strategies(base, Optimizer.of(optimizer), ranks_per_node)
+    found = strategies(base, OptimizerBytes.of(optimizer), ranks_per_node)
     traces = _traces(module, base, batch, loss)
     rows = [_estimated(each, base, traces, buffer_bytes(module)) for each in found]
     return MemoryEstimate(tuple(rows), base)
 
 
-def default_plan(model: nn.Module, mesh: MeshSpec, mp_policy: MixedPrecisionPolicy) -> ShardingPlan:
-    """The plan by the default rule."""
-    return build_plan(ModelTree(model), mesh, None, Settings(None, mp_policy, OffloadPolicy(), False, False))
-
-
-def mesh_of(world_size: int | None, mesh: MeshSpec | None, plan: ShardingPlan | None) -> MeshSpec:
-    """The mesh that arguments name: one of the first two, or neither where a plan has one.
+def base_plan(
+    model: nn.Module | None,
+    plan: ShardingPlan | None,
+    world_size: int | None,
+    mesh: MeshSpec | None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+) -> ShardingPlan:
+    """``plan``, or that of the default rule, on the mesh that one of the others names, or neither where a plan has one.
 
     Raises:
-        PlanError: both, or neither without a plan.
+        PlanError: both name one, or neither without a plan.
     """
     if world_size is not None and mesh is not None:
-        raise PlanError(
-            message("mesh", "given beside world_size", "One of them says how many ranks there are", "Pass one")
-        )
-    if mesh is not None:
-        return mesh
-    if world_size is not None:
-        return MeshSpec.sharded(world_size)
-    if plan is None:
-        fix = "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"
-        raise PlanError(
-            message("world_size", "not given, nor a mesh", "Bytes on a rank depend on how many there are", fix)
-        )
-    return plan.mesh
+        rule = "One of them says how many ranks there are"
+        raise PlanError(message("mesh", "given beside world_size", rule, "Pass one"))
+    found = MeshSpec.sharded(world_size) if world_size is not None else mesh or (plan.mesh if plan else None)
+    if found is None:
+        rule, fix = "Bytes on a rank depend on how many there are", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"
+        raise PlanError(message("world_size", "not given, nor a mesh", rule, fix))
+    if plan is not None:
+        return replace(plan, mesh=found)
+    assert model is not None
+    return build_plan(ModelTree(model), found, None, Settings(None, mp_policy, OffloadPolicy(), False, False))
 
 
 def buffer_bytes(model: nn.Module | None) -> int:

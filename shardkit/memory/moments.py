@@ -1,16 +1,20 @@
-"""The four moments of each unit, found on the plain model the way FSDP2's own hooks find them."""
+"""What the plain model allocates and computes between the moments at which FSDP2 gathers and frees a unit.
+
+A dispatch mode counts; hooks on each unit, placed as FSDP2's own, report the four moments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import tree_leaves, tree_map
-from shardkit.memory.meter import Meter
+from shardkit._torch import TorchDispatchMode, tree_leaves, tree_map
+from shardkit._torch.flops import flops_of
 from shardkit.plan import ShardUnit
 
 START = "start"
@@ -39,53 +43,86 @@ class Interval:
     flops: int = 0
 
 
-class Recorder:
-    """Cuts what a meter shows into intervals."""
+class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, counts FLOPs and the bytes of all storages that operators make, until they are freed.
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    Tensors that existed before are not counted. Views share a storage and count once. Sizes are those of the storages,
+    without an allocator's rounding; FLOPs of matrix products, convolutions and attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.intervals: list[Interval] = []
+        self._live = self._peak = self._flops = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.open(START, "")
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Never count this tensor's storage."""
+        self._count(tensor.untyped_storage(), nbytes=0)
 
     def moment(self, moment: str, unit: str) -> None:
         """One interval ends here and another begins."""
         self.close()
         self.open(moment, unit)
 
-    def close(self) -> None:
-        """The interval ends."""
-        (moment, unit), (live, flops), meter = self._opened, self._before, self.meter
-        self.intervals.append(Interval(moment, unit, meter.live - live, meter.peak - live, meter.flops - flops))
-
     def open(self, moment: str, unit: str) -> None:
-        """An interval begins."""
-        self.meter.start_interval()
-        self._opened = moment, unit
-        self._before = self.meter.live, self.meter.flops
+        self._peak = self._live
+        self._opened = moment, unit, self._live, self._flops
+
+    def close(self) -> None:
+        moment, unit, live, flops = self._opened
+        self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live, self._flops - flops))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then count what it made and did."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(result):
+            storage = tensor.untyped_storage()
+            self._count(storage, storage.nbytes())
+        self._flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+
+        def freed(_: object) -> None:
+            del self._known[key]
+            self._live -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+        self._live += nbytes
+        self._peak = max(self._peak, self._live)
 
 
-class Watched:
-    """Hooks on one unit's modules, which report its moments and, after its backward, drop its gradients."""
+class WatchedUnit:
+    """Hooks on one unit's modules, which report its moments and, after its backward, drop its gradients.
 
-    def __init__(self, unit: ShardUnit, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
+    Hooks that the user registered run inside, as with FSDP2's.
+    """
+
+    def __init__(
+        self, unit: ShardUnit, modules: Sequence[nn.Module], params: Sequence[nn.Parameter], meter: IntervalMeter
+    ) -> None:
         self.unit = unit
         self.grad_bytes = 0
         self._params = params
-        self._recorder = recorder
+        self._meter = meter
         self._modules_done = 0
-        self._in_forward = False
-        self._in_backward = False
-
-    def attach(self, module: nn.Module) -> None:
-        """Watch one of the unit's modules. Hooks that the user registered run inside, as with FSDP2's."""
-        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_forward)
+        self._in_forward = self._in_backward = False
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         enters = not self._in_forward and not self._in_backward  # a recomputed forward is part of backward
         if enters:
             self._in_forward = True
-            self._recorder.moment(FORWARD, self.unit.name)
+            self._meter.moment(FORWARD, self.unit.name)
         args, kwargs = cast_inputs(self.unit, args), cast_inputs(self.unit, kwargs)
         tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not enters or not tensors or not torch.is_grad_enabled():
@@ -103,13 +140,13 @@ class Watched:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-            self._recorder.moment(AFTER_FORWARD, self.unit.name)
+            self._meter.moment(AFTER_FORWARD, self.unit.name)
         return output
 
     def _before_backward(self, grad: Tensor) -> Tensor:
         if not self._in_backward:
             self._in_backward = True
-            self._recorder.moment(BACKWARD, self.unit.name)
+            self._meter.moment(BACKWARD, self.unit.name)
         return grad
 
     def after_backward(self) -> None:
@@ -117,20 +154,18 @@ class Watched:
         if not self._in_backward:
             return
         self._in_backward = False
-        grads = [param.grad for param in self._params if param.grad is not None]
-        self.grad_bytes += sum(grad.nbytes for grad in grads)
-        del grads
-        self._recorder.close()
+        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
+        self._meter.close()
         for param in self._params:
             param.grad = None  # between two intervals: reducing them is FSDP2's doing
-        self._recorder.open(AFTER_BACKWARD, self.unit.name)
+        self._meter.open(AFTER_BACKWARD, self.unit.name)
 
 
 class _Boundary(torch.autograd.Function):
     """The identity around a unit's inputs, whose backward runs when the unit's own is done."""
 
     @staticmethod
-    def forward(ctx: Any, watched: Watched, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, watched: WatchedUnit, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.watched = watched
         return tensors
 
@@ -143,19 +178,19 @@ class _Boundary(torch.autograd.Function):
 def cast_inputs(unit: ShardUnit, tree: Any) -> Any:
     """The arguments of a unit's forward, in the dtype that FSDP2 would cast them to."""
     policy = unit.mp_policy
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return tree
-    return tree_map(lambda leaf: _to(leaf, policy.param_dtype), tree)
+    return _cast(tree, policy.param_dtype if policy.cast_forward_inputs else None)
 
 
 def cast_output(unit: ShardUnit, output: Any) -> Any:
     """What a unit's forward returned, in the dtype that FSDP2 would cast it to."""
-    dtype = unit.mp_policy.output_dtype
-    return output if dtype is None else tree_map(lambda leaf: _to(leaf, dtype), output)
+    return _cast(output, unit.mp_policy.output_dtype)
 
 
-def _to(leaf: Any, dtype: torch.dtype | None) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    def to(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree if dtype is None else tree_map(to, tree)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -1,22 +1,143 @@
 """What is alive on one rank through a training step: a trace of the model, and FSDP2's own buffers around it.
 
-Replays what FSDP2 allocates and frees at each moment of each unit, in the order of ``FSDPParamGroup``,
-``foreach_all_gather`` and ``foreach_reduce`` of torch 2.13. That is the CPU's order and so the caching allocator's;
-streams do not matter to what is allocated.
+FSDP2 cuts dim 0 into as many parts as ranks, each ``ceil(dim0 / ranks)`` rows; the last ones are padded. Rank 0 holds
+the most, so rank 0 is counted. What is allocated and freed at each moment follows ``FSDPParamGroup``,
+``foreach_all_gather`` and ``foreach_reduce`` of torch 2.13, in the CPU's order and so the caching allocator's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
-from shardkit.memory.moments import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, START
-from shardkit.memory.sizes import Optimizer, UnitBytes, unit_bytes
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardkit.errors import PlanError, message
+from shardkit.memory.moments import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD
 from shardkit.memory.trace import Trace
-from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan import ParamSpec, ShardingPlan, ShardUnit
 
 STEP = "optimizer step"
+CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations")
+
+# Bytes of state for each byte of parameter, and bytes of temporaries during the step for each byte of parameter.
+# torch's default for GPUs, foreach, makes temporaries as large as the parameters; fused ones make none.
+OPTIMIZERS = {
+    "adamw": (2.0, 0.0),
+    "adamw_foreach": (2.0, 1.0),
+    "adam": (2.0, 0.0),
+    "sgd": (0.0, 0.0),
+    "sgd_momentum": (1.0, 0.0),
+    "adagrad": (1.0, 0.0),
+    "none": (0.0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What an optimizer keeps of each trained parameter: bytes for each of its bytes, and further ones an element.
+
+    ``temporary`` bytes for each byte of a parameter come and go in a step. With ``in_backward`` each parameter is
+    stepped as soon as its gradient is reduced, which is then freed.
+    """
+
+    per_byte: float = 0.0
+    per_element: float = 0.0
+    temporary: float = 0.0
+    in_backward: bool = False
+
+    @classmethod
+    def of(cls, optimizer: str | float) -> OptimizerBytes:
+        """An optimizer by its name in ``OPTIMIZERS``, or by its bytes of state for each element.
+
+        Raises:
+            PlanError: the name is not known, or the bytes are negative.
+        """
+        fix = "Pass the bytes of its state for each element, such as 8 for two float32 moments"
+        if not isinstance(optimizer, str):
+            if optimizer < 0:
+                raise PlanError(message("optimizer", f"is {optimizer:g} bytes", "Bytes are not negative", fix))
+            return cls(per_element=optimizer)
+        if optimizer not in OPTIMIZERS:
+            raise PlanError(message("optimizer", f"is {optimizer!r}", f"Known are {', '.join(OPTIMIZERS)}", fix))
+        per_byte, temporary = OPTIMIZERS[optimizer]
+        return cls(per_byte, temporary=temporary)
+
+    def state_bytes(self, elements: int, nbytes: int) -> int:
+        """Bytes of state for that many elements of that many bytes."""
+        return round(self.per_byte * nbytes + self.per_element * elements)
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one unit holds and moves on one rank, in bytes.
+
+    Attributes:
+        shard: its parameters' shards, as stored.
+        grads: the shards' gradients, as stored.
+        optimizer: state of the optimizer.
+        unsharded: its parameters gathered, in the dtype they compute in, padding included.
+        gather: the flat buffer that an all-gather fills, in all; 0 where one rank has everything.
+        copy_in: the copy of the shards that is cast, or fetched from the CPU, for an all-gather.
+        reduce: the flat buffer that a reduce-scatter reads.
+        reduced: what the reduce-scatter writes, in the reduce dtype.
+        casts_reduced: whether ``reduced`` is cast to become the gradients, instead of being them.
+        offloaded: whether shards, gradients and optimizer state are on the CPU.
+    """
+
+    shard: int
+    grads: int
+    optimizer: int
+    unsharded: int
+    gather: int
+    copy_in: int
+    reduce: int
+    reduced: int
+    casts_reduced: bool
+    offloaded: bool
+
+
+def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
+    """What one unit of a plan holds and moves on a rank. Pure."""
+    return _unit_bytes(tuple(plan.specs_of(unit)), plan.mesh.shard_size, unit.mp_policy, unit.offloads, optimizer)
+
+
+@lru_cache(maxsize=4096)  # a search for a budget asks for the same again and again
+def _unit_bytes(
+    specs: tuple[ParamSpec, ...], ranks: int, policy: MixedPrecisionPolicy, offloads: bool, optimizer: OptimizerBytes
+) -> UnitBytes:
+    trained = [spec for spec in specs if spec.trainable]
+    compute, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    grads = _shard_bytes(trained, ranks, None)
+    unsharded = ranks * _shard_bytes(specs, ranks, compute)
+    reduced = _shard_bytes(trained, ranks, reduce_dtype)
+    casts_in = any(compute not in (None, spec.dtype) for spec in specs) or offloads
+    return UnitBytes(
+        shard=_shard_bytes(specs, ranks, None),
+        grads=grads,
+        optimizer=optimizer.state_bytes(sum(_shard_numel(spec, ranks) for spec in trained), grads),
+        unsharded=unsharded,
+        gather=unsharded if ranks > 1 else 0,
+        copy_in=unsharded // ranks if casts_in and ranks > 1 else 0,
+        reduce=ranks * reduced,
+        reduced=reduced,
+        casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
+        offloaded=offloads,
+    )
+
+
+def _shard_bytes(specs: Sequence[ParamSpec], ranks: int, dtype: torch.dtype | None) -> int:
+    """Bytes of padded shards in ``dtype``, or as stored."""
+    return sum(_shard_numel(spec, ranks) * (dtype or spec.dtype).itemsize for spec in specs)
+
+
+def _shard_numel(spec: ParamSpec, ranks: int) -> int:
+    """Elements of the padded shard: dim 0 is cut, so a rank never has less than a whole row of the others."""
+    rows = spec.shape[0] if spec.shape else 1
+    return -(-rows // ranks) * (spec.numel // rows) if rows else 0
 
 
 @dataclass(frozen=True)
@@ -66,42 +187,7 @@ class Predicted(Protocol):
         """The stretch in which most is alive."""
 
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations")
-
-
-@dataclass
-class _Rank:
-    """What FSDP2 holds on one rank right now."""
-
-    plan: ShardingPlan
-    sizes: dict[str, UnitBytes]
-    optimizer: Optimizer
-    parameters: int = 0
-    gradients: int = 0
-    states: int = 0
-    activations: int = 0
-    unsharded: dict[str, int] = field(default_factory=dict)
-    gathers: dict[str, int] = field(default_factory=dict)  # flat buffers in flight or kept
-    last_forward_gather: str | None = None
-    reduce_input: int = 0
-    held_reduced: int = 0  # buffers of all-reduces, which stay until backward ends
-    ran: list[ShardUnit] = field(default_factory=list)  # in forward's order, for backward's prefetch
-
-    def point(self, moment: str, unit: str, communication: int = 0, activations: int = 0, temporary: int = 0) -> Point:
-        """What is alive, with that much more for a moment."""
-        return Point(
-            moment,
-            unit,
-            self.parameters,
-            self.gradients,
-            self.states + temporary,
-            sum(self.unsharded.values()),
-            sum(self.gathers.values()) + self.reduce_input + self.held_reduced + communication,
-            self.activations + activations,
-        )
-
-
-def timeline(plan: ShardingPlan, trace: Trace, optimizer: Optimizer, buffers: int = 0) -> list[Point]:
+def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> list[Point]:
     """Every stretch of one steady step of ``plan``, in order: the second step or a later one. Pure.
 
     Args:
@@ -115,49 +201,75 @@ def timeline(plan: ShardingPlan, trace: Trace, optimizer: Optimizer, buffers: in
     points: list[Point] = []
     for interval in trace.intervals:
         if interval.moment in _AT:
-            points += _AT[interval.moment](rank, units[interval.unit], trace)
+            points += _AT[interval.moment](rank, units[interval.unit])
         points.append(rank.point(interval.moment, interval.unit, activations=interval.peak))
         rank.activations += interval.delta
     rank.reduce_input = rank.held_reduced = 0
     rank.gathers.clear()
     rank.gradients += trace.other_grad_bytes  # which the model itself made, so that they were activations until here
     rank.activations -= trace.other_grad_bytes
-    temporary = 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
-    points.append(rank.point(STEP, "", temporary=temporary))
-    return points
+    rank.states += 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
+    return [*points, rank.point(STEP, "")]
 
 
-def _rank(plan: ShardingPlan, trace: Trace, optimizer: Optimizer, buffers: int) -> _Rank:
+@dataclass
+class _Rank:
+    """What FSDP2 holds on one rank right now, in bytes."""
+
+    plan: ShardingPlan
+    grad_bytes: dict[str, int]  # of the unsharded gradients of each unit
+    sizes: dict[str, UnitBytes]
+    in_backward: bool
+    parameters: int
+    states: int
+    activations: int
+    gradients: int = 0
+    unsharded: dict[str, int] = field(default_factory=dict)
+    gathers: dict[str, int] = field(default_factory=dict)  # flat buffers in flight or kept
+    last_forward_gather: str | None = None
+    reduce_input: int = 0
+    held_reduced: int = 0  # buffers of all-reduces, which stay until backward ends
+    ran: list[ShardUnit] = field(default_factory=list)  # in forward's order, for backward's prefetch
+
+    def point(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> Point:
+        """What is alive, with that much more for a moment."""
+        communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
+        unsharded, activations = sum(self.unsharded.values()), self.activations + activations
+        return Point(moment, unit, self.parameters, self.gradients, self.states, unsharded, communication, activations)
+
+    def drop_last_forward_gather(self) -> None:
+        self.gathers.pop(self.last_forward_gather or "", None)
+        self.last_forward_gather = None
+
+
+def _rank(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int) -> _Rank:
     sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
     here = [size for size in sizes.values() if not size.offloaded]
     whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
     trained = [spec for spec in whole if spec.trainable]
+    of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
     return _Rank(
         plan,
+        dict(trace.grad_bytes),
         sizes,
-        optimizer,
+        optimizer.in_backward,
         parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers,
-        states=sum(size.optimizer for size in here)
-        + optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained)),
+        states=sum(size.optimizer for size in here) + of_whole,
         activations=trace.batch_bytes,
     )
 
 
-def _forward(rank: _Rank, unit: ShardUnit, trace: Trace) -> Iterator[Point]:
+def _forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     size = rank.sizes[unit.name]
     if unit.name not in rank.unsharded and size.unsharded:
         yield from _gather(rank, unit, FORWARD)
-        if rank.last_forward_gather:
-            rank.gathers.pop(rank.last_forward_gather, None)
+        rank.drop_last_forward_gather()
         rank.unsharded[unit.name] = size.unsharded
         yield rank.point(FORWARD, unit.name)
         rank.last_forward_gather = unit.name  # kept until the next unit's copy-out, so that the two may overlap
-        if rank.plan.mesh.shard_size == 1:
-            rank.gathers.pop(unit.name, None)
     if rank.plan.prefetch:
         order = rank.plan.execution_order()
-        ahead = order[order.index(unit) + 1 :][: rank.plan.prefetch]
-        for each in ahead:
+        for each in order[order.index(unit) + 1 :][: rank.plan.prefetch]:
             yield from _gather(rank, each, FORWARD)
 
 
@@ -169,42 +281,40 @@ def _gather(rank: _Rank, unit: ShardUnit, moment: str) -> Iterator[Point]:
         yield rank.point(moment, unit.name, communication=size.copy_in)
 
 
-def _after_forward(rank: _Rank, unit: ShardUnit, trace: Trace) -> Iterator[Point]:
+def _after_forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     rank.ran.append(unit)
     reshard = unit.reshard_after_forward
-    held = rank.unsharded.get(unit.name, 0)
     if reshard is True:
         rank.unsharded.pop(unit.name, None)
-    elif reshard is not False and held:
-        kept = held // reshard
+    elif reshard is not False and unit.name in rank.unsharded:
+        kept = rank.unsharded[unit.name] // reshard
         yield rank.point(AFTER_FORWARD, unit.name, communication=kept)
-        rank.unsharded[_smaller(unit)] = kept
+        rank.unsharded[_on_fewer_ranks(unit)] = kept
         del rank.unsharded[unit.name]
-    if unit.modules == ("",) and rank.last_forward_gather:
-        rank.gathers.pop(rank.last_forward_gather, None)
-        rank.last_forward_gather = None
+    if unit.modules == ("",):
+        rank.drop_last_forward_gather()
 
 
-def _smaller(unit: ShardUnit) -> str:
+def _on_fewer_ranks(unit: ShardUnit) -> str:
     return unit.name + " on fewer ranks"
 
 
-def _backward(rank: _Rank, unit: ShardUnit, trace: Trace) -> Iterator[Point]:
+def _backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     size = rank.sizes[unit.name]
     if unit.name not in rank.unsharded and size.unsharded:
         yield from _gather(rank, unit, BACKWARD)
         rank.unsharded[unit.name] = size.unsharded
         yield rank.point(BACKWARD, unit.name)
         rank.gathers.pop(unit.name, None)
-        rank.unsharded.pop(_smaller(unit), None)
-    place = next((i for i in range(len(rank.ran) - 1, -1, -1) if rank.ran[i] is unit), None)
-    if place is not None:
-        for each in rank.ran[max(0, place - max(1, rank.plan.prefetch)) : place][::-1]:
+        rank.unsharded.pop(_on_fewer_ranks(unit), None)
+    places = [place for place, each in enumerate(rank.ran) if each is unit]
+    if places:
+        for each in rank.ran[max(0, places[-1] - max(1, rank.plan.prefetch)) : places[-1]][::-1]:
             yield from _gather(rank, each, BACKWARD)
 
 
-def _after_backward(rank: _Rank, unit: ShardUnit, trace: Trace) -> Iterator[Point]:
-    size, unsharded_grads = rank.sizes[unit.name], trace.grad_bytes[unit.name]
+def _after_backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
+    size, unsharded_grads = rank.sizes[unit.name], rank.grad_bytes[unit.name]
     rank.unsharded.pop(unit.name, None)
     rank.reduce_input = 0
     if not unsharded_grads:
@@ -216,9 +326,8 @@ def _after_backward(rank: _Rank, unit: ShardUnit, trace: Trace) -> Iterator[Poin
     yield rank.point(AFTER_BACKWARD, unit.name, communication=made)
     if rank.plan.mesh.replicates and size.casts_reduced:
         rank.held_reduced += size.reduced
-    if not size.offloaded and not rank.optimizer.in_backward:
+    if not size.offloaded and not rank.in_backward:
         rank.gradients += size.grads
 
 
 _AT = {FORWARD: _forward, AFTER_FORWARD: _after_forward, BACKWARD: _backward, AFTER_BACKWARD: _after_backward}
-assert START not in _AT

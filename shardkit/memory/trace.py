@@ -1,9 +1,8 @@
 """One training step of a model on fake tensors, cut into intervals where FSDP2 gathers and frees.
 
-FSDP2 changes what is alive only at four moments of each unit: before and after its forward, before and after its
-backward. Between two moments everything that comes and goes is the model's own: activations, temporaries, gradients. A
-trace measures that once, for one rank's batch, without sharding anything. What the units themselves hold is known from
-the plan and added by :mod:`shardkit.memory.timeline`, so that one trace serves every strategy.
+Between two moments of a unit everything that comes and goes is the model's own: activations, temporaries, gradients. A
+trace measures that once, for one rank's batch, without sharding anything. What the units themselves hold follows from
+the plan and is added by :mod:`shardkit.memory.timeline`, so one trace serves every strategy.
 """
 
 from __future__ import annotations
@@ -20,23 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardkit._torch import real_tensors
+from shardkit._torch import FakeTensorMode, real_tensors
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.meter import Meter
 from shardkit.memory.moments import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     BACKWARD,
     FORWARD,
     Interval,
-    Recorder,
-    Watched,
+    IntervalMeter,
+    WatchedUnit,
     tensors_of,
 )
 from shardkit.memory.repeats import Repeats
-from shardkit.memory.sizes import unsharded_grad_bytes
-from shardkit.memory.twin import fake_batch, fake_tensors
 from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.reach import undone
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 
@@ -127,22 +124,24 @@ def mixed(kept: Trace, recomputed: Trace, names: Collection[str]) -> Trace:
 
 def without_activations(plan: ShardingPlan) -> Trace:
     """The trace of a model that keeps nothing but gradients: what can be said without a batch. Pure."""
-    inner = [unit for unit in plan.execution_order() if unit.modules != ("",)]
     root = next(unit for unit in plan.units if unit.modules == ("",))
-    grads = {unit.name: unsharded_grad_bytes(plan, unit) for unit in plan.units}
-
-    def backward(unit: ShardUnit) -> list[Interval]:
-        size = grads[unit.name]
-        return [Interval(BACKWARD, unit.name, size, size), Interval(AFTER_BACKWARD, unit.name)]
-
+    inner = [unit for unit in plan.execution_order() if unit is not root]
+    grads = {unit.name: _unsharded_grad_bytes(plan, unit) for unit in plan.units}
     forward = [Interval(moment, unit.name) for unit in inner for moment in (FORWARD, AFTER_FORWARD)]
-    root_backward, after_root = backward(root)
-    middle = [interval for unit in reversed(inner) for interval in backward(unit)]
-    around = Interval(FORWARD, root.name), Interval(AFTER_FORWARD, root.name)
-    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
-    others = sum(spec.nbytes for spec in whole if spec.trainable)
-    last = replace(after_root, delta=others, peak=others)
-    return Trace((around[0], *forward, around[1], root_backward, *middle, last), grads, 0, others)
+    forward = [Interval(FORWARD, root.name), *forward, Interval(AFTER_FORWARD, root.name)]
+    backward = [Interval(BACKWARD, root.name, grads[root.name], grads[root.name])]
+    for unit in reversed(inner):
+        backward.append(Interval(BACKWARD, unit.name, grads[unit.name], grads[unit.name]))
+        backward.append(Interval(AFTER_BACKWARD, unit.name))
+    others = sum(plan.specs[fqn].nbytes for fqn in plan.unsharded if fqn in plan.specs and plan.specs[fqn].trainable)
+    last = Interval(AFTER_BACKWARD, root.name, others, others)
+    return Trace((*forward, *backward, last), grads, 0, others)
+
+
+def _unsharded_grad_bytes(plan: ShardingPlan, unit: ShardUnit) -> int:
+    """Bytes of the whole gradients of a unit, in the dtype it computes in."""
+    compute = unit.mp_policy.param_dtype
+    return sum(spec.numel * (compute or spec.dtype).itemsize for spec in plan.specs_of(unit) if spec.trainable)
 
 
 def _traced(
@@ -151,32 +150,31 @@ def _traced(
     with torch.inference_mode(False), torch.enable_grad(), real_tensors(), ExitStack() as stack:
         params = stack.enter_context(fake_tensors(model, plan))
         args, kwargs = fake_batch(batch)
-        meter = stack.enter_context(Meter())
-        for tensor in (*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))):
+        meter = stack.enter_context(IntervalMeter())
+        inputs = tensors_of((args, kwargs))
+        for tensor in (*model.parameters(), *model.buffers(), *inputs):
             meter.ignore(tensor)
-        recorder = Recorder(meter)
         watched = []
         for unit in plan.units:
-            watched.append(Watched(unit, [params[fqn] for fqn in unit.params], recorder))
-            for module in map(model.get_submodule, unit.modules):
-                watched[-1].attach(module)
+            modules = [model.get_submodule(fqn) for fqn in unit.modules]
+            watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
+            for module in modules:
                 forward = module.forward
                 if unit.name in checkpointed:
                     forward = partial(checkpoint, forward, use_reentrant=False)
-                if repeats is not None and len(unit.modules) == 1 and unit.modules != ("",):
+                if repeats is not None and len(modules) == 1 and unit.modules != ("",):
                     forward = repeats.wrap(unit.name, module, forward, unit.name in checkpointed)
                 module.forward = forward  # undone with all else
         with _explained():
             loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, as FSDP2's last callback goes through them
             each.after_backward()
-        recorder.close()
-        intervals = recorder.intervals if repeats is None else repeats.filled_in(recorder.intervals)
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
+        meter.close()
+        intervals = meter.intervals if repeats is None else repeats.filled_in(meter.intervals)
         others = sum(param.grad.nbytes for param in params.values() if param.grad is not None)
-    if intervals is None:
-        return None
-    return Trace(tuple(intervals), {each.unit.name: each.grad_bytes for each in watched}, batch_bytes, others)
+        batch_bytes = sum(tensor.nbytes for tensor in inputs)
+    grad_bytes = {each.unit.name: each.grad_bytes for each in watched}
+    return None if intervals is None else Trace(tuple(intervals), grad_bytes, batch_bytes, others)
 
 
 @contextmanager
@@ -200,3 +198,50 @@ def _default_loss(output: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     return tensors_of(output)[0].float().mean()
+
+
+# Fake tensors in place of the model's own.
+
+
+@contextmanager
+def fake_tensors(model: nn.Module, plan: ShardingPlan) -> Iterator[dict[str, nn.Parameter]]:
+    """Run the body on fake tensors; yields the fake parameters by FQN.
+
+    Parameters have the dtype that their unit computes in, as FSDP2 unshards them. When the body ends, however it
+    ends, the model has its own tensors back, and whatever else it did to the modules is undone.
+    """
+    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
+    names = {id(param): name for name, param in model.named_parameters()}
+    fakes: dict[int, Tensor] = {}
+    with undone(model), FakeTensorMode(allow_non_fake_inputs=True):
+        for registry, name, tensor in list(_registered(model)):
+            fqn = names.get(id(tensor), "")
+            if id(tensor) not in fakes:
+                value = torch.empty(tensor.shape, dtype=dtypes.get(fqn) or tensor.dtype, device="cpu")
+                fakes[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if fqn else value
+            registry[name] = fakes[id(tensor)]
+        yield {name: fakes[key] for key, name in names.items()}  # type: ignore[misc]
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Where tensors hang in a model: parameters, buffers, and plain attributes."""
+    for module in model.modules():
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for registry in registries:
+            yield from ((registry, name, value) for name, value in registry.items() if isinstance(value, Tensor))
+
+
+def fake_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of a forward from what the user called a batch, with fake tensors in it; under a fake mode.
+
+    A mapping holds keyword arguments, a tuple or list positional ones, anything else is the only argument.
+    """
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
+
+    if isinstance(batch, Mapping):
+        return (), {name: fake(value) for name, value in batch.items()}
+    return tuple(map(fake, batch if isinstance(batch, (tuple, list)) else (batch,))), {}

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -31,7 +29,7 @@ from shardkit._torch import (
     version_of,
 )
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.statics import RefusedAttribute
+from shardkit.sharded.statics import RefusedAttribute, callers, module_of
 
 logger = logging.getLogger("shardkit")
 
@@ -130,8 +128,7 @@ class ShardedRoot(_Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return shards, as ``nn.Module.state_dict``; the first time, a warning says what they are not for."""
         state = super().state_dict(*args, **kwargs)
-        callers = map(_module_of, _frames(inspect.currentframe()))
-        if not any(name.startswith(_KNOW_SHARDS) for name in callers):
+        if not any(module_of(frame).startswith(_KNOW_SHARDS) for frame in callers()):
             _say_what_shards_are(state)
         return state
 
@@ -243,16 +240,6 @@ def _is_unwritten(tensor: Tensor, version: int | None) -> bool:
 
 
 # State.
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
 
 
 def _say_what_shards_are(state: Mapping[str, Any]) -> None:

@@ -14,8 +14,7 @@ from zoo import ZOO
 from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, by_class, plan_model
 from shardkit._torch import torch_version
 from shardkit.memory.estimate import buffer_bytes
-from shardkit.memory.sizes import Optimizer
-from shardkit.memory.timeline import timeline
+from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,7 +42,7 @@ def mean(output: Any) -> torch.Tensor:
 
 def predicted_peak(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
     step = trace(model, plan, batch, loss=mean)
-    points = timeline(plan, step, Optimizer.of("none"), buffer_bytes(model))
+    points = timeline(plan, step, OptimizerBytes.of("none"), buffer_bytes(model))
     return max(point.total for point in points) - step.batch_bytes
 
 

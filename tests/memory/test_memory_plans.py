@@ -30,8 +30,8 @@ from shardkit import (
 )
 from shardkit.memory import HARDWARE, estimate, plan_for_budget
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.sizes import Optimizer
-from shardkit.memory.strategies import keep_gathered, recompute, resharded
+from shardkit.memory.estimate import keep_gathered, recompute, resharded
+from shardkit.memory.timeline import OptimizerBytes
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
 
@@ -114,7 +114,7 @@ def test_more_kept_is_more_alive():
     """What the search for a budget relies on."""
     model = decoder(layers=6)
     plan = resharded(plan_model(model, mesh=MeshSpec.sharded(16), prefetch=2))
-    search = Search(model, plan, TOKENS, mean, Optimizer.of("adamw"), HARDWARE["h100"], limit=1)
+    search = Search(model, plan, TOKENS, mean, OptimizerBytes.of("adamw"), HARDWARE["h100"], limit=1)
     names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
 
     def peaks(change: Callable[[int], ShardingPlan], highest: int) -> list[int]:
@@ -280,7 +280,7 @@ def test_secondary_shards_spend_what_is_left_where_a_node_is_smaller():
     model, hardware = decoder(layers=6), HARDWARE["h100"]
     sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
     choice = plan_for_budget(model, sharded + 6000, world_size=16, batch=TOKENS, loss=mean, hardware=hardware)
-    assert any("kept in the node" in each.what for each in choice.weighed)
+    assert any("resharded within the node" in each.what for each in choice.weighed)
     assert {unit.reshard_after_forward for unit in choice.plan.units} == {False, True, 8}
 
 

@@ -33,7 +33,6 @@ from shardkit import (
     shard_model,
 )
 from shardkit.sharded import root
-from shardkit.sharded.statics import METHODS
 from shardkit.testing import distributed, fake_world
 
 # What is left as torch has it: what becomes of the habit, and why shardkit does not change it.
@@ -125,29 +124,6 @@ def test_3_and_4_the_statics_of_fsdp1():
         FullyShardedDataParallel.summon_full_params(model).__enter__()
     with pytest.raises(ShardkitError, match=r"summon_full_params: .*full_params\(model\)"):
         FullyShardedDataParallel.summon_full_params(model, recurse=False).__enter__()
-
-
-METHODS_OF_FSDP1 = {
-    "clip_grad_norm_": lambda model: FullyShardedDataParallel.clip_grad_norm_(model, 1.0),
-    "no_sync": lambda model: FullyShardedDataParallel.no_sync(model).__enter__(),
-    "apply": lambda model: FullyShardedDataParallel.apply(model, print),
-    "named_parameters": lambda model: list(FullyShardedDataParallel.named_parameters(model)),
-    "named_buffers": lambda model: list(FullyShardedDataParallel.named_buffers(model)),
-    "check_is_root": FullyShardedDataParallel.check_is_root,
-    "register_comm_hook": lambda model: FullyShardedDataParallel.register_comm_hook(model, None, print),
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_so_do_methods_called_on_the_class_of_fsdp1(name: str) -> None:
-    assert METHODS.keys() == METHODS_OF_FSDP1.keys()
-    with fake_world(2):
-        model = sharded()
-        with pytest.raises(ShardkitError, match=rf"FullyShardedDataParallel\.{name}: the model is sharded by fully"):
-            METHODS_OF_FSDP1[name](model)
-        assert not hasattr(model, "_is_root")  # which FSDP1's functions alone are told
-        model._is_root = True
-        assert model._is_root
 
 
 def test_13_39_and_40_files_made_of_shards(said: Callable[[], str]) -> None:
