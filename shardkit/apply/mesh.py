@@ -85,11 +85,10 @@ def _local_device(count: int) -> int:
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Take down all groups if the default one is still ours, and no error ends the process.
 
-    So that NCCL's are shut down as torch asks. It does not join gloo's threads, which end with the group's last
-    reference, and FSDP2's mesh infos hold some. In torch 2.13 a run that is done may therefore still abort ("terminate
-    called without an active exception", pytorch#190489): a thread that drops the last reference to a work's tensor
-    takes the GIL, and an interpreter that ends ends the thread there. ``shutdown()`` does nothing on gloo. After an
-    error the other ranks may never come to the same point.
+    So that NCCL's are shut down as torch asks. gloo's threads outlive it once FSDP2 has used the group, also when the
+    model, the mesh infos and the mesh's own references are dropped first (torch 2.13), so that a run that is done may
+    still abort ("terminate called without an active exception", pytorch#190489). After an error the other ranks may
+    never come to the same point.
     """
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -91,7 +91,7 @@ def apply_decided(
         carry_out(model, plan, mesh)
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
-    answer_as_root(model, plan.ignored)
+    answer_as_root(model)
     return model
 
 

@@ -141,7 +141,7 @@ def plan_for_budget(
         raise PlanError(message("batch", "is None", "Activations depend on the batch", fix))
     base = base_plan(model, plan, world_size, mesh, mp_policy)
     search = Search(model, base, batch, loss, OptimizerBytes.of(optimizer), _hardware(hardware), limit)
-    weighed = list(search.candidates())
+    weighed = list(search.candidates(base))
     fitting = [candidate for candidate in weighed if candidate.peak.total <= limit]
     if not fitting:
         raise PlanError(_nothing_fits(search, weighed))
@@ -190,7 +190,7 @@ class Search:
         hardware: Hardware,
         limit: int,
     ) -> None:
-        self.base, self.limit = plan, limit
+        self.limit = limit
         self.already = recomputed(plan)
         self.blocks = [unit.name for unit in blocks(plan) if unit.name not in self.already]
         self._kept = trace(model, plan, batch, loss=loss, checkpointed=self.already)
@@ -208,9 +208,9 @@ class Search:
         """Whether its peak is within the limit."""
         return self.weigh("", plan).peak.total <= self.limit
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self, base: ShardingPlan) -> Iterator[Candidate]:
         """The ladder from fast to frugal, as far down as the first rung that fits."""
-        sharded = resharded(self.base)
+        sharded = resharded(base)
         yield self.weigh("everything sharded", sharded)
         if self.fits(sharded):
             yield from self._spend(sharded, "")

@@ -67,10 +67,7 @@ def memory_report(
             first rank, which has the most.
     """
     params = [param for _, param in named_sharded_parameters(model)]
-    device = "cpu"
-    if params:  # of a DTensor its mesh's, for its shard may be offloaded
-        first = params[0]
-        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+    device = _device_type(params)
     state = optimizer.state.values() if optimizer is not None else []
     tensors: dict[str, Iterable[Any]] = {
         "parameters": [*params, *model.buffers()],
@@ -87,6 +84,13 @@ def memory_report(
         measured["reserved"] = torch.accelerator.memory_reserved()
         measured["peak"] = torch.accelerator.max_memory_allocated()
     return MemoryReport(measured, _after_step(predicted), predicted.peak if predicted else None)
+
+
+def _device_type(params: list[nn.Parameter]) -> str:
+    """Where the model computes: of a DTensor its mesh, for its shard may be offloaded."""
+    for first in params:
+        return first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+    return "cpu"
 
 
 def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

@@ -6,15 +6,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardkit._fsdp.events import gathered_parameters
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.replicated import unreduced_parameters
-from shardkit.sharded.stepping import LOW_PRECISION, allow_low_precision
+from shardkit.sharded.replicated import unreduced_problem
+from shardkit.sharded.stepping import allow_low_precision, low_precision_problem
 
 
 def check_optimizer(
@@ -60,21 +59,15 @@ def check_optimizer(
     replaced = _replaced(unexpected, absent)
     missing = [fqn for fqn, param in absent.items() if param.requires_grad and fqn not in replaced.values()]
     foreign = [name for name in unexpected if name not in replaced]
-    low = {fqn: each.dtype for fqn, each in params.items() if each.requires_grad and each.dtype in LOW_PRECISION}
-    problems = list(_problems(gathered, replaced, missing, foreign, {} if low_precision else low))
+    low = None if low_precision else low_precision_problem(params.items())
+    problems = [*_problems(gathered, replaced, missing, foreign), *([low] if low else [])]
     if problems:
         raise ShardkitError("\n".join(problems))
     if low_precision:
         allow_low_precision(optimizers)
-    _warn_of_unreduced(unreduced_parameters(model))
-
-
-def _warn_of_unreduced(fqns: list[str]) -> None:
-    if fqns:
-        problem = "train outside of all units, and nobody reduces their gradients over the ranks"
-        rule = "Each rank updates its own copy from its own batch, as ignored_params ask for, so the copies drift apart"
-        fix = "All-reduce their gradients before optimizer.step(), or leave them out of ignored_params"
-        warnings.warn(message(listing(fqns), problem, rule, fix), stacklevel=3)
+    unreduced = unreduced_problem(model)
+    if unreduced:
+        warnings.warn(unreduced, stacklevel=2)
 
 
 def _check_order(optimizer: object, model: object) -> None:
@@ -113,7 +106,6 @@ def _problems(
     replaced: dict[str, str],
     missing: list[str],
     foreign: list[str],
-    low: dict[str, torch.dtype],
 ) -> Iterator[str]:
     if gathered:
         problem = f"holds the gathered tensors of {len(gathered)} parameters, {listing(gathered.values())}"
@@ -135,10 +127,3 @@ def _problems(
         rule = "Every tensor of the optimizer is a parameter of the model"
         fix = "Remove them, or pass the module that holds them all, such as nn.ModuleList([model, loss])"
         yield message("optimizer", problem, rule, fix)
-    if low:
-        dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
-        problem = f"{len(low)} parameters that train in {dtypes}, without float32 masters"
-        rule = "Updates smaller than half a unit in the last place of a parameter are lost"
-        fix = "Load or cast the model in float32 before sharding and compute in low precision with "
-        fix += "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or say low_precision=True"
-        yield message(listing(low), problem, rule, fix)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._torch import named_sharded_parameters
+from shardkit.errors import listing, message
 from shardkit.shards import device_of
 
 
@@ -71,13 +72,17 @@ def waiting_parameters() -> list[nn.Parameter]:
     return [param for param in params if param.grad is not None and param.grad.any()]
 
 
-def unreduced_parameters(model: nn.Module) -> list[str]:
-    """FQNs of what trains outside of all units while nobody reduces its gradient over the ranks. Local, pure."""
+def unreduced_problem(model: nn.Module) -> str | None:
+    """Name what trains outside of all units while nobody reduces its gradient over the ranks. Local, pure."""
     if all(unit.mesh_info.mesh.size() == 1 for unit in fsdp_units(model)):
-        return []
+        return None
     reduced, named = replicated_parameters(model), named_sharded_parameters(model)
-    plain = ((fqn, param) for fqn, param in named if param.requires_grad and not isinstance(param, DTensor))
-    return [fqn for fqn, param in plain if param not in reduced]
+    plain = [(fqn, param) for fqn, param in named if param.requires_grad and not isinstance(param, DTensor)]
+    found = [fqn for fqn, param in plain if param not in reduced]
+    problem = "train outside of all units, and nobody reduces their gradients over the ranks"
+    rule = "Each rank updates its own copy from its own batch, as ignored_params ask for, so the copies drift apart"
+    fix = "All-reduce their gradients before optimizer.step(), or leave them out of ignored_params"
+    return message(listing(found, 6), problem, rule, fix) if found else None
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from shardkit._torch import (
     version_of,
 )
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.sharded.replicated import unreduced_problem
 from shardkit.sharded.statics import RefusedAttribute, callers, module_of
 
 logger = logging.getLogger("shardkit")
@@ -41,21 +42,16 @@ _said: set[str] = set()  # warnings that this process has had
 _allocated: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
-def answer_as_root(root: nn.Module, ignored: Iterable[str] = ()) -> None:
-    """Give ``root``, an FSDP module, the class of a root. Local, in place.
+def answer_as_root(root: nn.Module) -> None:
+    """Give ``root``, the outermost FSDP module, the class of a root. Local, in place.
 
-    Args:
-        root: the outermost FSDP module.
-        ignored: FQNs of parameters that are in no unit; a warning names those that train.
+    Logs a warning, once, of parameters that train outside of all units.
     """
     kind: Any = type(root)  # hashable, whatever mypy says of nn.Module
     root.__class__ = _class_of_root(kind)
-    trained = [fqn for fqn in ignored if root.get_parameter(fqn).requires_grad]
-    if trained:
-        problem = "ignored_params that train, and nobody reduces their gradients"
-        rule = "Each rank updates its own copy from its own batch, so the copies drift apart"
-        fix = "All-reduce their gradients before optimizer.step(), or leave them out of ignored_params"
-        _warn_on_first_rank(message(listing(trained, 6), problem, rule, fix))
+    problem = unreduced_problem(root)
+    if problem:
+        _warn_on_first_rank(problem)
 
 
 @functools.cache

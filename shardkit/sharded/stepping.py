@@ -35,7 +35,7 @@ from shardkit._torch import local_tensor, tree_leaves, with_local
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.sharded.replicated import waiting_parameters
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 logger = logging.getLogger("shardkit")
 
 _replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced and somebody still holds
@@ -86,6 +86,22 @@ def _hook() -> None:
 def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
     """No warning at their first step that parameters are updated in low precision."""
     _vouched.update(optimizers)
+
+
+def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
+    """Say which parameters train in low precision without float32 masters; None where none does. Local, pure.
+
+    Args:
+        named: parameters with what to call them.
+        subject: what to call instead of the parameters.
+    """
+    low = {name: param.dtype for name, param in named if param.requires_grad and param.dtype in _LOW_PRECISION}
+    dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
+    problem = f"{len(low)} parameters that train in {dtypes}, without float32 masters"
+    rule = "Updates smaller than half a unit in the last place of a parameter are lost"
+    fix = "Load or cast the model in float32 before sharding and compute in low precision with mp_policy="
+    fix += "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or call check_optimizer(..., low_precision=True)"
+    return message(subject or listing(low), problem, rule, fix) if low else None
 
 
 # Gradients that wait.
@@ -253,12 +269,7 @@ def _check_held(params: list[Tensor], optimizer: Optimizer) -> None:
         rule = "The next all-gather overwrites them, so a step has no effect"
         fix = "Build the optimizer right after shard_model, or call model.reshard() before"
         raise ShardkitError(message(name, problem, rule, fix))
-    low = [param for param in params if param.dtype in LOW_PRECISION and param.requires_grad]
-    if low and optimizer not in _vouched and any(isinstance(param, DTensor) for param in low):
-        dtypes = listing(dict.fromkeys(str(param.dtype) for param in low))
-        logger.warning(
-            "%s updates %d parameters in %s without float32 masters: updates smaller than half a unit in the last "
-            "place are lost. Load the model in float32 and compute in low precision with MixedPrecisionPolicy("
-            "param_dtype=...), or call check_optimizer(optimizer, model, low_precision=True).",
-            name, len(low), dtypes,
-        )  # fmt: skip
+    sharded = ((str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor))
+    low = None if optimizer in _vouched else low_precision_problem(sharded, name)
+    if low:
+        logger.warning(low)

@@ -107,7 +107,7 @@ def test_parameters_without_float32_masters(dtype):
     text = complaint(sgd(*model.parameters()), model)
     name = str(dtype).removeprefix("torch.")
     assert text.startswith(f"0.weight, 0.bias: 2 parameters that train in {name}, without float32 masters. Updates")
-    assert text.endswith("or say low_precision=True.")
+    assert text.endswith("low_precision=True).")
     check_optimizer(sgd(*model.parameters()), model, low_precision=True)
 
 

@@ -381,4 +381,4 @@ def test_low_precision_is_a_warning_once(world, caplog):
         assert trained(torch.float32, policy=BF16) == []
         assert trained(torch.bfloat16, vouched=True) == []
         (message,) = trained(torch.bfloat16)
-    assert message.startswith("SGD updates 4 parameters in torch.bfloat16 without float32 masters")
+    assert message.startswith("SGD: 4 parameters that train in bfloat16, without float32 masters")

@@ -256,13 +256,13 @@ def test_7_half_precision_without_masters(said: Callable[[], str]) -> None:
     with fake_world(2):
         model = shard_model(Decoder().bfloat16())
         torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert re.search(r"SGD updates 22 parameters in torch.bfloat16 without float32 masters.*MixedPrecision", said())
+    assert re.search(r"SGD: 22 parameters that train in bfloat16, without float32 masters.*MixedPrecision", said())
 
 
 def test_17_ignored_parameters_that_train(said: Callable[[], str]) -> None:
     with fake_world(2):
         sharded(ignored_params=["head.weight"])
-        assert re.search(r"head.weight: ignored_params that train.*All-reduce", said())
+        assert re.search(r"head.weight: train outside of all units.*All-reduce", said())
 
 
 @distributed(world_size=2)
