@@ -35,7 +35,7 @@ def test_what_fits_and_what_it_costs(config, capsys):
     assert "blocks recomputed" in shown
     assert "ShardingPlan: " in shown
     assert "kept gathered (ZeRO-2)" in shown
-    assert "not a benchmark" in shown
+    assert "not measurements" in shown
     assert "16,384  dp_shard=16384" in shown
 
 
