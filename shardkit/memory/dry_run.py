@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -17,19 +17,6 @@ from shardkit.memory.moments import cast_inputs, cast_output
 from shardkit.memory.trace import fake_batch, fake_tensors
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
-
-
-@dataclass
-class Uses:
-    """What one forward did with the units of a plan.
-
-    Attributes:
-        outside: by unit, the FQNs of its parameters that were read while it was not gathered, and the unit that ran.
-        called: the names of the units that ran.
-    """
-
-    outside: dict[str, dict[str, str]] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
 
 
 def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool) -> ShardingPlan:
@@ -56,7 +43,9 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
         if not is_default or found <= tree.uncalled:
             raise PlanError("\n".join(_problem(unit.name, uses.outside[unit.name]) for unit in wrong))
         tree.uncalled |= found
-        notes.append(_note({unit.name: uses.outside[unit.name] for unit in wrong}))
+        firsts = ["{} in {}".format(*next(iter(uses.outside[unit.name].items()))) for unit in wrong]
+        names = listing((unit.name for unit in wrong), 4)
+        notes.append(f"{names}: left out of the units, as parameters are used from outside: {listing(firsts, 4)}")
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
     notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
     return replace(plan, notes=(*plan.notes, *notes))
@@ -75,20 +64,20 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
         fakes = stack.enter_context(fake_tensors(model, plan))
         owned.update((id(param), fqn) for fqn, param in fakes.items())
         args, kwargs = fake_batch(batch)
-        watch = _Watch({key: (fqn, units[fqn]) for key, fqn in owned.items() if fqn in units})
+        uses = Uses({key: (fqn, units[fqn]) for key, fqn in owned.items() if fqn in units})
         for unit in plan.units:
-            watch.attach(unit, [model.get_submodule(fqn) for fqn in unit.modules])
+            uses.attach(unit, [model.get_submodule(fqn) for fqn in unit.modules])
         for name in plan.forward_methods:
-            watch.attach_method(model, name, plan)
+            uses.attach_method(model, name, plan)
         try:
-            with watch:
+            with uses:
                 model(*args, **kwargs)
         except Exception as error:
             problem = f"the model does not run on it with fake tensors: {type(error).__name__}: {error}"
             rule = "The dry run is one forward on tensors that have shapes but no values"
             fix = "Pass a batch that the model accepts, or none: the first forward names uses outside of a unit too"
             raise PlanError(message("example_batch", problem, rule, fix)) from error
-    return watch.uses
+    return uses
 
 
 def _problem(unit: str, params: Mapping[str, str]) -> str:
@@ -98,17 +87,18 @@ def _problem(unit: str, params: Mapping[str, str]) -> str:
     return message(listing(params), problem, rule, fix)
 
 
-def _note(outside: Mapping[str, Mapping[str, str]]) -> str:
-    first = ("{} in {}".format(*next(iter(params.items()))) for params in outside.values())
-    return f"{listing(outside, 4)}: left out of the units, as parameters are used from outside: {listing(first, 4)}"
+class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the parameters that operators take, and which units FSDP2 would have gathered.
 
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the parameters that operators take, and which units FSDP2 would have gathered."""
+    Attributes:
+        outside: by unit, the FQNs of its parameters that were read while it was not gathered, and the unit that ran.
+        called: the names of the units that ran.
+    """
 
     def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.uses = Uses()
+        self.outside: dict[str, dict[str, str]] = {}
+        self.called: set[str] = set()
         self._owned = owned
         self._running: list[str] = []
         self._kept: set[str] = set()
@@ -126,7 +116,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             waiting.discard(module)
             if not waiting:
-                self._leave(unit)
+                self._running.remove(unit.name)
             return cast_output(unit, output)
 
         for module in modules:
@@ -144,30 +134,23 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def gathering(*args: Any, **kwargs: Any) -> Any:
             self._enter(unit)
             result = method(*cast_inputs(unit, args), **cast_inputs(unit, kwargs))
-            self._leave(unit)
+            self._running.remove(unit.name)
             return cast_output(unit, result)
 
         setattr(module, attribute, gathering)  # undone with all else
 
     def _enter(self, unit: ShardUnit) -> None:
         self._running.append(unit.name)
-        self.uses.called.add(unit.name)
+        self.called.add(unit.name)
         if unit.reshard_after_forward is False:
             self._kept.add(unit.name)
 
-    def _leave(self, unit: ShardUnit) -> None:
-        self._running.remove(unit.name)
-
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Note the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self._owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:
-                self.uses.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
+                self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
         return func(*args, **(kwargs or {}))

@@ -47,13 +47,9 @@ class Repeats:
         self._copies: dict[str, str] = {}
 
     def wrap(self, unit: str, module: nn.Module, forward: Callable[..., Any], recomputed: bool) -> Callable[..., Any]:
-        """``forward``, or what pretends to be it where two units of the same kind have run.
+        """``forward`` of the module of a unit, or what pretends to be it where two units of the same kind have run.
 
-        Args:
-            unit: the name of the unit of ``module``.
-            module: whose forward it is.
-            forward: what to run; already with its recomputation where ``recomputed``.
-            recomputed: whether backward runs it again, and so keeps all its inputs.
+        Where it is ``recomputed``, which ``forward`` does already, backward runs it again, so all its inputs are kept.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,16 +90,14 @@ class Repeats:
 
 def _kind_of(module: nn.Module) -> Any:
     """Equal for modules that do the same: classes, settings and parameters throughout."""
-    return tuple((type(each), _settings(each), _parameters(each)) for each in module.modules())
 
+    def describe(each: nn.Module) -> Any:
+        simple = (bool, int, float, str, torch.dtype, type(None))
+        settings = [(k, v) for k, v in vars(each).items() if isinstance(v, simple) and k not in _NUMBERING]
+        params = each.named_parameters(recurse=False)
+        return type(each), *settings, *((n, p.shape, p.dtype, p.requires_grad) for n, p in params)
 
-def _settings(module: nn.Module) -> Any:
-    simple = (bool, int, float, str, torch.dtype, type(None))
-    return tuple((k, v) for k, v in vars(module).items() if isinstance(v, simple) and k not in _NUMBERING)
-
-
-def _parameters(module: nn.Module) -> Any:
-    return tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False))
+    return tuple(map(describe, module.modules()))
 
 
 def _arguments(tree: Any) -> Any:
@@ -112,7 +106,7 @@ def _arguments(tree: Any) -> Any:
             return leaf.shape, leaf.dtype, leaf.requires_grad
         return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
 
-    return tuple(describe(leaf) for leaf in tree_leaves(tree))
+    return tuple(map(describe, tree_leaves(tree)))
 
 
 def _template(output: Any, inputs: list[Tensor]) -> Any:
