@@ -1,7 +1,7 @@
-"""Making sure that all ranks do the same: an error that only some ranks see is a hang on the others.
+"""Making sure that all ranks plan the same: an error that only some ranks see is a hang on the others.
 
-Each rank reports its plan, and what else must be alike, or its failure. One all-gather of 32 bytes shows whether all
-are the same; only when they are not, the reports themselves are exchanged, and every rank raises the same error.
+Each rank reports its plan and what else must be alike, or its failure. One all-gather of 32 bytes shows whether all
+reports are the same; only when they are not, the reports are exchanged, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from shardkit.errors import PlanError, listing, message
 from shardkit.plan import ShardingPlan
 from shardkit.ranks import Groups, collective_device, gather_by_rank
-
-T = TypeVar("T")
 
 
 def agree_on_plan(
@@ -36,23 +34,22 @@ def agree_on_plan(
         PlanError: ranks disagree, or ``decide`` raised on some but not all; the same message on every rank.
         Exception: what ``decide`` raised, when it raised the same on every rank.
     """
-    outcome = _outcome(lambda: (decide(), {"torch": str(torch.__version__), **facts()}))
-    if isinstance(outcome, Exception):
-        report = f"{type(outcome).__name__}: {outcome}"
-        if _all_equal(report.encode(), groups):
-            raise outcome
-        raise PlanError(_disagreement(gather_by_rank(report, groups))) from outcome
-    plan, alike = outcome
-    if _all_equal(plan.digest() + json.dumps(alike, sort_keys=True).encode(), groups):
-        return plan
-    raise PlanError(_disagreement(gather_by_rank({"plan": plan.to_dict(), "facts": alike}, groups)))
-
-
-def _outcome(decide: Callable[[], T]) -> T | Exception:
+    failure: Exception | None = None
+    plan: ShardingPlan | None = None
     try:
-        return decide()
+        plan = decide()
+        alike = {"torch": str(torch.__version__), **facts()}
+        report: Any = {"plan": plan.to_dict(), "facts": alike}
+        compared = plan.digest() + json.dumps(alike, sort_keys=True).encode()  # notes may differ
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        return error
+        failure, report = error, f"{type(error).__name__}: {error}"
+        compared = report.encode()
+    if not _all_equal(compared, groups):
+        raise PlanError(_disagreement(gather_by_rank(report, groups))) from failure
+    if failure is not None:
+        raise failure
+    assert plan is not None
+    return plan
 
 
 def _all_equal(report: bytes, groups: Groups) -> bool:
@@ -74,19 +71,16 @@ def _disagreement(reports: dict[int, Any]) -> str:
     if failures:
         lines = [f"- rank {rank}: {report}" for rank, report in failures.items()]
         problem = f"planning failed on {len(failures)} of {len(reports)} ranks"
-        return message("plan", problem, "All ranks plan the same model", "Mend these") + "\n" + "\n".join(lines)
-    facts = {rank: report["facts"] for rank, report in reports.items()}
-    names = dict.fromkeys(name for each in facts.values() for name in each)
-    different = [_difference(name, {rank: each.get(name) for rank, each in facts.items()}) for name in names]
-    plans = {rank: report["plan"] for rank, report in reports.items()}
-    return "\n".join(filter(None, different)) or _different_plans(plans)
+        return "\n".join([message("plan", problem, "All ranks plan the same model", "Fix these"), *lines])
+    names = dict.fromkeys(name for report in reports.values() for name in report["facts"])
+    facts = {name: {rank: report["facts"].get(name) for rank, report in reports.items()} for name in names}
+    different = [_difference(name, values) for name, values in facts.items() if len(set(values.values())) > 1]
+    return "\n".join(different) or _different_plans({rank: report["plan"] for rank, report in reports.items()})
 
 
-def _difference(name: str, values: dict[int, str | None]) -> str | None:
+def _difference(name: str, values: dict[int, str | None]) -> str:
     first_rank, first = next(iter(values.items()))
-    rank, other = next(((rank, value) for rank, value in values.items() if value != first), (None, None))
-    if rank is None:
-        return None
+    rank, other = next((rank, value) for rank, value in values.items() if value != first)
     problem = f"{first or 'missing'} on rank {first_rank}, and {other or 'missing'} on rank {rank}"
     rule = "All ranks run one version of torch, and shard one model with the same arguments"
     return message(name, problem, rule, f"Make {name} the same on every rank")
@@ -98,6 +92,6 @@ def _different_plans(plans: dict[int, dict[str, Any]]) -> str:
     problem = f"rank {first_rank} and rank {listing(map(str, differing))} have different plans"
     rank, other = next(iter(differing.items()))
     difference = ShardingPlan.from_dict(first).diff(ShardingPlan.from_dict(other))
-    rule = "All ranks apply one plan to one model"
     fix = "Build the same model and pass the same arguments on every rank"
-    return message("plan", problem, rule, fix) + f"\n(- rank {first_rank}, + rank {rank})\n{difference}"
+    text = message("plan", problem, "All ranks apply one plan to one model", fix)
+    return f"{text}\n(- rank {first_rank}, + rank {rank})\n{difference}"

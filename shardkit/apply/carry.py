@@ -126,31 +126,25 @@ def cannot_carry(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Why some of it would be lost, each reason once, all parameters named. Local, pure."""
     hooked = [fqn for fqn, param in tree.params.items() if fqn not in plan.ignored and tensor_hooks(param)]
     if hooked:
-        yield message(
-            listing(hooked, 6),
-            "has a hook of register_hook",
-            "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook would never be called",
-            "Remove it, and after sharding use param.register_post_accumulate_grad_hook, where param.grad is reduced",
-        )
+        problem = "has a hook of register_hook"
+        rule = "FSDP2 sets the gradient of a sharded parameter without autograd, so the hook would never be called"
+        fix = "Remove it, and after sharding use param.register_post_accumulate_grad_hook, where param.grad is reduced"
+        yield message(listing(hooked, 6), problem, rule, fix)
     early = [fqn for fqn in plan.replicated if post_accumulate_hooks(tree.params[fqn])]
     if early:
-        yield message(
-            listing(early, 6),
-            "has a hook of register_post_accumulate_grad_hook, and is replicated",
-            "Its gradient is reduced at the end of backward, after the hook would be called",
-            "Remove it, and read param.grad after backward",
-        )
+        problem = "has a hook of register_post_accumulate_grad_hook, and is replicated"
+        rule = "Its gradient is reduced at the end of backward, after the hook would be called"
+        fix = "Remove it, and read param.grad after backward"
+        yield message(listing(early, 6), problem, rule, fix)
     params = {fqn: param for fqn, param in tree.params.items() if fqn not in plan.unsharded}
     names = {id(param): fqn for fqn, param in params.items()}
     held = held_tensors(tree.modules[0])
     for each in held:
         if id(each.tensor) in names and each.put is None:
-            yield message(
-                each.name,
-                f"is the parameter {names[id(each.tensor)]}, and cannot be replaced there",
-                "Sharding replaces parameters, and this place would keep the one from before",
-                "Hold it in an attribute, a list or a dict's values, or take it from its module where it is used",
-            )
+            problem = f"is the parameter {names[id(each.tensor)]}, and cannot be replaced there"
+            rule = "Sharding replaces parameters, and this place would keep the one from before"
+            fix = "Hold it in an attribute, a list or a dict's values, or take it from its module where it is used"
+            yield message(each.name, problem, rule, fix)
     yield from _shared_memory(tree, [each for each in held if id(each.tensor) not in names], params)
 
 
@@ -166,12 +160,10 @@ def _shared_memory(tree: ModelTree, held: list[Held], params: dict[str, nn.Param
     for each in plain:
         storage = each.tensor.untyped_storage()
         if id(storage) in names:
-            yield message(
-                each.name,
-                f"is in the memory of the parameter {names[id(storage)]}",
-                "Sharding gives parameters memory of their own, so this would keep the values from before",
-                "Compute it where it is used, or clone it if it is to keep them",
-            )
+            problem = f"is in the memory of the parameter {names[id(storage)]}"
+            rule = "Sharding gives parameters memory of their own, so this would keep the values from before"
+            fix = "Compute it where it is used, or clone it if it is to keep them"
+            yield message(each.name, problem, rule, fix)
 
 
 def _made_by_hook(held: Held) -> bool:

@@ -76,24 +76,20 @@ def _uninitialised(tree: ModelTree) -> Iterator[str]:
     places: Iterable[tuple[str, Any]] = zip(tree.fqns, tree.modules, strict=True) if kinds else ()
     lazy = [fqn or "(root)" for fqn, module in places if type(module) in kinds and module.has_uninitialized_params()]
     if lazy:
-        yield message(
-            listing(lazy, 6),
-            "a lazy module that is not initialized",
-            "A parameter's shape must be known to shard it",
-            "Run one forward of the model first, on every rank with the same seed",
-        )
+        problem = "a lazy module that is not initialized"
+        rule = "A parameter's shape must be known to shard it"
+        fix = "Run one forward of the model first, on every rank with the same seed"
+        yield message(listing(lazy, 6), problem, rule, fix)
 
 
 def _containers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     units = {fqn: tree.modules[tree.places[fqn]] for unit in plan.units for fqn in unit.modules}
     found = {fqn: m for fqn, m in units.items() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and not has_forward(m)}
     if found:
-        yield message(
-            listing(fqn or "(root)" for fqn in found),
-            f"a {type(next(iter(found.values()))).__name__}, which has no forward",
-            "A unit is gathered when its module is called, and this one never is",
-            "Shard each of its modules by itself, or give it a class with a forward",
-        )
+        problem = f"a {type(next(iter(found.values()))).__name__}, which has no forward"
+        rule = "A unit is gathered when its module is called, and this one never is"
+        fix = "Shard each of its modules by itself, or give it a class with a forward"
+        yield message(listing(fqn or "(root)" for fqn in found), problem, rule, fix)
 
 
 def _sharded_modules(tree: ModelTree, apart: Collection[int]) -> Iterator[str]:
@@ -103,12 +99,10 @@ def _sharded_modules(tree: ModelTree, apart: Collection[int]) -> Iterator[str]:
         places = enumerate(zip(tree.fqns, tree.modules, strict=True))
         sharded = [fqn or "(root)" for at, (fqn, module) in places if type(module) in kinds and at not in apart]
         if sharded:
-            yield message(
-                listing(sharded, 6),
-                "sharded already",
-                "A model is sharded once, by one plan",
-                "Shard it in one place only; to change the plan, build the model again",
-            )
+            problem = "sharded already"
+            rule = "A model is sharded once, by one plan"
+            fix = "Shard it in one place only; to change the plan, build the model again"
+            yield message(listing(sharded, 6), problem, rule, fix)
 
 
 def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[int]) -> Iterator[str]:
@@ -122,12 +116,10 @@ def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         and (not names or names & set(param.device_mesh.mesh_dim_names or ()))
     ]
     if found:
-        yield message(
-            listing(found, 6),
-            "a DTensor already",
-            "Parameters may be DTensors only on other axes of the mesh, as tensor parallelism leaves them",
-            'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"]',
-        )
+        problem = "a DTensor already"
+        rule = "Parameters may be DTensors only on other axes of the mesh, as tensor parallelism leaves them"
+        fix = 'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"]'
+        yield message(listing(found, 6), problem, rule, fix)
 
 
 def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
@@ -154,12 +146,10 @@ def _changed(spec: object, other: object) -> list[tuple[str, object]]:
 def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     missing = [fqn for unit in plan.units for fqn in unit.modules if fqn not in tree.places]
     if missing:
-        yield message(
-            "plan",
-            f"the model has no module {listing(missing)}",
-            "A plan is for one model",
-            "Make it from this model",
-        )
+        problem = f"the model has no module {listing(missing)}"
+        rule = "A plan is for one model"
+        fix = "Make it from this model"
+        yield message("plan", problem, rule, fix)
     named: dict[int, str] = {}
     for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
         first = named.setdefault(id(tree.modules[tree.places[fqn]]), fqn)
@@ -173,12 +163,10 @@ def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     yield from (split_problem(tree, fqn) for fqn in ownership.split)
     for unit, params in zip(plan.units, ownership.params, strict=True):
         if not ownership.split and set(params) != set(unit.params):
-            yield message(
-                unit.name,
-                f"would own {listing(params, 6) or 'nothing'}, not {listing(unit.params, 6) or 'nothing'}",
-                "Each parameter belongs to the innermost unit around it",
-                "Make the plan with plan_model",
-            )
+            problem = f"would own {listing(params, 6) or 'nothing'}, not {listing(unit.params, 6) or 'nothing'}"
+            rule = "Each parameter belongs to the innermost unit around it"
+            fix = "Make the plan with plan_model"
+            yield message(unit.name, problem, rule, fix)
 
 
 def _devices(tree: ModelTree, plan: ShardingPlan, device: str) -> Iterator[str]:
@@ -188,24 +176,20 @@ def _devices(tree: ModelTree, plan: ShardingPlan, device: str) -> Iterator[str]:
         if param.device.type not in ("cpu", "meta", device) and fqn not in plan.ignored
     ]
     if elsewhere:
-        yield message(
-            listing(elsewhere, 6),
-            f"on {tree.params[elsewhere[0]].device}, and the mesh is on {device}",
-            "Parameters are on the mesh's device, on the CPU or on meta",
-            "Move the model, or pass a mesh on its device",
-        )
+        problem = f"on {tree.params[elsewhere[0]].device}, and the mesh is on {device}"
+        rule = "Parameters are on the mesh's device, on the CPU or on meta"
+        fix = "Move the model, or pass a mesh on its device"
+        yield message(listing(elsewhere, 6), problem, rule, fix)
     pinned = [
         unit.name
         for unit in plan.units
         if isinstance(unit.offload_policy, CPUOffloadPolicy) and unit.offload_policy.pin_memory
     ]
     if pinned and not torch.accelerator.is_available():
-        yield message(
-            "offload_policy",
-            f"CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there is no accelerator",
-            "Memory is pinned for copies to an accelerator",
-            "Use CPUOffloadPolicy(pin_memory=False)",
-        )
+        problem = f"CPUOffloadPolicy(pin_memory=True) for {listing(pinned, 6)}, and there is no accelerator"
+        rule = "Memory is pinned for copies to an accelerator"
+        fix = "Use CPUOffloadPolicy(pin_memory=False)"
+        yield message("offload_policy", problem, rule, fix)
 
 
 def _overlaps(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
@@ -219,12 +203,10 @@ def _overlaps(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     for extents in by_storage.values():
         for (_, end, first), (start, _, second) in itertools.pairwise(sorted(extents)):
             if start < end:
-                yield message(
-                    second,
-                    f"is in the same memory as {first}, but is another Parameter",
-                    "Sharding gives each parameter memory of its own, so the two would train apart",
-                    "Tie them by assigning one Parameter to both modules",
-                )
+                problem = f"is in the same memory as {first}, but is another Parameter"
+                rule = "Sharding gives each parameter memory of its own, so the two would train apart"
+                fix = "Tie them by assigning one Parameter to both modules"
+                yield message(second, problem, rule, fix)
 
 
 def _extent(param: torch.Tensor) -> tuple[int, int]:
@@ -239,12 +221,10 @@ def _integers(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     owned = (spec for unit in plan.units for spec in plan.specs_of(unit))
     found = [spec.fqn for spec in owned if not (spec.dtype.is_floating_point or spec.dtype.is_complex)]
     if found and not SHARDS_INTEGERS:
-        yield message(
-            listing(found, 6),
-            f"of {plan.specs[found[0]].dtype}",
-            f"torch {torch.__version__} shards floating-point parameters only",
-            f"Upgrade to torch 2.13, or pass ignored_params={found[:6]}",
-        )
+        problem = f"of {plan.specs[found[0]].dtype}"
+        rule = f"torch {torch.__version__} shards floating-point parameters only"
+        fix = f"Upgrade to torch 2.13, or pass ignored_params={found[:6]}"
+        yield message(listing(found, 6), problem, rule, fix)
 
 
 def _unsplittable(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
@@ -255,12 +235,10 @@ def _unsplittable(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     for kind in dict.fromkeys(key[0] for key, reason in reasons.items() if reason):
         found = [fqn for fqn, p in special.items() if type(p) is kind and reasons[type(p), p.shape, p.dtype]]
         first = special[found[0]]
-        yield message(
-            listing(found, 6),
-            f"a {kind.__name__} cannot be split: {reasons[kind, first.shape, first.dtype]}",
-            "FSDP2 gives each rank a slice of a parameter",
-            "Pass these as ignored_params to keep them whole on every rank, if they are frozen",
-        )
+        problem = f"a {kind.__name__} cannot be split: {reasons[kind, first.shape, first.dtype]}"
+        rule = "FSDP2 gives each rank a slice of a parameter"
+        fix = "Pass these as ignored_params to keep them whole on every rank, if they are frozen"
+        yield message(listing(found, 6), problem, rule, fix)
 
 
 def _why_not_split(param: nn.Parameter, ranks: int) -> str | None:

@@ -49,14 +49,10 @@ def ensure_process_group() -> None:
     launched = any(name in os.environ for name in _PLACE)
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if launched and missing:
-        raise PlanError(
-            message(
-                "process group",
-                f"{listing(missing)} not set, though {listing(name for name in _PLACE if name in os.environ)} is",
-                "A rank is told its place by all four variables, a process alone by none",
-                "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself",
-            )
-        )
+        problem = f"{listing(missing)} not set, though {listing(name for name in _PLACE if name in os.environ)} is"
+        rule = "A rank is told its place by all four variables, a process alone by none"
+        fix = "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself"
+        raise PlanError(message("process group", problem, rule, fix))
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
@@ -109,24 +105,15 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
     if mesh is None:
         return MeshSpec.sharded(_world_size())
     if not isinstance(mesh, DeviceMesh):
-        raise PlanError(
-            message(
-                "mesh",
-                f"a {type(mesh).__name__}",
-                "It is a DeviceMesh, a MeshSpec or None for all ranks",
-                "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)",
-            )
-        )
+        fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
+        rule = "It is a DeviceMesh, a MeshSpec or None for all ranks"
+        raise PlanError(message("mesh", f"a {type(mesh).__name__}", rule, fix))
     names = mesh.mesh_dim_names
     if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
-        raise PlanError(
-            message(
-                "mesh",
-                f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}",
-                "Data-parallel meshes have one axis, or two with names",
-                'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of two axes',
-            )
-        )
+        problem = f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}"
+        rule = "Data-parallel meshes have one axis, or two with names"
+        fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of two axes'
+        raise PlanError(message("mesh", problem, rule, fix))
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
 
 
@@ -160,40 +147,23 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
     """Raises PlanError unless ``mesh``, or all ranks, have the shape of ``spec``, on a device there is; local."""
     world = dist.get_world_size()
     if mesh is None and spec.size != world:
-        raise PlanError(
-            message(
-                "mesh",
-                f"{spec} needs {spec.size} ranks, and there are {world}",
-                "A plan is applied on as many ranks as it was made for",
-                f"Start {spec.size} processes, or make the plan with mesh=MeshSpec.sharded({world})",
-            )
-        )
-    if mesh is None:
+        problem = f"{spec} needs {spec.size} ranks, and there are {world}"
+        rule = "A plan is applied on as many ranks as it was made for"
+        fix = f"Start {spec.size} processes, or make the plan with mesh=MeshSpec.sharded({world})"
+    elif mesh is None:
         return
-    if not isinstance(mesh, DeviceMesh):
-        raise PlanError(
-            message(
-                "mesh",
-                f"a {type(mesh).__name__}",
-                "A plan is applied on a DeviceMesh, or with None on all ranks",
-                "Leave it out, or pass the mesh to plan_model",
-            )
-        )
-    if spec_of(mesh) != spec:
-        raise PlanError(
-            message(
-                "mesh",
-                f"{spec_of(mesh)} for a plan made for {spec}",
-                "A plan is applied on a mesh of the shape and axis names it was made for",
-                "Make the plan with this mesh",
-            )
-        )
-    if mesh.device_type not in ("cpu", accelerator()):
-        raise PlanError(
-            message(
-                "mesh",
-                f"its device type is {mesh.device_type!r}, and this process has {accelerator()!r}",
-                "A mesh is on a device that every rank has",
-                f"Use init_device_mesh({accelerator()!r}, ...)",
-            )
-        )
+    elif not isinstance(mesh, DeviceMesh):
+        problem = f"a {type(mesh).__name__}"
+        rule = "A plan is applied on a DeviceMesh, or with None on all ranks"
+        fix = "Leave it out, or pass the mesh to plan_model"
+    elif spec_of(mesh) != spec:
+        problem = f"{spec_of(mesh)} for a plan made for {spec}"
+        rule = "A plan is applied on a mesh of the shape and axis names it was made for"
+        fix = "Make the plan with this mesh"
+    elif mesh.device_type not in ("cpu", accelerator()):
+        problem = f"its device type is {mesh.device_type!r}, and this process has {accelerator()!r}"
+        rule = "A mesh is on a device that every rank has"
+        fix = f"Use init_device_mesh({accelerator()!r}, ...)"
+    else:
+        return
+    raise PlanError(message("mesh", problem, rule, fix))
