@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a program imports a name's m
     )
     from shardkit.errors import CheckpointError, PlanError, ShardkitError, TranslationError
     from shardkit.fsdp1 import Translation, shard_like_fsdp1, translate_fsdp1
+    from shardkit.grads.accumulate import accumulate  # as full_params below
     from shardkit.grads import (
-        GradScaler, accumulate, clip_grad_norm_, global_token_count, no_sync, reset_after_error, scale_grads_,
+        GradScaler, clip_grad_norm_, global_token_count, no_sync, reset_after_error, scale_grads_,
         scale_loss, set_gradient_reduction, set_reduce_precision, set_reduce_scatter_unused_params, zero_grad,
     )
     from shardkit.meta.context import init_on_meta

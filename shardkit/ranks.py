@@ -55,7 +55,7 @@ def groups_of(model: nn.Module) -> Groups:
     Together they reach every rank that holds a part of the model. Empty for a plain model. Local.
 
     Raises:
-        ShardkitError: it is no module.
+        ShardkitError: it is not a module.
     """
     check_module(model)
     params = [param for _, param in named_sharded_parameters(model)]  # also while units are left unsharded

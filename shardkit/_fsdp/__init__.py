@@ -302,7 +302,7 @@ def _defined_in(function: Any, *packages: str) -> bool:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters of the unit of one module, none if it is no FSDP module. Local, pure."""
+    """The sharded parameters of the unit of one module, none if it is not an FSDP module. Local, pure."""
     return [param.sharded_param for s in states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
 
 

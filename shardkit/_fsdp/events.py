@@ -32,6 +32,12 @@ class Listener(Protocol):
     def backward_ended(self) -> None: ...
 
 
+_TOLD = {  # by attribute of the context: when it becomes None or False, and when something else
+    "iter_forward_root": ("forward_ended", "forward_begins"),
+    "post_backward_final_callback_queued": ("backward_ended", "backward_begins"),
+}
+
+
 class _HeardContext(FSDPStateContext[Any]):
     """What torch keeps of one iteration, in one object for all FSDP modules of a root.
 
@@ -41,26 +47,10 @@ class _HeardContext(FSDPStateContext[Any]):
 
     listener: Listener
 
-    @property
-    def iter_forward_root(self) -> Any:
-        return vars(self)["iter_forward_root"]
-
-    @iter_forward_root.setter
-    def iter_forward_root(self, state: Any) -> None:
-        before, vars(self)["iter_forward_root"] = vars(self)["iter_forward_root"], state
-        if (before is None) != (state is None):
-            (self.listener.forward_ended if state is None else self.listener.forward_begins)()
-
-    @property
-    def post_backward_final_callback_queued(self) -> bool:
-        return bool(vars(self)["post_backward_final_callback_queued"])
-
-    @post_backward_final_callback_queued.setter
-    def post_backward_final_callback_queued(self, queued: bool) -> None:
-        before = vars(self)["post_backward_final_callback_queued"]
-        vars(self)["post_backward_final_callback_queued"] = queued
-        if before != queued:
-            (self.listener.backward_begins if queued else self.listener.backward_ended)()
+    def __setattr__(self, name: str, value: Any) -> None:
+        before, vars(self)[name] = vars(self).get(name), value
+        if name in _TOLD and bool(before) != bool(value):
+            getattr(self.listener, _TOLD[name][bool(value)])()
 
 
 def listen(root: FSDPModule, listener: Listener) -> None:

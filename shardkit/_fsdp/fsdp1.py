@@ -19,7 +19,7 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
-from shardkit._fsdp.params import post_accumulate_hooks
+from shardkit._fsdp.params import has_gradient, post_accumulate_hooks
 from shardkit._torch import units_of
 
 # FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) share a base class without a
@@ -126,14 +126,8 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
 
 @not_compiled
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
-    unit.reduce_scatter_unused_params = any(map(_has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
+    unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
     original()
-
-
-def _has_gradient(param: Any) -> bool:
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
 
 
 def is_sharded_tensor(tensor: object) -> bool:

@@ -17,7 +17,7 @@ from shardkit._fsdp import (
     reset_iteration,
     units_gathered_until_backward,
 )
-from shardkit._fsdp.gradients import drop_unreduced_gradients
+from shardkit._fsdp.params import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module

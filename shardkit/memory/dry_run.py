@@ -24,7 +24,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
 
     Args:
         tree: the model; gets to know which modules are used without being called.
-        make: makes a plan of ``tree``; once more where the default rule knows more.
+        make: makes a plan of ``tree``; a second time where the default rule knows more.
         batch: one rank's micro-batch, as ``fake_batch`` takes it; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 

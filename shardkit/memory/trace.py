@@ -99,7 +99,7 @@ def _check_plain(model: nn.Module) -> None:
     if sharded or any(isinstance(module, FSDPModule) for module in model.modules()):
         problem = f"is sharded already: {listing(sharded)}" if sharded else "is sharded already"
         rule = "Activations are measured on the plain model, without the hooks and shards of FSDP"
-        raise PlanError(message("model", problem, rule, "Build it once more on the meta device: init_on_meta()"))
+        raise PlanError(message("model", problem, rule, "Build it again on the meta device: init_on_meta()"))
 
 
 def _check_plan(model: nn.Module, plan: ShardingPlan) -> None:

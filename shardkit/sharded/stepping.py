@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp import FSDPUnit, fsdp_units
-from shardkit._fsdp.gradients import (
+from shardkit._fsdp.params import (
     NO_TORCH_FUNCTION,
     around_backward,
     before_reductions,
