@@ -190,7 +190,7 @@ class Search:
         hardware: Hardware,
         limit: int,
     ) -> None:
-        self.limit = limit
+        self.base, self.limit = plan, limit
         self.already = recomputed(plan)
         self.blocks = [unit.name for unit in blocks(plan) if unit.name not in self.already]
         self._kept = trace(model, plan, batch, loss=loss, checkpointed=self.already)

@@ -78,11 +78,7 @@ def memory_report(
     storages = {name: set(_storages(found)) for name, found in tensors.items()}
     measured = {name: sum(s.nbytes() for s in found if s.device.type == device) for name, found in storages.items()}
     away = sum(s.nbytes() for found in storages.values() for s in found if s.device.type != device)
-    measured["on the CPU"] = away
-    if device != "cpu":
-        measured["allocated"] = torch.accelerator.memory_allocated()
-        measured["reserved"] = torch.accelerator.memory_reserved()
-        measured["peak"] = torch.accelerator.max_memory_allocated()
+    measured |= {"on the CPU": away} | _allocator(device)
     return MemoryReport(measured, _after_step(predicted), predicted.peak if predicted else None)
 
 
@@ -97,6 +93,12 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
             yield (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _allocator(device: str) -> dict[str, int]:
+    of = torch.accelerator
+    counted = {"allocated": of.memory_allocated, "reserved": of.memory_reserved, "peak": of.max_memory_allocated}
+    return {} if device == "cpu" else {name: count() for name, count in counted.items()}
 
 
 def _after_step(predicted: Predicted | None) -> dict[str, int]:
