@@ -36,19 +36,12 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was weighed.
+    """One plan that was weighed."""
 
-    Attributes:
-        what: how it differs from the plan that shards everything.
-        plan: itself.
-        timeline: every stretch of a step.
-        time: of a step, by the model.
-    """
-
-    what: str
+    what: str  # how it differs from the plan that shards everything
     plan: ShardingPlan
-    timeline: tuple[Point, ...]
-    time: StepTime
+    timeline: tuple[Point, ...]  # every stretch of a step
+    time: StepTime  # of a step, by the model
 
     @cached_property
     def peak(self) -> Point:

@@ -22,19 +22,12 @@ from shardkit.planning.tree import ModelTree
 
 @dataclass(frozen=True)
 class Strategy:
-    """A plan under a name, with what is sharded of the model's states.
+    """A plan under a name, with what is sharded of the model's states."""
 
-    Attributes:
-        name: as tables call it.
-        plan: that carries it out; None for one that FSDP2 does not support, shown for reference.
-        sharded: which of "parameters", "gradients", "optimizer" every rank holds a part of only.
-        optimizer: what it keeps.
-    """
-
-    name: str
-    plan: ShardingPlan | None
+    name: str  # as tables call it
+    plan: ShardingPlan | None  # that carries it out; None for one that FSDP2 does not support, shown for reference
     optimizer: OptimizerBytes
-    sharded: tuple[str, ...] = ("parameters", "gradients", "optimizer")
+    sharded: tuple[str, ...] = ("parameters", "gradients", "optimizer")  # of these every rank holds a part only
 
     def states(self, plan: ShardingPlan) -> dict[str, int]:
         """Bytes of the model's states on one rank by the textbook: P, G and O whole, or divided by the ranks.

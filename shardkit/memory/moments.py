@@ -26,20 +26,12 @@ AFTER_BACKWARD = "after backward"
 
 @dataclass(frozen=True)
 class Interval:
-    """What the model does from one moment to the next, apart from what FSDP2 does.
+    """What the model does from one moment to the next, apart from what FSDP2 does."""
 
-    Attributes:
-        moment: which moment begins it: before or after the forward or backward of ``unit``.
-        unit: the unit's name; empty at the start.
-        delta: bytes alive at its end less those at its beginning.
-        peak: the most bytes alive during it less those at its beginning, >= 0.
-        flops: floating-point operations.
-    """
-
-    moment: str
-    unit: str
-    delta: int = 0
-    peak: int = 0
+    moment: str  # which begins it: before or after the forward or backward of the unit
+    unit: str  # its name; empty at the start
+    delta: int = 0  # bytes alive at its end less those at its beginning
+    peak: int = 0  # the most bytes alive during it less those at its beginning, >= 0
     flops: int = 0
 
 

@@ -59,19 +59,12 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time as the model has it, in seconds.
+    """A step's time as the model has it, in seconds."""
 
-    Attributes:
-        compute: matrix products of forward and backward, recomputation among them.
-        communication: all collectives, hidden or not.
-        exposed: communication that nothing hides.
-        optimizer: the optimizer's step, on the device or the CPU.
-    """
-
-    compute: float
-    communication: float
-    exposed: float
-    optimizer: float
+    compute: float  # matrix products of forward and backward, recomputation among them
+    communication: float  # all collectives, hidden or not
+    exposed: float  # communication that nothing hides
+    optimizer: float  # the optimizer's step, on the device or the CPU
 
     @property
     def total(self) -> float:

@@ -73,31 +73,18 @@ class OptimizerBytes:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """What one unit holds and moves on one rank, in bytes.
+    """What one unit holds and moves on one rank, in bytes."""
 
-    Attributes:
-        shard: its parameters' shards, as stored.
-        grads: the shards' gradients, as stored.
-        optimizer: state of the optimizer.
-        unsharded: its parameters gathered, in the dtype they compute in, padding included.
-        gather: the flat buffer that an all-gather fills, in all; 0 where one rank has everything.
-        copy_in: the copy of the shards that is cast, or fetched from the CPU, for an all-gather.
-        reduce: the flat buffer that a reduce-scatter reads.
-        reduced: what the reduce-scatter writes, in the reduce dtype.
-        casts_reduced: whether ``reduced`` is cast to become the gradients, instead of being them.
-        offloaded: whether shards, gradients and optimizer state are on the CPU.
-    """
-
-    shard: int
-    grads: int
-    optimizer: int
-    unsharded: int
-    gather: int
-    copy_in: int
-    reduce: int
-    reduced: int
-    casts_reduced: bool
-    offloaded: bool
+    shard: int  # its parameters' shards, as stored
+    grads: int  # the shards' gradients, as stored
+    optimizer: int  # state of the optimizer
+    unsharded: int  # its parameters gathered, in the dtype they compute in, padding included
+    gather: int  # the flat buffer that an all-gather fills, in all; 0 where one rank has everything
+    copy_in: int  # the copy of the shards that is cast, or fetched from the CPU, for an all-gather
+    reduce: int  # the flat buffer that a reduce-scatter reads
+    reduced: int  # what the reduce-scatter writes, in the reduce dtype
+    casts_reduced: bool  # whether that is cast to become the gradients, instead of being them
+    offloaded: bool  # whether shards, gradients and optimizer state are on the CPU
 
 
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:

@@ -40,19 +40,12 @@ Loss: TypeAlias = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Trace:
-    """What the model itself does in one step, for one rank's batch.
+    """What the model itself does in one forward and backward, for one rank's batch."""
 
-    Attributes:
-        intervals: of one forward and backward, in order.
-        grad_bytes: bytes of the unsharded gradients that each unit makes in its compute dtype, by its name.
-        batch_bytes: bytes of the batch's tensors.
-        other_grad_bytes: bytes of the gradients of parameters without a unit, which stay as they are made.
-    """
-
-    intervals: tuple[Interval, ...]
-    grad_bytes: Mapping[str, int]
-    batch_bytes: int
-    other_grad_bytes: int = 0
+    intervals: tuple[Interval, ...]  # in order
+    grad_bytes: Mapping[str, int]  # of the unsharded gradients that each unit makes in its compute dtype, by its name
+    batch_bytes: int  # of the batch's tensors
+    other_grad_bytes: int = 0  # of the gradients of parameters without a unit, which stay as they are made
 
     @property
     def flops(self) -> int:
