@@ -49,14 +49,10 @@ def _refuse_caches(fqn: str, arguments: tuple[Any, ...]) -> None:
     """Models of transformers fill a key-value cache in training too; recomputing a block would fill it twice."""
     for each in arguments:
         if hasattr(each, "get_seq_length") and hasattr(each, "update"):
-            raise ShardkitError(
-                message(
-                    fqn,
-                    f"is recomputed in backward, and was called with a {type(each).__name__}",
-                    "A block that is recomputed would append to the cache twice",
-                    "Pass use_cache=False to the model, or set model.config.use_cache = False",
-                )
-            )
+            problem = f"is recomputed in backward, and was called with a {type(each).__name__}"
+            rule = "A block that is recomputed would append to the cache twice"
+            fix = "Pass use_cache=False to the model, or set model.config.use_cache = False"
+            raise ShardkitError(message(fqn, problem, rule, fix))
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

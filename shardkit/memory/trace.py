@@ -175,15 +175,11 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise PlanError(
-            message(
-                "batch",
-                f"the model does not train on it with fake tensors: {type(error).__name__}: {error}",
-                "Activations are measured by one forward and backward on tensors that have shapes but no values",
-                "Pass a batch that the model accepts, loss=... for what forward returns, "
-                "or leave out the batch to count model states only",
-            )
-        ) from error
+        problem = f"the model does not train on it with fake tensors: {type(error).__name__}: {error}"
+        rule = "Activations are measured by one forward and backward on tensors that have shapes but no values"
+        fix = "Pass a batch that the model accepts, loss=... for what forward returns, "
+        fix += "or leave out the batch to count model states only"
+        raise PlanError(message("batch", problem, rule, fix)) from error
 
 
 def _default_loss(output: Any) -> Tensor:

@@ -151,12 +151,8 @@ def _check_materialized(root: nn.Module) -> None:
 
 
 def _refuse_gradients_with_graph() -> None:
-    raise ShardkitError(
-        message(
-            "backward",
-            "called with create_graph=True, which gives parameters gradients that have a graph",
-            "Gradients of sharded parameters are reduced, and a reduction has no graph",
-            "Use torch.autograd.grad(outputs, inputs, create_graph=True) for the inner gradient and backward() for "
-            "the loss; call shardkit.reset_after_error(model) before the next step",
-        )
-    )
+    problem = "called with create_graph=True, which gives parameters gradients that have a graph"
+    rule = "Gradients of sharded parameters are reduced, and a reduction has no graph"
+    fix = "Use torch.autograd.grad(outputs, inputs, create_graph=True) for the inner gradient and backward() for the "
+    fix += "loss; call shardkit.reset_after_error(model) before the next step"
+    raise ShardkitError(message("backward", problem, rule, fix))

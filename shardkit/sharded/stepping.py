@@ -154,15 +154,11 @@ class WaitingGradient(Tensor):
 
 
 def _waiting_error(what: str, use: str) -> ShardkitError:
-    return ShardkitError(
-        message(
-            use,
-            f"uses {what}, which this rank has accumulated and no rank has reduced yet",
-            "Only a backward with gradient sync reduces gradients: the last micro-batch of a step, not those under "
-            "accumulate(last=False), no_sync() or set_requires_gradient_sync(False)",
-            "Run the last micro-batch with accumulate(model, last=True), or drop the gradients with zero_grad()",
-        )
-    )
+    problem = f"uses {what}, which this rank has accumulated and no rank has reduced yet"
+    rule = "Only a backward with gradient sync reduces gradients: the last micro-batch of a step, not those under "
+    rule += "accumulate(last=False), no_sync() or set_requires_gradient_sync(False)"
+    fix = "Run the last micro-batch with accumulate(model, last=True), or drop the gradients with zero_grad()"
+    return ShardkitError(message(use, problem, rule, fix))
 
 
 def _mark(units: list[FSDPUnit]) -> None:
@@ -216,23 +212,15 @@ def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:
         waiting = {param: _waiting[param] for param in unit.fsdp_params if param in _waiting}
         cleared = {param for param, shown in waiting.items() if any(each.is_cleared for each in shown)}
         if cleared and len(cleared) < len(waiting) and is_reduce_scattered(unit):
-            raise _partly_cleared_error(len(cleared), len(waiting))
+            problem = f"cleared the gradients of {len(cleared)} of the {len(waiting)} parameters of one unit"
+            rule = "What a unit has reduce-scattered on an HSDP mesh waits for its all-reduce as one tensor"
+            fix = "Clear the gradients of all parameters, as model.zero_grad() does, or accumulate without "
+            raise ShardkitError(message("zero_grad()", problem, rule, fix + "shard_gradients"))
         for param in cleared if cleared_alone else waiting:
             for each in _waiting.pop(param):
                 each.unmark(param in cleared)
             if param in cleared:
                 drop_unreduced_gradient(unit, param)
-
-
-def _partly_cleared_error(cleared: int, waiting: int) -> ShardkitError:
-    return ShardkitError(
-        message(
-            "zero_grad()",
-            f"cleared the gradients of {cleared} of the {waiting} parameters of one unit",
-            "What a unit has reduce-scattered on an HSDP mesh waits for its all-reduce as one tensor",
-            "Clear the gradients of all parameters, as model.zero_grad() does, or accumulate without shard_gradients",
-        )
-    )
 
 
 # Before an optimizer's step.
