@@ -106,15 +106,10 @@ def _highest(value: int, groups: Groups) -> int:
 
 @dataclass
 class Poll:
-    """A question to all ranks that travels with :func:`together`, for nothing more.
+    """A question to all ranks that travels with :func:`together`, without another collective."""
 
-    Attributes:
-        own: this rank's answer.
-        any: whether any rank's is yes; known behind the context.
-    """
-
-    own: bool = False
-    any: bool = False
+    own: bool = False  # this rank's answer
+    any: bool = False  # whether any rank's is yes; known after the context
 
 
 def raise_together(
@@ -138,13 +133,12 @@ def raise_together(
     poll.any = highest > 0
     if highest < 2:
         return
-    reasons = _reasons(problem, groups)
+    reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem
-    lines = "\n".join(f"- rank {rank}: {reason}" for rank, reason in reasons.items())
-    raise error(
-        message("ranks", f"{len(reasons)} failed", "All ranks stop together", "See why") + "\n" + lines
-    ) from problem
+    lines = [f"- rank {rank}: {reason}" for rank, reason in reasons.items() if reason is not None]
+    text = message("ranks", f"{len(lines)} failed", "All ranks stop together", "See why")
+    raise error("\n".join([text, *lines])) from problem
 
 
 @contextmanager
@@ -173,26 +167,17 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
 
 @contextmanager
 def _patient(call: str | None) -> Iterator[None]:
-    """Say so, once, when the body takes longer than ``PATIENCE``: a process group waits for minutes without a word."""
+    """Log, once, that the body takes longer than ``PATIENCE``: a process group waits for minutes without a word."""
     if call is None:
         yield
         return
-    timer = threading.Timer(PATIENCE, logger.warning, [_waiting(call)])
+    problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
+    rule = "It is collective: each rank must call it, in the same order among its collectives"
+    fix = "Take it out of an `if rank == 0:`, or see what holds up the other ranks"
+    timer = threading.Timer(PATIENCE, logger.warning, [message(call, problem, rule, fix)])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _waiting(call: str) -> str:
-    problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
-    rule = "It is collective: each rank must call it, in the same order among its collectives"
-    return message(call, problem, rule, "Take it out of an `if rank == 0:`, or see what holds up the other ranks")
-
-
-def _reasons(problem: Exception | None, groups: Groups) -> dict[int, str]:
-    """What each failed rank says, by global rank."""
-    reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
-    return {rank: reason for rank, reason in reasons.items() if reason is not None}

@@ -24,21 +24,13 @@ Put = Callable[[Any], object]
 
 
 class Held(NamedTuple):
-    """One place of a tensor outside of ``nn.Module``'s registries.
+    """One place of a tensor outside of ``nn.Module``'s registries."""
 
-    Attributes:
-        name: as in ``blocks.0.heads[1]``.
-        module: the module that it was found from.
-        owner: the FQN of that module.
-        tensor: what is there.
-        put: puts another tensor there; None where that cannot be done, as for the keys of a dict.
-    """
-
-    name: str
-    module: nn.Module
-    owner: str
+    name: str  # as in ``blocks.0.heads[1]``
+    module: nn.Module  # that it was found from
+    owner: str  # the FQN of that module
     tensor: Tensor
-    put: Put | None
+    put: Put | None  # puts another tensor there; None where that cannot be done, as for the keys of a dict
 
 
 Place = tuple[str, Any, "Put | None"]

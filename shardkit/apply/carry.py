@@ -31,17 +31,11 @@ logger = logging.getLogger("shardkit")
 
 @dataclass(frozen=True)
 class Belongings:
-    """What one parameter has besides its values.
+    """What one parameter has besides its values."""
 
-    Attributes:
-        attributes: what the user set on it.
-        hooks: those of ``register_post_accumulate_grad_hook``; FSDP2 calls the sharded parameter's after reducing.
-        places: each puts a tensor where else the parameter is held, as in ``self.heads = [self.a.weight]``.
-    """
-
-    attributes: dict[str, Any]
-    hooks: dict[int, Callable[[Tensor], None]] | None
-    places: list[Put]
+    attributes: dict[str, Any]  # that the user set on it
+    hooks: dict[int, Callable[[Tensor], None]] | None  # of register_post_accumulate_grad_hook: called after reducing
+    places: list[Put]  # each puts a tensor where else the parameter is held, as in ``self.heads = [self.a.weight]``
 
 
 class Carried:

@@ -149,7 +149,7 @@ def carry_out(
 
 
 def _together(body: Callable[[], None], groups: Groups) -> None:
-    """``ranks.together``, with a body that may be about fake tensors."""
+    """As ``ranks.together``, where the body may be about fake tensors."""
     problem = None
     try:
         body()

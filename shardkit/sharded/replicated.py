@@ -91,20 +91,13 @@ class _Whole:
 
     ``.grad`` is reduced after a synchronised backward, and this rank's own after one without synchronisation. If a
     backward adds to a reduced one, that is set aside, since reducing it again would be wrong for sums.
-
-    Attributes:
-        module: which registers it.
-        name: in that module.
-        unit: whose settings hold for it.
-        own: whether ``.grad``, if there is one, is this rank's own.
-        reduced: what was set aside.
     """
 
-    module: nn.Module
-    name: str
-    unit: FSDPUnit
-    own: bool = True
-    reduced: Tensor | None = None
+    module: nn.Module  # which registers it
+    name: str  # in that module
+    unit: FSDPUnit  # whose settings hold for it
+    own: bool = True  # whether ``.grad``, if there is one, is this rank's own
+    reduced: Tensor | None = None  # what was set aside
     watched: nn.Parameter | None = None
     before: tuple[Tensor, Tensor] | None = None
 
