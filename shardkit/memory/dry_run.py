@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import nn
 
-from shardkit._torch import TorchDispatchMode, real_tensors, tree_leaves
+from shardkit._torch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.moments import cast_inputs, cast_output
-from shardkit.memory.trace import fake_batch, fake_tensors
+from shardkit.memory.trace import fake_tensors
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -25,7 +23,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     Args:
         tree: the model; gets to know which modules are used without being called.
         make: makes a plan of ``tree``; a second time where the default rule knows more.
-        batch: one rank's micro-batch, as ``fake_batch`` takes it; values are not read.
+        batch: one rank's micro-batch, as ``fake_tensors`` takes it; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 
     Raises:
@@ -60,10 +58,8 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     # Real parameters too: what holds them in a list still hands them to operators.
     owned = {id(param): fqn for fqn, param in model.named_parameters()}
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    with torch.inference_mode(False), torch.enable_grad(), real_tensors(), ExitStack() as stack:
-        fakes = stack.enter_context(fake_tensors(model, plan))
+    with fake_tensors(model, plan, batch) as (fakes, args, kwargs):
         owned.update((id(param), fqn) for fqn, param in fakes.items())
-        args, kwargs = fake_batch(batch)
         uses = Uses({key: (fqn, units[fqn]) for key, fqn in owned.items() if fqn in units})
         for unit in plan.units:
             uses.attach(unit, [model.get_submodule(fqn) for fqn in unit.modules])

@@ -8,7 +8,7 @@ the plan and is added by :mod:`shardkit.memory.timeline`, so one trace serves ev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -140,10 +140,7 @@ def _unsharded_grad_bytes(plan: ShardingPlan, unit: ShardUnit) -> int:
 def _traced(
     model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss, checkpointed: Collection[str], repeats: Repeats | None
 ) -> Trace | None:
-    with torch.inference_mode(False), torch.enable_grad(), real_tensors(), ExitStack() as stack:
-        params = stack.enter_context(fake_tensors(model, plan))
-        args, kwargs = fake_batch(batch)
-        meter = stack.enter_context(IntervalMeter())
+    with fake_tensors(model, plan, batch) as (params, args, kwargs), IntervalMeter() as meter:
         inputs = tensors_of((args, kwargs))
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             meter.ignore(tensor)
@@ -193,23 +190,40 @@ def _default_loss(output: Any) -> Tensor:
 
 
 @contextmanager
-def fake_tensors(model: nn.Module, plan: ShardingPlan) -> Iterator[dict[str, nn.Parameter]]:
-    """Run the body on fake tensors; yields the fake parameters by FQN.
+def fake_tensors(
+    model: nn.Module, plan: ShardingPlan, batch: Any
+) -> Iterator[tuple[dict[str, nn.Parameter], tuple[Any, ...], Mapping[str, Any]]]:
+    """Run the body on fake tensors; yields the fake parameters by FQN, and the arguments of a forward of ``batch``.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. When the body ends, however it
     ends, the model has its own tensors back, and whatever else it did to the modules is undone.
+
+    Args:
+        model: not sharded.
+        plan: of the model.
+        batch: a mapping of keyword arguments, a tuple or list of positional ones, or the only argument.
     """
     dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
     names = {id(param): name for name, param in model.named_parameters()}
     fakes: dict[int, Tensor] = {}
-    with undone(model), FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        real_tensors(),
+        undone(model),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         for registry, name, tensor in list(_registered(model)):
             fqn = names.get(id(tensor), "")
             if id(tensor) not in fakes:
                 value = torch.empty(tensor.shape, dtype=dtypes.get(fqn) or tensor.dtype, device="cpu")
                 fakes[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if fqn else value
             registry[name] = fakes[id(tensor)]
-        yield {name: fakes[key] for key, name in names.items()}  # type: ignore[misc]
+        params: dict[str, Any] = {name: fakes[key] for key, name in names.items()}
+        if isinstance(batch, Mapping):
+            yield params, (), {name: _faked(value) for name, value in batch.items()}
+        else:
+            yield params, tuple(map(_faked, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
 
 
 def _registered(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -220,17 +234,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
             yield from ((registry, name, value) for name, value in registry.items() if isinstance(value, Tensor))
 
 
-def fake_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments of a forward from what the user called a batch, with fake tensors in it; under a fake mode.
-
-    A mapping holds keyword arguments, a tuple or list positional ones, anything else is the only argument.
-    """
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
-
-    if isinstance(batch, Mapping):
-        return (), {name: fake(value) for name, value in batch.items()}
-    return tuple(map(fake, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+def _faked(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
