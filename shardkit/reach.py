@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, CellType, FunctionType, MemberDescriptorType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -90,23 +90,23 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, *, deep: bool = False) -> None:
-        self._restorers: list[Callable[[], object]] = []
+        self._saved: list[_Saved] = []
         seen: dict[int, Any] = {}  # with the objects, so that an id is of one only
         kinds: dict[type, None] = {}
         for _, value, _ in _walk([("", model, None)], seen, deep):
-            self._restorers += _restorers(value, deep)
+            self._saved += _saved(value, deep)
             if deep and isinstance(value, nn.Module):
                 kinds.update(dict.fromkeys(type(value).__mro__))
         for kind in kinds:
             places = [*_class_places(kind), *_globals(kind)]
-            self._restorers += [partial(_restore_class, kind, dict(vars(kind)))] if places else []
+            self._saved += [(_restore_class, kind, dict(vars(kind)))] if places else []
             for _, value, _ in _walk(places, seen, deep):
-                self._restorers += _restorers(value, deep)
+                self._saved += _saved(value, deep)
 
     def restore(self) -> None:
         """Put all of it back. Local; in place."""
-        for restore in self._restorers:
-            restore()
+        for restore, each, content in self._saved:
+            restore(each, content)
 
 
 # The walk.
@@ -275,44 +275,53 @@ def _own_dict(value: Any) -> dict[str, Any] | None:
 
 # Putting back.
 
+_Saved: TypeAlias = "tuple[Callable[[Any, Any], object], Any, Any]"  # what puts it back, the object, its content
 
-def _restorers(value: Any, deep: bool) -> Iterator[Callable[[], object]]:
-    """What puts back the content of one object, where it can change."""
+
+def _saved(value: Any, deep: bool) -> Iterator[_Saved]:
+    """The content of one object, where it can change."""
     kind = type(value)
     if issubclass(kind, Tensor) and not deep:
         return
     own = _own_dict(value)
-    if own is not None:
-        yield _of_dict(own)
+    if own:
+        yield _restore_dict, own, list(own.items())
     if issubclass(kind, nn.Module):
-        yield partial(object.__setattr__, value, "__class__", kind)
-        mappings = {name: each for name, each in vars(value).items() if isinstance(each, dict)}
-        yield from (_of_dict(each) for name, each in mappings.items() if deep or name != "_parameters")
+        yield _restore_kind, value, kind
+        dicts = [
+            each for name, each in vars(value).items() if isinstance(each, dict) and (deep or name != "_parameters")
+        ]
+        yield _restore_empty, [each for each in dicts if not each], None  # most are, and each record costs
+        yield from ((_restore_dict, each, list(_plain(each).items(each))) for each in dicts if each)
     elif issubclass(kind, dict):
-        yield _of_dict(value)
+        yield _restore_dict, value, list(_plain(value).items(value))
     elif issubclass(kind, (list, set, deque)):
-        yield partial(_restore_sequence, value, list(value))
+        yield _restore_sequence, value, list(value)
     elif issubclass(kind, _LruCache):
-        yield partial(_empty_if_filled, value, value.cache_info().misses)
+        yield _empty_if_filled, value, value.cache_info().misses
     elif issubclass(kind, CellType) and _is_filled(value):
-        yield partial(setattr, value, "cell_contents", value.cell_contents)
+        yield _restore_cell, value, value.cell_contents
     elif issubclass(kind, Tensor) and value.is_leaf:
-        yield partial(setattr, value, "grad", value.grad)
+        yield _restore_grad, value, value.grad
 
 
-def _of_dict(each: dict[Any, Any]) -> Callable[[], None]:
-    """By the methods of the plain class: those of a subclass may do more."""
-    kind: type[dict[Any, Any]] = OrderedDict if isinstance(each, OrderedDict) else dict
-    before = list(kind.items(each))
+def _plain(each: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods do no more than those of a dict."""
+    return OrderedDict if isinstance(each, OrderedDict) else dict
 
-    def restore() -> None:
-        after = kind.items(each)
-        if len(after) != len(before) or not _same(chain.from_iterable(before), chain.from_iterable(after)):
-            kind.clear(each)
-            for key, value in before:
-                kind.__setitem__(each, key, value)
 
-    return restore
+def _restore_dict(each: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
+    kind = _plain(each)
+    after = list(kind.items(each))
+    if len(after) != len(before) or not _same(chain.from_iterable(before), chain.from_iterable(after)):
+        kind.clear(each)
+        for key, value in before:
+            kind.__setitem__(each, key, value)
+
+
+def _restore_empty(dicts: list[dict[Any, Any]], _: None) -> None:
+    for each in dicts:
+        _plain(each).clear(each)
 
 
 def _restore_sequence(each: Any, before: list[Any]) -> None:
@@ -323,6 +332,18 @@ def _restore_sequence(each: Any, before: list[Any]) -> None:
 
 def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, some, others))
+
+
+def _restore_kind(module: nn.Module, kind: type) -> None:
+    object.__setattr__(module, "__class__", kind)
+
+
+def _restore_cell(cell: CellType, content: Any) -> None:
+    cell.cell_contents = content
+
+
+def _restore_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = grad
 
 
 def _restore_class(each: type, before: dict[str, Any]) -> None:
