@@ -21,7 +21,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_is_one_error(name: str) -> None:
-    assert METHODS.keys() == CALLS.keys()
+    assert set(METHODS) == CALLS.keys()
     with fake_world(2):
         model = shard_model(nn.Linear(2, 2))
         with pytest.raises(ShardkitError, match=rf"FullyShardedDataParallel\.{name}: the model is sharded by fully"):
