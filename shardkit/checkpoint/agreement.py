@@ -35,11 +35,7 @@ def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
 
 
 def world(group: dist.ProcessGroup | None = None) -> Groups:
-    """The group that was passed, or the default group; none where that is one rank.
-
-    Raises:
-        CheckpointError: this rank is not in the group.
-    """
+    """The group that was passed, which this rank must be in, or the default group; none where that is one rank."""
     if not dist.is_initialized():
         return []
     if group is not None and dist.get_rank(group) < 0:
@@ -65,10 +61,8 @@ def connected(groups: Groups, call: str) -> Iterator[None]:
 def agree(values: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
     """Check that all ranks have the same values; whether this rank is the first of them. Collective over ``groups``.
 
-    One all-gather of 40 bytes; values, which JSON can write, are sent only when they differ.
-
-    Raises:
-        CheckpointError: on every rank: which arguments differ, on which ranks, and how.
+    One all-gather of 40 bytes; values, which JSON can write, are sent only when they differ. Then every rank raises
+    which arguments differ, on which ranks, and how.
     """
     own = hashlib.sha256(json.dumps(values).encode()).digest()
     first, differ = dist.get_rank() if groups else 0, False

@@ -257,19 +257,12 @@ def _carry_out(
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """What will be loaded.
-
-    Attributes:
-        optimizers: into which.
-        names: the FQN of each parameter of the model.
-        state: the new state by FQN, with tensors that are to be filled.
-        targets: these, with the keys of what fills them.
-    """
+    """What will be loaded."""
 
     optimizers: list[Optimizer]
-    names: dict[nn.Parameter, str]
-    state: OptimizerState
-    targets: list[tuple[str, Tensor]]
+    names: dict[nn.Parameter, str]  # the FQN of each parameter of the model
+    state: OptimizerState  # by FQN, with tensors that are to be filled
+    targets: list[tuple[str, Tensor]]  # these, with the keys of what fills them
 
     def apply(self) -> None:
         """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
@@ -284,9 +277,6 @@ def plan_optimizer(
 
     State that the optimizer has already is filled in place, where shape and dtype are the same. New state is placed as
     ``load_full_optimizer_state_dict`` does.
-
-    Raises:
-        CheckpointError: listing parameters that only one side knows, and groups that were cut in another way.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
     params = {fqn: param for param, fqn in names.items()}

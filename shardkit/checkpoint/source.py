@@ -64,11 +64,7 @@ def holds_same(like: Tensor, read: Callable[[list[Tensor]], None]) -> bool:
 
 
 def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
-    """Find model and optimizer in what a program saved: nested dicts whose leaves are :class:`Stored` or plain values.
-
-    Raises:
-        CheckpointError: there is neither.
-    """
+    """Find model and optimizer in what a program saved: nested dicts of :class:`Stored` and plain values."""
     for name in WRAPPER_NAMES:
         inner = tree.get(name)
         if len(tree) == 1 and isinstance(inner, Mapping):
@@ -143,11 +139,7 @@ def _unflattened(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state by FQN, also where parameters were numbered; the numbers count ``names``.
-
-    Raises:
-        CheckpointError: a number beyond ``names``.
-    """
+    """An optimizer's state by FQN, also where parameters were numbered; the numbers count ``names``."""
     numbers = {number for group in optimizer["param_groups"] for number in group["params"] if type(number) is int}
     numbers |= {number for number in optimizer["state"] if type(number) is int}
     if not numbers:

@@ -69,11 +69,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: memoryview, start: int, meter: Meter | None = None) -> None:
-    """Write all of the data ``start`` bytes into the file; the system may take less in one call.
-
-    Raises:
-        OSError: the system refused.
-    """
+    """Write all of the data ``start`` bytes into the file; the system may take less in one call."""
     while data:
         count = os.pwrite(descriptor, data[:_AT_ONCE], start)
         data, start = data[count:], start + count
@@ -82,11 +78,7 @@ def write_all(descriptor: int, data: memoryview, start: int, meter: Meter | None
 
 
 def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None = None) -> None:
-    """Fill the memory from ``start`` bytes into the file.
-
-    Raises:
-        OSError: the system refused, or the file ends before that.
-    """
+    """Fill the memory from ``start`` bytes into the file; an OSError if the file ends before that."""
     while data:
         count = os.preadv(descriptor, [data[:_AT_ONCE]], start)
         if count == 0:
@@ -97,11 +89,7 @@ def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None 
 
 
 def raw_bytes(descriptor: int, start: int, count: int) -> bytes:
-    """``count`` bytes from ``start`` on.
-
-    Raises:
-        OSError: the system refused, or the file ends before that.
-    """
+    """``count`` bytes from ``start`` on; an OSError if the file ends before that."""
     data = bytearray(count)
     read_all(descriptor, memoryview(data), start)
     return bytes(data)

@@ -22,9 +22,6 @@ def check_complete(model: nn.Module, state: ModelState) -> None:
 
     These are subclasses that torch cannot flatten, with tensors in their attributes, and weights of bitsandbytes whose
     module does not write the scales: FSDP2 shards the packed values and leaves the rest behind.
-
-    Raises:
-        ShardkitError: naming all of them.
     """
     kept = {id(tensor) for tensor in state.tensors.values()}
     lost = []

@@ -61,10 +61,7 @@ def model_state(model: nn.Module) -> ModelState:
     """The state of a model. Local; units left unsharded after a forward are resharded, as ``state_dict()`` does.
 
     It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognised by identity, since a rank's
-    shard may have no memory.
-
-    Raises:
-        ShardkitError: two names differ by wrappers only; or it is not a module.
+    shard may have no memory. Two names that differ by wrappers only are an error.
     """
     check_module(model)
     with live_tensors():
@@ -81,11 +78,7 @@ def model_state(model: nn.Module) -> ModelState:
 
 
 def trainable_state(state: ModelState) -> ModelState:
-    """Of a model's state what trains: parameters, with the buffers and extra state of the modules that hold them. Pure.
-
-    Raises:
-        ShardkitError: nothing trains.
-    """
+    """Of a model's state what trains: parameters, with the buffers and extra state of the modules that hold them."""
     kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
     if not kept:
         rule = "What trains is what has requires_grad"
@@ -121,11 +114,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a tensor has no values.
-
-    Raises:
-        ShardkitError: naming all of those.
-    """
+    """Raise an error that names all tensors without values."""
     names = [name for name, tensor in tensors if tensor.is_meta]
     if names:
         rule = "State has values once the model is materialized or loaded"

@@ -87,11 +87,7 @@ def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """One or several optimizers as a list.
-
-    Raises:
-        ShardkitError: for anything else.
-    """
+    """One or several optimizers as a list; raises for anything else."""
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
     found: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
     if wrong := [type(each).__name__ for each in found if not isinstance(each, Optimizer)]:
@@ -102,11 +98,7 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    """The FQNs of each group's parameters.
-
-    Raises:
-        ShardkitError: some are not in the model.
-    """
+    """The FQNs of each group's parameters; raises if some are not in the model."""
     unexpected = [
         f"param_groups[{number}]['params'][{place}] of shape {tuple(param.shape)}"
         for number, group in enumerate(optimizer.param_groups)
@@ -167,10 +159,8 @@ def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
     """For each parameter that trains and has no state, what a first step would give it. Local, pure.
 
     A copy of the optimizer without parameters, state and hooks steps a stand-in of each parameter in turn, so neither
-    the optimizer nor weights and random generators change, and beyond the result one parameter is held.
-
-    Raises:
-        ShardkitError: it does not step on one parameter by itself, as LBFGS, which wants a closure.
+    the optimizer nor weights and random generators change, and beyond the result one parameter is held. Raises for
+    optimizers that do not step on one parameter by itself, as LBFGS, which wants a closure.
     """
     used = {param.device for group in optimizer.param_groups for param in group["params"]}
     devices = [device for device in used if device.type != "cpu"]

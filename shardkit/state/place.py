@@ -19,12 +19,7 @@ from shardkit.state.routes import local_of
 
 
 def live_state(model: nn.Module) -> ModelState:
-    """:func:`model_state`, of a model that can be written to by name. Local.
-
-    Raises:
-        ShardkitError: a hook on ``state_dict()`` replaced parameters or buffers by others, or added what is not a
-            tensor; or elements of a tensor share memory.
-    """
+    """:func:`model_state`, of a model that can be written to by name; raises for any other. Local."""
     state = model_state(model)
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
@@ -50,18 +45,11 @@ def check_memory(state: ModelState) -> None:
 
 
 class Room:
-    """The memory that a load of some of a model's tensors writes to. Making it changes nothing. Local.
+    """The memory that a load of some of a model's tensors, those in ``dtypes``, writes to. Local.
 
     A tensor that is on meta, or changes its dtype, has new memory; any other its own. Meta tensors that the load does
-    not write, such as non-persistent buffers, get what the construction computes.
-
-    Args:
-        model: sharded or not.
-        tensors: the model's by name.
-        dtypes: what those that are loaded become, by name.
-
-    Raises:
-        ShardkitError: meta tensors would get no value, or cannot be replaced.
+    not write, such as non-persistent buffers, get what the construction computes. Making it changes nothing, and raises
+    where a meta tensor would get no value, or cannot be replaced.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:

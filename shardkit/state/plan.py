@@ -157,11 +157,7 @@ def raise_listed(
 
 
 def check_ties(plan: LoadPlan, are_equal: Callable[[str, str, str], bool], request: Request) -> None:
-    """Compare what is offered twice for one tensor, given its name and the two on offer. Local.
-
-    Raises:
-        ShardkitError: with ``strict``, naming all whose values differ; else they are logged as a warning.
-    """
+    """Compare what is offered twice for one tensor; different values are an error, if strict, or a warning. Local."""
     found = [(f"{name} differs from {first}", first, source) for first, name, source in plan.ties]
     differ = [text for text, first, source in found if not are_equal(first, plan.copies[first], source)]
     if not differ:

@@ -85,10 +85,8 @@ class Routes:
 def routes_of(tensors: Iterable[Tensor], root: int | None = None) -> Routes:
     """The routes of a model with these tensors; ``root`` is by default the lowest rank that holds a part. Local.
 
-    Without a DTensor the root is rank 0, and all ranks of the default group are taken to hold the model.
-
-    Raises:
-        ShardkitError: the tensors are on several meshes, none of which reaches all ranks of the others.
+    Without a DTensor the root is rank 0, and all ranks of the default group are taken to hold the model. Raises for
+    several meshes, none of which reaches all ranks of the others.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:

@@ -209,10 +209,6 @@ def keys_of(optimizer: Optimizer | None, given: OptimInput, model: nn.Module, *,
     """The keys by what FSDP1 goes by: the optimizer's input if given, else the optimizer, else the model. Local, pure.
 
     ``named`` is for optimizers that keep state by name, as torch's ``_NamedOptimizer``.
-
-    Raises:
-        ShardkitError: the optimizer holds tensors that are not in the model.
-        NotAnOptimInput, OptimStateError: what was given is not an optimizer's input.
     """
     names = parameter_names(model)
     if given is not None:

@@ -52,13 +52,7 @@ def arguments(args: tuple[Any, ...], destination: Any, prefix: str, keep_vars: b
 
 
 def state_dict(wrapper: nn.Module, asked: Asked) -> Any:
-    """The state of a wrapped model by its settings, in ``asked.destination`` if there is one. Collective if FULL.
-
-    Raises:
-        TranslationError: LOCAL_STATE_DICT.
-        AssertionError: wrappers at and below it are set differently.
-        ShardkitError: inside of a forward or backward; or a parameter is on meta.
-    """
+    """The state of a wrapped model by its settings, in ``asked.destination`` if there is one. Collective if FULL."""
     if wants_live():
         return nn.Module.state_dict(
             wrapper, destination=asked.destination, prefix=asked.prefix, keep_vars=asked.keep_vars
