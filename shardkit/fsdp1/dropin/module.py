@@ -16,7 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from typing_extensions import Self
 
 from shardkit import grads
-from shardkit._torch import sharded_stand_ins
+from shardkit._torch import plain_attributes, sharded_stand_ins
 from shardkit.fsdp1.dropin import (
     copying,
     guards,
@@ -196,7 +196,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: it is not the root.
         """
         _check_root(self, "clip_grad_norm_()")
-        dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
+        with plain_attributes():
+            dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
         if not dtypes:
             text = "no gradients -- returning the total norm in the default dtype torch.float32"
             warnings.warn(f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with {text}", stacklevel=2)

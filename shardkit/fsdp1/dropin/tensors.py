@@ -73,9 +73,10 @@ class Sharded(DTensor):
         """Return the function on the shard, or on DTensors."""
         kwargs = kwargs or {}
         with plain_attributes():
+            if len(args) == 1 and type(args[0]) is Sharded and not kwargs:  # nothing is beside it: the fast path
+                found = func(*args)
+                return found if func.__name__ == "__get__" or found is args[0] else mark(found, cls)
             name = _name(func)
-            if name == "grad" and len(args) == 1:  # one's gradient is none
-                return func(*args)
             leaves = tree_leaves((args, kwargs))
             like = next(each for each in leaves if isinstance(each, cls))
             if cls is ShardGrad and _asks(name, args, kwargs):
