@@ -1,7 +1,7 @@
 """``python -m shardkit audit``: every use of FSDP1 in a codebase, and what becomes of it.
 
-Read ``names`` (the table), ``scan`` (how a program is read) with ``resolve`` (what a name stands for), ``uses`` (what
-is a use) and ``judge`` (what becomes of it); ``files`` and ``report`` only serve them.
+Read ``flow`` (what each expression may be) with ``values``, ``uses`` (what is a use) and ``judge`` (what becomes of it,
+by the table in ``instead``); ``program`` does it for one file, ``files`` finds them, ``report`` shows what was found.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
-from shardkit.fsdp1.audit.files import Unread as Unread
 from shardkit.fsdp1.audit.files import audit_file, files_below
-from shardkit.fsdp1.audit.findings import Finding as Finding
 from shardkit.fsdp1.audit.report import Audit as Audit
+from shardkit.fsdp1.audit.report import Finding as Finding
+from shardkit.fsdp1.audit.report import Unread as Unread
 
 
 def audit(

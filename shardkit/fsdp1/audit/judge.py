@@ -1,43 +1,43 @@
-"""A use of FSDP1 to a finding: what becomes of it, and the line that replaces it, with the program's own arguments."""
+"""What becomes of a use of FSDP1, and the line that replaces it, with the program's own arguments."""
 
 from __future__ import annotations
 
 import ast
-import collections
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from shardkit.fsdp1.audit.names import CLASS_CALLS, FATES, FSDP, Fate, Topic
-from shardkit.fsdp1.audit.resolve import classes_of, is_constructor, keyword_entries, value_of
+from shardkit.fsdp1.audit.flow import Flow
+from shardkit.fsdp1.audit.names import STATICS, bound, other_row, parameters, public_name
+from shardkit.fsdp1.audit.syntax import classes_of
 from shardkit.fsdp1.audit.uses import Use
-from shardkit.fsdp1.audit.values import Path, Scope, Setting, public_name
-from shardkit.fsdp1.instead import ARGUMENTS, FIELDS
+from shardkit.fsdp1.instead import ARGUMENTS, FIELDS, FSDP, Row, Topic
 
-Text = Callable[[ast.expr], str]
-
-_ORDER = list(FATES)
-_IMPLIED = {  # what FSDP2 does unasked, as written
+Fate: TypeAlias = Literal["exact", "note", "decision", "impossible"]
+FATES: dict[Fate, str] = {  # from good to bad
+    "exact": "exact",
+    "note": "with a note",
+    "decision": "needs a decision",
+    "impossible": "not possible",
+}
+_OF_ROW: dict[str, Fate] = {
+    "mapped": "exact",
+    "implied": "exact",
+    "noted": "note",
+    "decision": "decision",
+    "refused": "impossible",
+}
+_UNASKED = {
     "backward_prefetch": "BackwardPrefetch.BACKWARD_PRE",
     "limit_all_gathers": "True",
     "use_orig_params": "True",
 }
+_MESHES = ("process_group", "device_mesh")
 _FULL_PARAMS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")  # which full_params takes as FSDP1 did
-_HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_NO_FLAT = "FSDP2 has no flat local parameters; use the sharded state"
 
 
 class Verdict(NamedTuple):
-    """What becomes of a use.
-
-    Attributes:
-        fate: the worst of its arguments'.
-        replacement: one line of code, or empty.
-        why: sentences.
-        topic: of the row.
-    """
+    """What becomes of a use: the worst fate of its parts, one line of code or nothing, sentences, and the topic."""
 
     fate: Fate
     replacement: str
@@ -45,344 +45,251 @@ class Verdict(NamedTuple):
     topic: Topic
 
 
-class Argument(NamedTuple):
-    """An argument of a call: its name, its expression, and whether it stands in the call itself."""
-
-    name: str
-    value: ast.expr
-    is_written: bool
+def worst(fates: Iterable[Fate]) -> Fate:
+    """The worst of them; exact where there are none."""
+    return max(("exact", *fates), key=list(FATES).index)
 
 
-def judge(use: Use, parts: Iterable[Use], scope: Scope, state: ast.Call | None, text: Text, is_inner: bool) -> Verdict:
-    """What becomes of ``use``.
+class Judge:
+    """Judges the uses in one program.
 
     Args:
-        parts: the uses in its arguments, which it speaks for; the worst one counts.
-        scope: the names around it.
-        state: the call of ``state_dict_type`` around it.
+        flow: what its expressions may be.
         text: an expression as written.
-        is_inner: whether it wraps a part of a model.
     """
-    own = _own(use, scope, state, text, is_inner)
-    fate, whys = own.fate, [own.why]
-    for part in parts:
-        verdict = _own(part, scope, state, text, False)
-        if part.name in own.replacement or _ORDER.index(verdict.fate) > _ORDER.index("note"):
-            fate = worst(fate, verdict.fate)
-            whys.append(verdict.why if verdict.fate != "exact" else "")
-    return own._replace(fate=fate, why="; ".join(dict.fromkeys(why for why in whys if why)))
+
+    def __init__(self, flow: Flow, text: Callable[[ast.expr], str]) -> None:
+        self._flow, self.text = flow, text
+
+    def verdict(self, use: Use) -> Verdict:
+        """What becomes of a use; of its parts those count that its line repeats, and those that need a person."""
+        own = self._own(use)
+        parts = [(part, self._own(part)) for part in use.parts]
+        told = [each for part, each in parts if part.name in own.replacement or each.fate in ("decision", "impossible")]
+        whys = [own.why, *(each.why for each in told if each.fate != "exact")]
+        return own._replace(fate=worst([own.fate, *(each.fate for each in told)]), why=_sentences(whys))
+
+    def of_import(self, paths: Iterable[str], wraps: bool) -> Verdict:
+        """What becomes of an import. Public names are judged where they are used.
+
+        Args:
+            paths: what it imports of FSDP1.
+            wraps: whether the program wraps a model.
+        """
+        rows = [row for path in paths if (row := other_row(path)) is not None]
+        names = {found[0] for path in paths if (found := public_name(path)) is not None}
+        module = "shardkit.fsdp1 import shard_like_fsdp1" if wraps else "shardkit import FSDPModule"
+        why = _sentences(row.sentence for row in rows if row.fate != "mapped")
+        topic = rows[0].topic if rows and not names else "names"
+        return Verdict(worst(_OF_ROW[row.fate] for row in rows), f"from {module}" if FSDP in names else "", why, topic)
+
+    def _own(self, use: Use) -> Verdict:
+        if use.wraps and use.call is not None:
+            return self._wrapping(use, use.call)
+        if use.kind == "check":
+            return self._check(use)
+        name, row = use.name.removeprefix(f"{FSDP}."), use.row
+        plain = Verdict(_OF_ROW[row.fate], self._filled(use), row.sentence, row.topic)
+        return _SPECIAL[name](self, use, plain) if name in _SPECIAL else plain
+
+    # --- FullyShardedDataParallel(...) --------------------------------------------------------------------------------
+
+    def _wrapping(self, use: Use, call: ast.Call) -> Verdict:
+        given = bound(FSDP, call)
+        spread = [self._flow.entries(each.value) for each in call.keywords if each.arg is None]
+        hidden = {str(name): value for entries in spread for name, value in (entries or {}).items()}
+        everything = given | {name: value for name, value in hidden.items() if name not in given}
+        judged: list[tuple[Fate, str]] = []
+        if None in spread or any(isinstance(each, ast.Starred) for each in call.args):
+            judged = [("decision", "its arguments are not written here, so look at them with the table of arguments")]
+        judged += [self._argument(name, self.text(value)) for name, value in everything.items()]
+        strategies = self._members(everything.get("sharding_strategy"), "ShardingStrategy")
+        if strategies & {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"} and everything.keys().isdisjoint(_MESHES):
+            judged.append(("note", "ranks_per_node is torchrun's LOCAL_WORLD_SIZE, where FSDP1 counted devices"))
+        if _is_inner(use):
+            judged.append(("decision", "a part of a model: leave it, and name it in units of one call on the model"))
+        shown = [self._shown(name, value) for name, value in given.items() if not _is_unasked(name, self.text(value))]
+        shown += [f"**{self.text(each.value)}" for each in call.keywords if each.arg is None]
+        line = f"shard_like_fsdp1({', '.join(shown)})"
+        if use.kind == "partial" and isinstance(use.node, ast.Call):
+            line = f"{self.text(use.node.func)}({', '.join(['shard_like_fsdp1', *shown])})"
+        return Verdict(worst(fate for fate, _ in judged), line, _sentences(why for _, why in judged), "wrapping")
+
+    def _argument(self, name: str, text: str) -> tuple[Fate, str]:
+        row = ARGUMENTS.get(name, Row("decision", "no argument of torch's FSDP1"))
+        is_other = row.fate == "implied" and (text in ("False", "None") or text.endswith("BACKWARD_POST"))
+        fate = "note" if is_other else _OF_ROW[row.fate]
+        return fate, f"{name}: {row.sentence}" if fate != "exact" else ""
+
+    def _shown(self, name: str, value: ast.expr) -> str:
+        written = self.text(value)
+        strategies = self._members(value, "ShardingStrategy") if name == "sharding_strategy" else ()
+        named = [f'"{each}"' for each in strategies if written.endswith(each)]
+        return written if name == "module" else f"{name}={named[0] if named else written}"
+
+    def _members(self, value: ast.expr | None, enum: str) -> set[str]:
+        """The members of one of FSDP1's enums that an expression may be; empty where it may be something else."""
+        values = self._flow.values(value) if value is not None else ()
+        names = {public_name(value.of) if value.kind == "path" else None for value in values}
+        return {name[1] for name in names if name} if {name and name[0] for name in names} == {enum} else set()
+
+    def _check(self, use: Use) -> Verdict:
+        if isinstance(use.node, ast.Call):
+            classes = classes_of(use.node)
+            names = ["FSDPModule" if self._flow.is_class(each) else self.text(each) for each in classes]
+            asked = f"({', '.join(names)})" if isinstance(use.node.args[1], ast.Tuple) else names[0]
+            line = f"{self.text(use.node.func)}({self.text(use.node.args[0])}, {asked})"
+            return Verdict("exact", line, "", "names")
+        is_negated = isinstance(use.node, ast.Compare) and isinstance(use.node.ops[0], (ast.IsNot, ast.NotEq))
+        line = f"{'not ' * is_negated}isinstance({self.text(use.children[0])}, FSDPModule)"
+        why = "a sharded model keeps a class of its own, which is derived from FSDPModule"
+        return Verdict("note", line, why, "names")
+
+    # --- Other names --------------------------------------------------------------------------------------------------
+
+    def given(self, use: Use) -> dict[str, str]:
+        """The arguments of a call by their names in torch, as written."""
+        return {} if use.call is None else {name: self.text(each) for name, each in bound(use.name, use.call).items()}
+
+    def _filled(self, use: Use) -> str:
+        """The template of the row with the arguments as written; ``...`` for what is not there."""
+        values = {"member": use.member, "optim": "...", **self._who_holds(use)}
+        if use.receiver is not None:
+            values["receiver"] = self.text(use.receiver)
+        if use.call is not None:
+            keywords = [f"{each.arg}=" if each.arg else "**" for each in use.call.keywords]
+            named = [key + self.text(each.value) for key, each in zip(keywords, use.call.keywords, strict=True)]
+            values["args"] = ", ".join([*map(self.text, use.call.args), *named])
+        if use.name.removeprefix(f"{FSDP}.") in {*STATICS, "wrap"}:
+            given = self.given(use)
+            values |= {"model": given.get("module", "model"), **given}
+        return use.row.line(**values).replace("(, ", "(").replace(", )", ")")
+
+    def _who_holds(self, use: Use) -> dict[str, str]:
+        """The arguments that keep a full state on the ranks that FSDP1 gave it to, or took it from."""
+        name = "optim_state_dict_config" if "optim" in use.name else "state_dict_config"
+        config = {} if use.state is None else bound(f"{FSDP}.state_dict_type", use.state)
+        settings = self._flow.values(config[name]) if name in config else ()
+        given = [bound("FullStateDictConfig", each.of).get("rank0_only") for each in settings if each.kind == "setting"]
+        on_rank0 = any(isinstance(each, ast.Constant) and each.value for each in given)
+        return {"rank0_only": "" if on_rank0 else ", rank0_only=False", "src": "" if on_rank0 else ', src="all"'}
+
+    def state_types(self, call: ast.Call | None) -> set[str]:
+        """FULL_STATE_DICT and so on, where a call of ``state_dict_type`` says it."""
+        given = {} if call is None else bound(f"{FSDP}.state_dict_type", call)
+        return self._members(given.get("state_dict_type"), "StateDictType")
 
 
-def worst(*fates: Fate) -> Fate:
-    """The worst one."""
-    return max(fates, key=_ORDER.index)
+def _is_unasked(name: str, text: str) -> bool:
+    """Whether an argument says what FSDP2 does anyway, or FSDP1's default."""
+    if name in _UNASKED:
+        return ".".join(text.split(".")[-2:]) == _UNASKED[name]
+    return name in parameters(FSDP) and text == repr(parameters(FSDP)[name].default)
 
 
-def _own(use: Use, scope: Scope, state: ast.Call | None, text: Text, is_inner: bool) -> Verdict:
-    if use.name == FSDP and use.kind in ("call", "partial") and isinstance(use.node, ast.Call):
-        return _wrapping(use, use.node, scope, text, is_inner)
-    if use.name == FSDP and use.kind == "isinstance":
-        return _check(use, scope, text)
-    plain = Verdict(use.row.fate, _filled(use, state, scope, text), use.row.why, use.row.topic)
-    special = _SPECIAL.get(use.name.removeprefix(f"{FSDP}."))
-    return plain if special is None else special(use, plain, scope, state, text)
+def _is_inner(use: Use) -> bool:
+    """Whether the result becomes a part of a module, so that models are wrapped by hand, part by part."""
+    *around, parent, _ = use.around
+    if isinstance(parent, ast.Assign):
+        bases = [ast.unparse(base) for each in around if isinstance(each, ast.ClassDef) for base in each.bases]
+        if any(isinstance(target, ast.Attribute) for target in parent.targets):
+            return any(base.endswith("Module") for base in bases)
+        target = parent.targets[0]  # ``layers[i] = ...``; a literal key is more likely a dict of models
+        return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
+    calls = [each for each in (*around, parent) if isinstance(each, ast.Call)]
+    names = {ast.unparse(each.func).rpartition(".")[2] for each in calls}
+    return bool(names & {"setattr", "Sequential", "ModuleList", "ModuleDict", "FSDP", FSDP, "add_module"})
 
 
-# --- FullyShardedDataParallel(...) ------------------------------------------------------------------------------------
+def _sentences(whys: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(why for why in whys if why))
 
 
-def _wrapping(use: Use, call: ast.Call, scope: Scope, text: Text, is_inner: bool) -> Verdict:
-    arguments = _constructor_arguments(use, call, scope)
-    fate: Fate = "exact"
-    whys: list[str] = []
-    shown: list[str] = []
-    if arguments is None or any(isinstance(each, ast.Starred) for each in call.args):
-        fate, whys = "decision", ["its arguments are not written here, so look at them with the table of arguments"]
-    for argument in arguments or _written(use, call):
-        judged, why = _argument(argument, text)
-        fate = worst(fate, judged)
-        whys.append(f"{argument.name}: {why}" if why else "")
-        if argument.is_written and not _is_dropped(argument, text):
-            shown.append(_shown(argument, scope, text))
-    if _counts_ranks({argument.name: argument.value for argument in arguments or ()}, scope):
-        fate = worst(fate, "note")
-        whys.append("ranks_per_node is torchrun's LOCAL_WORLD_SIZE, where FSDP1 counted devices")
-    if is_inner:
-        fate = "decision"
-        whys.append("a part of a model: leave it, and name it in units= of one call on the whole model")
-    stars = [f"**{text(keyword.value)}" for keyword in call.keywords if keyword.arg is None]
-    replacement = _call_text(use, call, [*shown, *stars], text)
-    return Verdict(fate, replacement, "; ".join(why for why in whys if why), "wrapping")
+# --- Names whose arguments decide -------------------------------------------------------------------------------------
 
 
-def _counts_ranks(arguments: Mapping[str, ast.expr], scope: Scope) -> bool:
-    """Whether the call leaves to FSDP1 how many ranks shard together."""
-    strategy = _member_of(arguments.get("sharding_strategy"), "ShardingStrategy", scope)
-    return strategy in _HYBRID and not {"process_group", "device_mesh"} & set(arguments)
+def _state_type(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    """``state_dict_type``, ``set_state_dict_type``, and ``StateDictType`` itself."""
+    kinds = {use.member.partition(".")[0]} if use.name == "StateDictType" else judge.state_types(use.call)
+    if kinds == {"LOCAL_STATE_DICT"}:
+        return plain._replace(fate="impossible", why=_NO_FLAT)
+    if kinds and "LOCAL_STATE_DICT" not in kinds:
+        return plain
+    return plain._replace(fate="decision", why=f"which type it sets is not written here; {plain.why}")
 
 
-def _constructor_arguments(use: Use, call: ast.Call, scope: Scope) -> list[Argument] | None:
-    entries = keyword_entries(call, scope)
-    if entries is None:
-        return None
-    written = _written(use, call)
-    names = {argument.name for argument in written}
-    return written + [Argument(name, value, False) for name, value in entries if name not in names]
-
-
-def _written(use: Use, call: ast.Call) -> list[Argument]:
-    positional = call.args[1:] if use.kind == "partial" else call.args
-    named = [Argument(keyword.arg, keyword.value, True) for keyword in call.keywords if keyword.arg is not None]
-    return [Argument(name, value, True) for name, value in zip(ARGUMENTS, positional, strict=False)] + named
-
-
-def _argument(argument: Argument, text: Text) -> tuple[Fate, str]:
-    name, value = argument.name, argument.value
-    if name not in ARGUMENTS:
-        return "decision", "no argument of torch's FSDP1"
-    row = ARGUMENTS[name]
-    written = text(value)
-    if row.fate == "refused":
-        return "impossible", row.sentence
-    noted = {"False", "None"} if row.fate == "implied" else set()
-    if row.fate == "noted" or written in noted or written.endswith("BACKWARD_POST"):
-        return "note", row.sentence
-    return "exact", ""
-
-
-def _is_dropped(argument: Argument, text: Text) -> bool:
-    """Whether it says what FSDP2 does anyway, or FSDP1's default."""
-    written = text(argument.value)
-    if argument.name in _IMPLIED:
-        return ".".join(written.split(".")[-2:]) == _IMPLIED[argument.name]
-    default = inspect.signature(FullyShardedDataParallel.__init__).parameters.get(argument.name)
-    return default is not None and written == repr(default.default)
-
-
-def _shown(argument: Argument, scope: Scope, text: Text) -> str:
-    written = text(argument.value)
-    if argument.name == "module":
-        return written
-    if argument.name == "sharding_strategy":
-        strategy = _member_of(argument.value, "ShardingStrategy", scope)
-        written = written if strategy is None or not written.endswith(strategy) else f'"{strategy}"'
-    return f"{argument.name}={written}"
-
-
-def _member_of(value: ast.expr | None, enum: str, scope: Scope) -> str | None:
-    """The member of one of FSDP1's enums that is written there."""
-    found = value_of(value, scope) if value is not None else None
-    named = public_name(found.dotted) if isinstance(found, Path) else None
-    return named[1] if named is not None and named[0] == enum and named[1].isidentifier() else None
-
-
-def _call_text(use: Use, call: ast.Call, shown: list[str], text: Text) -> str:
-    if use.kind != "partial":
-        return f"shard_like_fsdp1({', '.join(shown)})"
-    return f"{text(call.func)}({', '.join(['shard_like_fsdp1', *shown])})"
-
-
-def _check(use: Use, scope: Scope, text: Text) -> Verdict:
-    if isinstance(use.node, ast.Call):
-        call = use.node
-        names = ["FSDPModule" if is_constructor(value_of(each, scope)) else text(each) for each in classes_of(call)]
-        classes = f"({', '.join(names)})" if isinstance(call.args[1], ast.Tuple) else names[0]
-        return Verdict("exact", f"{text(call.func)}({text(call.args[0])}, {classes})", "", "names")
-    assert isinstance(use.node, ast.Compare)
-    no = "not " if isinstance(use.node.ops[0], (ast.IsNot, ast.NotEq)) else ""
-    why = "a sharded model keeps a class of its own, which is derived from FSDPModule"
-    return Verdict("note", f"{no}isinstance({text(use.children[0])}, FSDPModule)", why, "names")
-
-
-# --- Other names ------------------------------------------------------------------------------------------------------
-
-
-def _filled(use: Use, state: ast.Call | None, scope: Scope, text: Text) -> str:
-    """The template of the row with the arguments as written; ``...`` for what is not there."""
-    call = use.node if isinstance(use.node, ast.Call) and use.kind == "call" else None
-    values: dict[str, str] = collections.defaultdict(lambda: "...")
-    values["member"] = use.member
-    values.update(_who_holds(use, state, scope))
-    if use.receiver is not None:
-        values["receiver"] = text(use.receiver)
-    if call is not None:
-        values["args"] = ", ".join([*map(text, call.args), *map(functools.partial(_keyword, text), call.keywords)])
-        values.update(_bound(use, call, text))
-    elif use.receiver is None or use.kind == "mention":
-        values["args"] = "..."
-    filled = use.row.replacement.format_map(values)
-    return filled.replace("(, ", "(").replace(", )", ")")
-
-
-def _keyword(text: Text, keyword: ast.keyword) -> str:
-    return f"{keyword.arg}={text(keyword.value)}" if keyword.arg else f"**{text(keyword.value)}"
-
-
-def _bound(use: Use, call: ast.Call, text: Text) -> dict[str, str]:
-    """The arguments of a call of FSDP1's statics by their names in torch."""
-    name = use.name.removeprefix(f"{FSDP}.")
-    if name not in CLASS_CALLS and name != "wrap":
-        return {}
-    method = getattr(FullyShardedDataParallel, name, None)
-    names = list(inspect.signature(method).parameters) if method is not None else ["module"]
-    found = {name: text(value) for name, value in zip(names, call.args, strict=False)}
-    found |= {keyword.arg: text(keyword.value) for keyword in call.keywords if keyword.arg}
-    return {"model": found.get("module", "..."), **found}
-
-
-def _who_holds(use: Use, state: ast.Call | None, scope: Scope) -> dict[str, str]:
-    """The arguments that keep a full state on the ranks that FSDP1 gave it to, or took it from."""
-    index, name = (3, "optim_state_dict_config") if "optim" in use.name else (2, "state_dict_config")
-    given = (
-        [] if state is None else [*state.args[index : index + 1], *(k.value for k in state.keywords if k.arg == name)]
-    )
-    config = value_of(given[0], scope) if given else None
-    on_rank0 = isinstance(config, Setting) and _is_rank0_only(config.node)
-    return {"rank0_only": "" if on_rank0 else ", rank0_only=False", "src": "" if on_rank0 else ', src="all"'}
-
-
-def _is_rank0_only(config: ast.Call) -> bool:
-    given = {keyword.arg: keyword.value for keyword in config.keywords}
-    only = given.get("rank0_only", ast.Constant(False))
-    return isinstance(only, ast.Constant) and bool(only.value)
-
-
-def _state_type(call: ast.Call | None, scope: Scope) -> str | None:
-    """FULL_STATE_DICT and so on, where the call says it."""
-    if call is None:
-        return None
-    given = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "state_dict_type")]
-    return _member_of(given[0], "StateDictType", scope) if given else None
-
-
-def _state_setting(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    call = use.node if isinstance(use.node, ast.Call) else None
-    kind = _state_type(call, scope)
-    if kind == "LOCAL_STATE_DICT":
-        return plain._replace(fate="impossible", why="FSDP2 has no flat local parameters; use the sharded state")
-    if kind is None:
-        return plain._replace(fate="decision", why=f"which type it sets is not written here; {plain.why}")
-    return plain
-
-
-def _state_access(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    kind = _state_type(state, scope)
-    if kind == "LOCAL_STATE_DICT":
-        return plain._replace(fate="impossible", why="FSDP2 has no flat local parameters; use the sharded state")
-    if kind == "SHARDED_STATE_DICT":
-        return _sharded(use, plain, text)
-    if kind is None and use.name.endswith("state_dict"):
+def _state(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    """Reading and loading state, in the type that is set around it."""
+    kinds = judge.state_types(use.state)
+    if kinds == {"LOCAL_STATE_DICT"}:
+        return plain._replace(fate="impossible", why=_NO_FLAT)
+    if kinds == {"SHARDED_STATE_DICT"} and "optim" in use.name:
+        line = plain.replacement.replace("full_optimizer", "sharded_optimizer")
+        return plain._replace(replacement=line.replace(", rank0_only=False", "").replace(', src="all"', ""))
+    if kinds == {"SHARDED_STATE_DICT"}:
+        return plain._replace(replacement=judge.text(use.node), why="as it is; its values are DTensors")
+    if kinds != {"FULL_STATE_DICT"} and use.name.endswith("state_dict"):
         return plain._replace(why=f"full, as FSDP1's default; where it was set to sharded, it is as it is; {plain.why}")
     return plain
 
 
-def _sharded(use: Use, plain: Verdict, text: Text) -> Verdict:
-    """Inside ``state_dict_type(model, SHARDED_STATE_DICT)``."""
-    if "optim" in use.name:
-        line = plain.replacement.replace("full_optimizer", "sharded_optimizer")
-        return plain._replace(replacement=line.replace(", rank0_only=False", "").replace(', src="all"', ""))
-    return plain._replace(replacement=text(use.node), why="as it is; its values are DTensors")
-
-
-def _summon(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    if use.kind != "call" or not isinstance(use.node, ast.Call):
+def _summon(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    if use.call is None:
         return plain
-    given = {"writeback": "True", **_bound(use, use.node, text)}  # True is FSDP1's default, and False is full_params'
+    given = {"module": "...", "writeback": "True", **judge.given(use)}  # False is the default of full_params
     kept = [f"{name}={given[name]}" for name in _FULL_PARAMS if given.get(name, "False") != "False"]
-    replacement = f"full_params({', '.join([given['model'], *kept])})"
+    plain = plain._replace(replacement=f"full_params({', '.join([given['module'], *kept])})")
     if given.get("recurse", "True") == "True":
-        return plain._replace(replacement=replacement)
-    why = f"it gathers the inner units too, which recurse=False left; {plain.why}"
-    return plain._replace(fate="note", replacement=replacement, why=why)
+        return plain
+    return plain._replace(fate="note", why=f"it gathers the inner units too, which recurse=False left; {plain.why}")
 
 
-def _strategy_name(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
+def _strategy(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     name = use.member.partition(".")[0]
     if name.strip("_").isupper():
         return plain._replace(replacement=f'"{name}"')
     return plain._replace(replacement="", why="shard_like_fsdp1 takes it as it is, and its names as strings")
 
 
-def _prefetch(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    return plain._replace(fate="exact") if use.member == "BACKWARD_PRE" else plain
+def _offload(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    given = judge.given(use).get("offload_params", "False")
+    chosen = {"True": "CPUOffloadPolicy()", "False": "OffloadPolicy()"}
+    return plain._replace(replacement=chosen.get(given, f"CPUOffloadPolicy() if {given} else OffloadPolicy()"))
 
 
-def _state_type_name(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    local = use.member.startswith("LOCAL")
-    why = "FSDP2 has no flat local parameters; use the sharded state"
-    return plain._replace(fate="impossible", why=why) if local else plain
-
-
-def _offload(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    given = [text(value) for value in _values(use, "offload_params", 0)]
-    if given in ([], ["False"]):
-        return plain._replace(replacement="OffloadPolicy()")
-    chosen = "CPUOffloadPolicy()" if given == ["True"] else f"CPUOffloadPolicy() if {given[0]} else OffloadPolicy()"
-    return plain._replace(replacement=chosen)
-
-
-def _precision(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    if use.kind != "call" or not isinstance(use.node, ast.Call):
-        return plain._replace(replacement="MixedPrecisionPolicy")
-    fields = [name.partition(".")[2] for name in FIELDS if name.startswith("mixed_precision.")]
-    given = dict(zip(fields, use.node.args, strict=False)) | {k.arg: k.value for k in use.node.keywords if k.arg}
-    kept = [f"{name}={text(value)}" for name, value in given.items() if name in ("param_dtype", "reduce_dtype")]
-    rows = {name: FIELDS[f"mixed_precision.{name}"] for name in given if f"mixed_precision.{name}" in FIELDS}
-    worse = {name: row for name, row in rows.items() if row.fate != "mapped" and text(given[name]) != "False"}
-    fates: list[Fate] = ["impossible" if row.fate == "refused" else "note" for row in worse.values()]
+def _precision(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    given = judge.given(use)
+    kept = [f"{name}={text}" for name, text in given.items() if name in ("param_dtype", "reduce_dtype")]
+    line = f"MixedPrecisionPolicy({', '.join(kept)})" if use.call else "MixedPrecisionPolicy"
+    rows = {name: FIELDS.get(f"mixed_precision.{name}") for name in given if given[name] != "False"}
+    worse = {name: row for name, row in rows.items() if row is not None and _OF_ROW[row.fate] != "exact"}
     why = "; ".join(f"{name}: {row.sentence}" for name, row in worse.items())
-    replacement = f"MixedPrecisionPolicy({', '.join(kept)})"
-    return plain._replace(fate=worst("exact", *fates), replacement=replacement, why=why or plain.why)
+    return Verdict(worst(_OF_ROW[row.fate] for row in worse.values()), line, why or plain.why, plain.topic)
 
 
-def _classes(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    name = "module_classes" if use.name == "ModuleWrapPolicy" else "transformer_layer_cls"
-    given = _values(use, name, 0 if use.name == "ModuleWrapPolicy" else 3)
-    if not given:
+def _units(judge: Judge, use: Use, plain: Verdict) -> Verdict:
+    """Policies: what chooses the units is written in one of their arguments."""
+    if use.name == "size_based_auto_wrap_policy":
+        return plain._replace(replacement=f"units=by_size({judge.given(use).get('min_num_params', '10**8')})")
+    given = {} if use.call is None else bound(use.name, use.call)
+    value = given.get("lambda_fn", given.get("module_classes", given.get("transformer_layer_cls")))
+    if value is None or isinstance(value, ast.Lambda):
         return plain
-    written = given[0]
-    if isinstance(written, (ast.Set, ast.List, ast.Tuple)):
-        return plain._replace(replacement=f"units=by_class({', '.join(map(text, written.elts))})")
-    return plain._replace(replacement=f"units=by_class(*{text(written)})")
+    if "lambda_fn" in given:
+        return plain._replace(replacement=f"units=lambda fqn, module: {judge.text(value)}(module)")
+    written = value.elts if isinstance(value, (ast.Set, ast.List, ast.Tuple)) else None
+    classes = [f"*{judge.text(value)}"] if written is None else map(judge.text, written)
+    return plain._replace(replacement=f"units=by_class({', '.join(classes)})")
 
 
-def _size(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    given = _values(use, "min_num_params", 3)
-    return plain._replace(replacement=f"units=by_size({text(given[0]) if given else '10**8'})")
-
-
-def _predicate(use: Use, plain: Verdict, scope: Scope, state: ast.Call | None, text: Text) -> Verdict:
-    given = _values(use, "lambda_fn", 0 if use.name == "CustomPolicy" else 3)
-    if not given or isinstance(given[0], ast.Lambda):
-        return plain
-    return plain._replace(replacement=f"units=lambda fqn, module: {text(given[0])}(module)")
-
-
-def _values(use: Use, name: str, position: int) -> list[ast.expr]:
-    """The expression that a call, or a partial, gives for an argument."""
-    if not isinstance(use.node, ast.Call) or use.kind != "call":
-        return []
-    named = [keyword.value for keyword in use.node.keywords if keyword.arg == name]
-    return named or use.node.args[position : position + 1]
-
-
-Special = Callable[[Use, Verdict, Scope, "ast.Call | None", Text], Verdict]
-_SPECIAL: Mapping[str, Special] = {
+_SPECIAL: Mapping[str, Callable[[Judge, Use, Verdict], Verdict]] = {
+    **dict.fromkeys(("state_dict_type", "set_state_dict_type", "StateDictType"), _state_type),
+    **dict.fromkeys(("state_dict", "load_state_dict", "optim_state_dict", "optim_state_dict_to_load"), _state),
     "summon_full_params": _summon,
-    "state_dict_type": _state_setting,
-    "set_state_dict_type": _state_setting,
-    "state_dict": _state_access,
-    "load_state_dict": _state_access,
-    "optim_state_dict": _state_access,
-    "optim_state_dict_to_load": _state_access,
-    "ShardingStrategy": _strategy_name,
-    "BackwardPrefetch": _prefetch,
-    "StateDictType": _state_type_name,
-    "MixedPrecision": _precision,
+    "ShardingStrategy": _strategy,
+    "BackwardPrefetch": lambda _, use, plain: plain._replace(fate="exact") if use.member == "BACKWARD_PRE" else plain,
     "CPUOffload": _offload,
-    "transformer_auto_wrap_policy": _classes,
-    "ModuleWrapPolicy": _classes,
-    "size_based_auto_wrap_policy": _size,
-    "lambda_auto_wrap_policy": _predicate,
-    "CustomPolicy": _predicate,
+    "MixedPrecision": _precision,
+    **dict.fromkeys(("transformer_auto_wrap_policy", "ModuleWrapPolicy", "size_based_auto_wrap_policy"), _units),
+    **dict.fromkeys(("lambda_auto_wrap_policy", "CustomPolicy"), _units),
 }

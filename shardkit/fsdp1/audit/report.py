@@ -1,16 +1,15 @@
-"""An audit as text for people and as JSON for programs."""
+"""The findings of an audit, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.errors import listing
-from shardkit.fsdp1.audit.files import FileAudit, Unread
-from shardkit.fsdp1.audit.findings import Finding
-from shardkit.fsdp1.audit.names import FATES, Fate, Topic
+from shardkit.fsdp1.audit.judge import FATES, Fate
+from shardkit.fsdp1.instead import Topic
 
 MOST_PLACES = 4
 
@@ -28,6 +27,68 @@ UNSEEN = (
     "Not seen: names put together at run time, and models wrapped in one file and used in another, unless the method\n"
     "is FSDP1's alone (likely)."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One use of FSDP1.
+
+    Attributes:
+        path: of the file, as given.
+        line: from 1; of the cell, in a notebook.
+        column: from 1, in characters.
+        name: in torch, ``FullyShardedDataParallel.no_sync`` for a method.
+        code: as written, on one line, shortened.
+        fate: exact, note, decision or impossible.
+        replacement: one line of shardkit or FSDP2 code; empty where it is left out, or a person must decide.
+        why: what a reader must know.
+        topic: where it stands in the order of what to change first.
+        likely: only the name says that it is FSDP1's, or the model is wrapped on some paths through the program only.
+        cell: of a notebook, from 1.
+    """
+
+    path: str
+    line: int
+    column: int
+    name: str
+    code: str
+    fate: Fate
+    replacement: str
+    why: str
+    topic: Topic
+    likely: bool = False
+    cell: int | None = None
+
+    @property
+    def place(self) -> str:
+        """``path:line:column``, which terminals make a link."""
+        cell = "" if self.cell is None else f"#cell{self.cell}"
+        return f"{self.path}{cell}:{self.line}:{self.column}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A file, or a cell of a notebook, that may use FSDP1 and could not be read, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FileAudit:
+    """What one file holds.
+
+    Attributes:
+        path: as given, or below the directory that was given.
+        findings: in order of place.
+        unread: the file itself, or cells of a notebook.
+        mixes: whether it uses FSDP1 and names FSDP2 too.
+    """
+
+    path: str
+    findings: tuple[Finding, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    mixes: bool = False
 
 
 class Step(NamedTuple):
@@ -73,65 +134,40 @@ class Audit:
     @property
     def steps(self) -> tuple[Step, ...]:
         """What to change, in order; within a step the worst first."""
-        order = list(FATES)
-        steps = []
-        for topic, sentence in TOPICS.items():
-            found = [finding for finding in self.findings if finding.topic == topic]
-            if found:
-                worst_first = sorted(found, key=lambda finding: -order.index(finding.fate))
-                steps.append(Step(topic, sentence, tuple(worst_first)))
-        return tuple(steps)
+        worst_first = sorted(self.findings, key=lambda finding: -list(FATES).index(finding.fate))
+        steps = [Step(topic, said, tuple(f for f in worst_first if f.topic == topic)) for topic, said in TOPICS.items()]
+        return tuple(step for step in steps if step.findings)
 
     def __str__(self) -> str:
-        return text(self)
+        """Grouped by file, then the counts, what to change first, and what was not read."""
+        groups = ["\n".join(_lines(file.findings)) for file in self.files if file.findings]
+        return "\n\n".join([*groups, *_summary(self), UNSEEN])
 
 
-def text(audit: Audit) -> str:
-    """Grouped by file, then the counts, what to change first, and what was not read."""
-    groups = [_group(file) for file in audit.files if file.findings]
-    return "\n\n".join([*groups, "\n".join(_summary(audit)), *_changes(audit), *_footer(audit), UNSEEN])
-
-
-def _group(file: FileAudit) -> str:
-    places = max(len(finding.place) for finding in file.findings)
-    fates = max(len(_fate(finding)) for finding in file.findings)
-    return "\n".join(line for finding in file.findings for line in _lines(finding, places, fates))
-
-
-def _lines(finding: Finding, places: int, fates: int) -> Iterator[str]:
-    indent = " " * 4
-    yield f"{finding.place:{places}}  {_fate(finding):{fates}}  {finding.code}"
-    if finding.replacement:
-        yield f"{indent}-> {finding.replacement}"
-    if finding.why:
-        yield f"{indent}   {finding.why}"
-
-
-def _fate(finding: Finding) -> str:
-    return FATES[finding.fate] + (", likely" if finding.likely else "")
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    fates = [FATES[finding.fate] + (", likely" if finding.likely else "") for finding in findings]
+    place, fate = max(len(finding.place) for finding in findings), max(map(len, fates))
+    for finding, said in zip(findings, fates, strict=True):
+        yield f"{finding.place:{place}}  {said:{fate}}  {finding.code}"
+        if finding.replacement:
+            yield f"    -> {finding.replacement}"
+        if finding.why:
+            yield f"       {finding.why}"
 
 
 def _summary(audit: Audit) -> Iterator[str]:
-    used = sum(bool(file.findings) for file in audit.files)
+    used, total = sum(bool(file.findings) for file in audit.files), len(audit.findings)
     counts = ", ".join(f"{count} {FATES[fate]}" for fate, count in audit.counts.items())
-    total = len(audit.findings)
     yield f"{total} use{'s' * (total != 1)} of FSDP1 in {used} of {audit.read} files: {counts}"
-
-
-def _changes(audit: Audit) -> Iterator[str]:
-    if not audit.steps:
-        return
     lines = ["Change first:"]
     for number, step in enumerate(audit.steps, start=1):
         places = listing((finding.place for finding in step.findings), MOST_PLACES)
         lines += [f"{number}. {step.sentence}.", f"   {len(step.findings)}: {places}"]
-    yield "\n".join(lines)
-
-
-def _footer(audit: Audit) -> Iterator[str]:
+    if audit.steps:
+        yield "\n".join(lines)
     if audit.unread:
-        lines = [f"  {unread.path}: {unread.reason}" for unread in audit.unread]
-        yield "\n".join(["Could not be read, so look at them yourself:", *lines])
+        reasons = [f"  {unread.path}: {unread.reason}" for unread in audit.unread]
+        yield "\n".join(["Could not be read, so look at them yourself:", *reasons])
     mixed = [file.path for file in audit.files if file.mixes]
     if mixed:
         yield f"FSDP1 and FSDP2 in one file: {listing(mixed)}"

@@ -1,78 +1,59 @@
-"""Which expressions use FSDP1, one at a time: what name it is, and which parts are still to be looked at."""
+"""The uses of FSDP1 in a program: which expressions they are, and which of them are parts of others."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from torch.distributed.fsdp import FullyShardedDataParallel
-
+from shardkit.fsdp1.audit.flow import Flow
 from shardkit.fsdp1.audit.names import (
-    ATTRIBUTES,
-    CLASS_CALLS,
-    CONFIG_KEYWORDS,
     CONFIGURED,
-    FSDP,
-    MEMBERS,
-    NAMES,
+    PARTIAL,
+    STATICS,
     UNIQUE_ATTRIBUTES,
     UNIQUE_CALLS,
-    Row,
-)
-from shardkit.fsdp1.audit.resolve import (
-    classes_of,
-    compared_models,
-    is_check,
-    is_constructor,
-    is_partial,
-    literal_getattr,
-    value_of,
-)
-from shardkit.fsdp1.audit.values import (
-    UNKNOWN,
-    Class,
-    Instance,
-    Path,
-    Scope,
-    Value,
-    Wrapper,
+    imported,
     is_fsdp2,
-    is_module,
-    is_wrapped,
     other_row,
-    private_row,
     public_name,
 )
+from shardkit.fsdp1.audit.syntax import arguments_of, classes_of, read_by_getattr
+from shardkit.fsdp1.audit.values import OTHER, WRAPPED, WRAPPER, Value
+from shardkit.fsdp1.instead import ATTRIBUTES, FSDP, MEMBERS, NAMES, Row
 
-Kind: TypeAlias = Literal["call", "partial", "mention", "isinstance", "subclass", "config", "string", "import"]
+Kind: TypeAlias = Literal["call", "partial", "mention", "check", "subclass", "configuration", "string"]
 STRATEGY = re.compile(r"(full_shard|shard_grad_op|no_shard|_?hybrid_shard(_zero2)?)( |$)", re.IGNORECASE)
 LIGHTNING = re.compile(r"fsdp(_native)?(_cpu_offload|_full_shard_offload)?$")
 CONFIGURES = re.compile(r"(Arguments|Config|Trainer|Args)$")
 
-SUBCLASS = NAMES[FSDP]._replace(
-    fate="decision",
-    replacement="",
-    why="FSDP2 has no class to derive from: what it overrides becomes a function, or a method of the model",
+_UNNAMED = Row("decision", "no public name of FSDP1", topic="internals")
+_SUBCLASS = Row(
+    "decision",
+    "FSDP2 has no class to derive from: what it overrides becomes a function, or a method of the model",
     topic="wrapping",
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
     """One use of FSDP1.
 
     Attributes:
         node: the expression, the whole call where it is called.
-        name: in the table; ``FullyShardedDataParallel.no_sync`` for a member.
-        row: of the table.
+        name: in torch; ``FullyShardedDataParallel.no_sync`` for a member, the dotted path for what is not public.
+        row: what becomes of it.
         kind: how it is used.
         member: what follows the name, as FULL_SHARD.
         receiver: the model that a method was called on.
-        likely: only its name says so.
-        children: the expressions inside that are not yet accounted for.
+        likely: only the name says so, or only some paths through the program.
+        call: where it is called; of a partial, the call that it stands for.
+        children: the expressions inside that are to be looked at.
+        parts: the uses in its arguments that need no line of their own.
+        state: the call of ``state_dict_type`` around it.
+        around: the nodes around it, from the outside.
     """
 
     node: ast.expr
@@ -82,105 +63,187 @@ class Use:
     member: str = ""
     receiver: ast.expr | None = None
     likely: bool = False
+    call: ast.Call | None = None
     children: list[ast.expr] = field(default_factory=list)
+    parts: list[Use] = field(default_factory=list)
+    state: ast.Call | None = None
+    around: tuple[ast.AST, ...] = ()
+
+    @property
+    def wraps(self) -> bool:
+        """Whether it makes a wrapped model."""
+        return self.name == FSDP and self.kind in ("call", "partial")
 
     @property
     def is_part(self) -> bool:
-        """Whether it needs no line of its own inside the arguments of another use: a setting, a class, a policy."""
+        """Whether it needs no line of its own in the arguments of another use: a setting, a class, a policy."""
         makes = self.kind == "call" and self.name in (FSDP, "wrap", "enable_wrap", "ShardedGradScaler")
         return self.name in NAMES and not makes and self.kind not in ("partial", "subclass")
 
 
-def use_at(node: ast.expr, scope: Scope) -> Use | None:
-    """The use of FSDP1 that starts at ``node``, or None."""
-    if isinstance(node, ast.Call):
-        return _call(node, scope)
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        return _mention(node, scope)
-    if isinstance(node, ast.Compare):
-        checked = list(compared_models(node, scope))
-        return Use(node, FSDP, NAMES[FSDP], "isinstance", children=checked) if checked else None
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _string(node)
-    return None
+class Uses:
+    """All uses of FSDP1 in a program, its imports of FSDP1, and whether it names FSDP2."""
+
+    def __init__(self, tree: ast.Module, flow: Flow) -> None:
+        self.found: list[Use] = []
+        self.imports: list[tuple[ast.Import | ast.ImportFrom, list[str], bool]] = []
+        self.names_fsdp2 = False
+        self._flow = flow
+        self._around: list[ast.AST] = []
+        self._state: ast.Call | None = None
+        self._walk(tree, None)
+
+    def _walk(self, node: ast.AST, parts: list[Use] | None) -> None:
+        if isinstance(node, ast.expr_context):  # Load and the like
+            return
+        use = self._use_at(node)
+        self._around.append(node)
+        if use is None:
+            for child in self._children(node):
+                self._walk(child, None if isinstance(node, ast.Lambda) else parts)
+        else:
+            use.state, use.around = self._state, tuple(self._around)
+            for child in use.children:
+                self._walk(child, use.parts)
+            if parts is not None and use.is_part:
+                parts += [use, *use.parts]
+            else:
+                self.found.append(use)
+        self._around.pop()
+
+    def _children(self, node: ast.AST) -> Iterable[ast.AST]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            return ()
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            return self._with(node)
+        if node in self._flow.annotations:
+            return (self._flow.annotations[node],)
+        if isinstance(node, ast.Call) and _is_of_fsdp2(node):
+            return arguments_of(node)
+        return ast.iter_child_nodes(node)
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> Iterator[ast.AST]:
+        around = self._state
+        for item in node.items:
+            yield item
+            use = self._use_at(item.context_expr)
+            if use is not None and use.name == f"{FSDP}.state_dict_type":
+                self._state = use.call
+        yield from node.body
+        self._state = around
+
+    def _use_at(self, node: ast.AST) -> Use | None:
+        """The use of FSDP1 that starts at ``node``."""
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._mention(node, node)
+        if isinstance(node, ast.Compare) and (checked := self._flow.checked(node)):
+            return Use(node, FSDP, NAMES[FSDP], "check", children=checked)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in self._flow.annotations:
+            return _string(node, node.value)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node)
+        return None
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        names = [*imported(node)]
+        paths = [each.name for each in node.names] if isinstance(node, ast.Import) else [path for _, path, _ in names]
+        self.names_fsdp2 |= any(map(is_fsdp2, paths))
+        uses = [path for path in paths if public_name(path) or other_row(path) not in (None, CONFIGURED)]
+        if uses:
+            likely = {path for _, path, is_likely in names if is_likely}
+            self.imports.append((node, uses, likely.issuperset(uses)))
+
+    # --- Names --------------------------------------------------------------------------------------------------------
+
+    def _mention(self, node: ast.expr, read: ast.Name | ast.Attribute) -> Use | None:
+        """The use that ``read`` is, which stands at ``node``."""
+        values = self._flow.values(node)
+        paths = [value for value in values if value.kind == "path"]
+        if isinstance(read.ctx, ast.Store):
+            return None
+        if paths or isinstance(read, ast.Name):
+            self.names_fsdp2 |= isinstance(read, ast.Attribute) and any(is_fsdp2(value.of) for value in paths)
+            use = self._named(node, [value for value in paths if not value.kept])
+            around = self._around[-1]
+            is_base = isinstance(around, ast.ClassDef) and node in around.bases and use is not None and use.name == FSDP
+            return replace(use, row=_SUBCLASS, kind="subclass") if is_base and use is not None else use
+        name, owner = read.attr, self._flow.values(read.value)
+        if any(self._flow.defines(value, name) for value in owner):
+            return None
+        row = (MEMBERS | ATTRIBUTES).get(name) if WRAPPED in owner else None
+        if name in UNIQUE_ATTRIBUTES and not any(value.kind == "path" for value in owner):
+            row = ATTRIBUTES[name]
+        is_likely = WRAPPED not in owner or OTHER in owner
+        return row and Use(node, f"{FSDP}.{name}", row, "mention", "", read.value, is_likely, children=[read.value])
+
+    def _named(self, node: ast.expr, values: Iterable[Value]) -> Use | None:
+        """The use of what an expression may be; names of torch's FSDP1 first."""
+        uses = [use for value in values if (use := self._of_value(node, value)) is not None]
+        return min(uses, key=lambda use: use.name.partition(".")[0] not in NAMES, default=None)
+
+    def _of_value(self, node: ast.expr, value: Value) -> Use | None:
+        if value.kind == "class" and self._flow.is_constructor(value):
+            return Use(node, FSDP, NAMES[FSDP], "mention")
+        if value.kind != "path":
+            return None
+        found = public_name(value.of)
+        if found is None:
+            row = other_row(value.of)
+            return row and Use(node, value.of, row, "mention", likely=value.likely)
+        name, member = found
+        method = member.partition(".")[0]
+        if name == FSDP and method:
+            row = (MEMBERS | ATTRIBUTES).get(method, _UNNAMED)
+            return Use(node, f"{FSDP}.{method}", row, "mention", likely=value.likely)
+        return Use(node, name, NAMES[name], "mention", member, likely=value.likely)
+
+    # --- Calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, node: ast.Call) -> Use | None:
+        checked = self._flow.checked(node)
+        if checked:
+            others = [each for each in classes_of(node) if not self._flow.is_class(each)]
+            return Use(node, FSDP, NAMES[FSDP], "check", children=[*checked, *others])
+        values = self._flow.values(node.func)
+        if node.args and any(value.of in PARTIAL for value in values):
+            made = self._named(node.args[0], self._flow.values(node.args[0]))
+            if made is not None:
+                kind: Kind = "partial" if made.name == FSDP else "call"
+                call = ast.Call(node.args[0], node.args[1:], node.keywords)
+                return replace(made, node=node, kind=kind, call=call, children=arguments_of(call))
+        if any(value.kind == "class" and self._flow.is_constructor(value) for value in values):
+            return Use(node, FSDP, _SUBCLASS, "subclass", children=arguments_of(node))
+        use = None if _is_of_fsdp2(node) else self._named(node.func, values)
+        if use is not None and WRAPPER not in values:  # a partial was reported where it was made
+            return replace(use, node=node, kind="call", call=node, children=arguments_of(node))
+        if isinstance(node.func, ast.Attribute) and (use := self._method(node, node.func)) is not None:
+            return use
+        if _is_configuration(node):
+            return Use(node, "configuration", CONFIGURED, "configuration", children=[node.func, *arguments_of(node)])
+        read = read_by_getattr(node)
+        use = self._mention(node, read) if read is not None else None
+        return use and replace(use, children=[node.args[0], *node.args[2:]])
+
+    def _method(self, node: ast.Call, function: ast.Attribute) -> Use | None:
+        """A method of a wrapped model, or one whose name only FSDP1 has."""
+        name, owner = function.attr, self._flow.values(function.value)
+        if name not in MEMBERS or name == "module" or any(self._flow.defines(value, name) for value in owner):
+            return None
+        is_known = WRAPPED in owner
+        is_unique = name in UNIQUE_CALLS and not any(value.kind == "path" for value in owner)
+        if not is_known and (not is_unique or (name == "clip_grad_norm_" and not _is_clipping_by_norm(node))):
+            return None
+        receiver = None if name in STATICS else function.value
+        is_likely, children = not is_known or OTHER in owner, [function.value, *arguments_of(node)]
+        return Use(node, f"{FSDP}.{name}", MEMBERS[name], "call", "", receiver, is_likely, node, children)
 
 
-# --- Calls ------------------------------------------------------------------------------------------------------------
-
-
-def _call(node: ast.Call, scope: Scope) -> Use | None:
-    if is_check(node, scope):
-        others = [each for each in classes_of(node) if not is_constructor(value_of(each, scope))]
-        return Use(node, FSDP, NAMES[FSDP], "isinstance", children=[node.args[0], *others])
-    function = value_of(node.func, scope)
-    if is_partial(function) and node.args:
-        made = _of_value(value_of(node.args[0], scope), node.args[0])
-        if made is not None:
-            kind: Kind = "partial" if made.name == FSDP else "call"
-            return _with(made, node, kind, _arguments(node)[1:])
-    if isinstance(function, Class) and function.wraps:
-        return Use(node, FSDP, SUBCLASS, "subclass", children=_arguments(node))
-    direct = None if is_of_fsdp2(node) else _of_value(function, node.func)
-    if direct is not None and not isinstance(function, Wrapper):  # a partial was reported where it was made
-        return _with(direct, node, "call", _arguments(node))
-    return _method(node, scope) or _configuration(node) or _getattr(node, scope)
-
-
-def is_of_fsdp2(node: ast.Call) -> bool:
+def _is_of_fsdp2(node: ast.Call) -> bool:
     """Whether the call says ``fsdp_version=2``, as accelerate's plugin may."""
-    versions = [keyword.value for keyword in node.keywords if keyword.arg == "fsdp_version"]
-    return bool(versions) and isinstance(versions[0], ast.Constant) and versions[0].value == 2
-
-
-def _with(use: Use, node: ast.expr, kind: Kind, children: list[ast.expr]) -> Use:
-    return Use(node, use.name, use.row, kind, use.member, use.receiver, use.likely, children)
-
-
-def sharded_model(use: Use) -> ast.expr | None:
-    """The model that a function of FSDP1's class is given: whatever it is, the program takes it for a wrapped one."""
-    name = use.name.removeprefix(f"{FSDP}.")
-    if use.kind != "call" or name not in CLASS_CALLS or not isinstance(use.node, ast.Call):
-        return None
-    names = list(inspect.signature(getattr(FullyShardedDataParallel, name)).parameters)
-    position = next(index for index, each in enumerate(names) if each in ("model", "module"))
-    named = [keyword.value for keyword in use.node.keywords if keyword.arg == names[position]]
-    return next(iter([*use.node.args[position : position + 1], *named]), None)
-
-
-def _arguments(node: ast.Call) -> list[ast.expr]:
-    return [*node.args, *(keyword.value for keyword in node.keywords)]
-
-
-def _method(node: ast.Call, scope: Scope) -> Use | None:
-    """A method of a wrapped model, or one whose name only FSDP1 has."""
-    if not isinstance(node.func, ast.Attribute):
-        return None
-    name, receiver = node.func.attr, node.func.value
-    owner = value_of(receiver, scope)
-    known = _is_member(owner, name, scope)
-    if not known and not _can_be_unique(node, owner, scope):
-        return None
-    if name not in MEMBERS or name == "module":
-        return None
-    children = [receiver, *_arguments(node)]
-    on = None if name in CLASS_CALLS else receiver
-    return Use(node, f"{FSDP}.{name}", MEMBERS[name], "call", "", on, not known, children)
-
-
-def _is_member(owner: Value, name: str, scope: Scope) -> bool:
-    """Whether the owner is a wrapped model that does not define the name itself."""
-    own = isinstance(owner, Instance) and scope.facts.method(owner.node, name) is not None
-    return is_wrapped(owner) and not own
-
-
-def _can_be_unique(node: ast.Call, owner: Value, scope: Scope) -> bool:
-    assert isinstance(node.func, ast.Attribute)
-    name = node.func.attr
-    if name not in UNIQUE_CALLS or isinstance(owner, Path):
-        return False
-    if isinstance(owner, (Class, Instance)) and value_of(node.func, scope) != UNKNOWN:
-        return False
-    return name != "clip_grad_norm_" or _is_clipping_by_norm(node)
+    given = (each.value for each in node.keywords if each.arg == "fsdp_version")
+    return any(isinstance(each, ast.Constant) and each.value == 2 for each in given)
 
 
 def _is_clipping_by_norm(node: ast.Call) -> bool:
@@ -192,76 +255,25 @@ def _is_clipping_by_norm(node: ast.Call) -> bool:
     return is_number or (len(node.args) == 1 and not keywords - {"norm_type"})
 
 
-def _configuration(node: ast.Call) -> Use | None:
+def _is_configuration(node: ast.Call) -> bool:
     """``TrainingArguments(fsdp=...)`` and the like; also ``dict(fsdp="full_shard")`` and ``strategy="fsdp"``."""
-    configures = CONFIGURES.search(ast.unparse(node.func))
     for keyword in node.keywords:
+        if keyword.arg not in ("fsdp", "fsdp_config", "strategy"):
+            continue
+        configures = CONFIGURES.search(ast.unparse(node.func)) is not None
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
         text = value if isinstance(value, str) else ""
-        given = keyword.arg in CONFIG_KEYWORDS and value not in (None, False, "") and configures
-        if given or (keyword.arg in CONFIG_KEYWORDS and STRATEGY.match(text)):
-            return _configured(node)
-        if keyword.arg == "strategy" and configures and LIGHTNING.match(text):
-            return _configured(node)
-    return None
+        if keyword.arg != "strategy":
+            if STRATEGY.match(text) or (configures and value not in (None, False, "")):
+                return True
+        elif configures and LIGHTNING.match(text):
+            return True
+    return False
 
 
-def _configured(node: ast.Call) -> Use:
-    return Use(node, "configuration", CONFIGURED, "config", children=[node.func, *_arguments(node)])
-
-
-def _getattr(node: ast.Call, scope: Scope) -> Use | None:
-    name = literal_getattr(node, scope)
-    if name is None:
-        return None
-    read = ast.copy_location(ast.Attribute(node.args[0], name, ast.Load()), node)
-    use = _mention(read, scope)
-    children = [node.args[0], *node.args[2:]]
-    return None if use is None else _with(use, node, "mention", children)
-
-
-# --- Mentions ---------------------------------------------------------------------------------------------------------
-
-
-def _mention(node: ast.Name | ast.Attribute, scope: Scope) -> Use | None:
-    value = value_of(node, scope)
-    named = _of_value(value, node) if isinstance(value, Path) and not value.assigned else None
-    if named is not None or isinstance(value, Path) or isinstance(node, ast.Name):
-        return named
-    owner = value_of(node.value, scope)
-    known = _is_member(owner, node.attr, scope)
-    row = (MEMBERS | ATTRIBUTES).get(node.attr) if known else None
-    if node.attr in UNIQUE_ATTRIBUTES and not isinstance(owner, Path):
-        row = ATTRIBUTES[node.attr]
-    if row is None or (isinstance(owner, Instance) and value != UNKNOWN):
-        return None
-    return Use(node, f"{FSDP}.{node.attr}", row, "mention", "", node.value, not known, [node.value])
-
-
-def _of_value(value: Value, node: ast.expr) -> Use | None:
-    """The use of what an expression resolved to."""
-    if isinstance(value, Class) and value.wraps:
-        return Use(node, FSDP, NAMES[FSDP], "mention")
-    if not isinstance(value, Path) or is_module(value.dotted) or is_fsdp2(value.dotted):
-        return None
-    found = public_name(value.dotted)
-    if found is None:
-        row = private_row(value.dotted) or other_row(value.dotted)
-        return None if row is None else Use(node, value.dotted, row, "mention", likely=value.likely)
-    name, member = found
-    method = member.partition(".")[0]
-    if name == FSDP and member:
-        row = MEMBERS.get(method) or ATTRIBUTES.get(method) or UNNAMED
-        return Use(node, f"{FSDP}.{method}", row, "mention", likely=value.likely)
-    return Use(node, name, NAMES[name], "mention", member, likely=value.likely)
-
-
-UNNAMED = Row("decision", "", "no public name of FSDP1", "internals")
-
-
-def _string(node: ast.Constant) -> Use | None:
-    found = next((name for name in sorted(UNIQUE_ATTRIBUTES) if name in str(node.value)), None)
+def _string(node: ast.Constant, text: str) -> Use | None:
+    found = next((name for name in UNIQUE_ATTRIBUTES if name in text), None)
     if found is None:
         return None
-    why = "FSDP2 adds nothing to names" if found == "_fsdp_wrapped_module" else ATTRIBUTES[found].why
-    return Use(node, f"{FSDP}.{found}", Row("note", "", why, "names"), "string")
+    why = "FSDP2 adds nothing to names" if found == "_fsdp_wrapped_module" else ATTRIBUTES[found].sentence
+    return Use(node, f"{FSDP}.{found}", Row("noted", why, topic="names"), "string")

@@ -1,297 +1,254 @@
-"""What a name of the audited program may stand for, as far as it matters: FSDP1's names, and models wrapped by it."""
+"""What an expression of a program may be, as far as FSDP1 is concerned, and how it becomes known."""
 
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterable, Iterator
+import builtins
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from shardkit.fsdp1.audit.names import CONFIGURED, FSDP, FSDP2_NAMES, NAMES, OTHERS, PRIVATE, Row
+from shardkit.fsdp1.audit.names import public_name
+from shardkit.fsdp1.audit.syntax import classes_of, is_decorated, place
+from shardkit.fsdp1.instead import FSDP
 
-PACKAGE = "torch.distributed.fsdp"
-MODULES = ("wrap", "api", "fully_sharded_data_parallel", "sharded_grad_scaler")
-GUESSED = {"FSDP", FSDP, "FullStateDictConfig", "FullOptimStateDictConfig", "ShardedGradScaler"}
-
-Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda"
+Kind: TypeAlias = Literal[
+    "path", "class", "instance", "function", "method", "group", "setting", "wrapped", "wrapper", "other"
+]
 
 
-@dataclass(frozen=True)
-class Path:
-    """Something imported, by dotted path.
+LONGEST_PATH = 12  # names; a loop may ask for an attribute of an attribute without end
+
+
+class Value(NamedTuple):
+    """One thing that an expression may be.
 
     Attributes:
-        likely: only its name says that it is FSDP1's.
-        assigned: reached through a variable; what was assigned to it has been reported.
+        kind: something imported; a class, an instance, a function or a bound method of the file; a tuple, list or dict;
+            an object of one of FSDP1's other classes; a model that it wrapped; a partial of its class; or, on another
+            path through the program, something else.
+        of: the dotted path, the node of the class or function, the ``Group``, or the call that made the object.
+        likely: only the name of what is imported says that it is FSDP1's.
+        kept: it went through a variable, so it was reported where it was assigned.
     """
 
-    dotted: str
+    kind: Kind
+    of: Any = None
     likely: bool = False
-    assigned: bool = False
+    kept: bool = False
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """A model that FSDP1 may have wrapped."""
+WRAPPED, WRAPPER, OTHER = Value("wrapped"), Value("wrapper"), Value("other")
 
 
-@dataclass(frozen=True)
-class Many:
-    """A sequence or a mapping of such models."""
+class Var:
+    """All that something may be, and who waits for more of it: nobody where all is known."""
+
+    __slots__ = ("before", "readers", "values")
+
+    def __init__(self, *values: Value, is_open: bool = False) -> None:
+        self.values = dict.fromkeys(values)  # a set in order
+        self.readers: list[tuple[Any, ...]] | None = [] if is_open else None
+        self.before: Var | None = self  # what it was until a condition told
 
 
-@dataclass(frozen=True)
-class Wrapper:
-    """A function that wraps: a partial of FSDP1's class."""
+NOTHING, NONE = Var(), Var()  # of no concern; the constant None
 
 
-@dataclass(frozen=True)
-class Items:
-    """A tuple or list as written."""
+@dataclass(eq=False)
+class Group:
+    """The expressions in a tuple, list or dict, by index or key; what else is in it; whether its keys are all known."""
 
-    values: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """A dict as written: a string for each key, and the expression; None where it cannot be known."""
-
-    entries: tuple[tuple[str, ast.expr], ...] | None
-
-
-@dataclass(frozen=True)
-class Class:
-    """A class of the file, and whether FSDP1's is among its bases."""
-
-    node: ast.ClassDef
-    wraps: bool = False
-
-
-@dataclass(frozen=True)
-class Instance:
-    """An instance of a class of the file, and whether it is a wrapped model itself."""
-
-    node: ast.ClassDef
-    wraps: bool = False
-
-
-@dataclass(frozen=True)
-class Local:
-    """A function of the file, and the instance that it is bound to."""
-
-    node: Function
-    bound: bool = False
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An object of one of FSDP1's other classes, and the call that made it."""
-
-    node: ast.Call
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Anything else."""
-
-
-Value: TypeAlias = "Path | Wrapped | Many | Wrapper | Items | Mapping | Class | Instance | Local | Setting | Unknown"
-UNKNOWN = Unknown()
-WRAPPED = Wrapped()
-
-
-def join(one: Value, other: Value) -> Value:
-    """What a name is after two branches: what FSDP1 is concerned with wins, for the audit lists what may be."""
-    return min(one, other, key=_weight)
-
-
-def _weight(value: Value) -> int:
-    if isinstance(value, Path):
-        return 1 if value.dotted.startswith(PACKAGE) else 6
-    if isinstance(value, Items) and any(_weight(item) < 5 for item in value.values):
-        return 2
-    return {Wrapped: 0, Many: 2, Wrapper: 2, Mapping: 5, Class: 4, Instance: 5, Local: 5, Items: 7}.get(type(value), 9)
-
-
-def matters(value: Value) -> bool:
-    """Whether it is, or holds, a wrapped model."""
-    if isinstance(value, Items):
-        return any(matters(item) for item in value.values)
-    return isinstance(value, (Wrapped, Many, Wrapper)) or is_wrapped(value)
-
-
-def is_wrapped(value: Value) -> bool:
-    """Whether it may be a model that FSDP1 wrapped."""
-    return isinstance(value, Wrapped) or (isinstance(value, Instance) and value.wraps)
-
-
-@dataclass
-class Facts:
-    """What holds in the whole file, whatever the order: attributes, parameters and results that are wrapped models."""
-
-    known: dict[tuple[int, str], Value] = field(default_factory=dict)
-    methods: dict[int, dict[str, ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=dict)
-    # By annotation, and kept: what is found is told apart by the ids of nodes, so none of them may be freed.
-    annotations: dict[int, ast.expr | None] = field(default_factory=dict)
-    changes: int = 0
-
-    def add(self, node: ast.AST, name: str, value: Value) -> None:
-        """Take note that ``name`` of a class, or the parameter or the result (``""``) of a function, may be this."""
-        key = id(node), name
-        new = join(self.known.get(key, UNKNOWN), value)
-        if matters(new) and new != self.known.get(key):
-            self.known[key] = new
-            self.changes += 1
-
-    def method(self, node: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The method that a class body defines."""
-        if id(node) not in self.methods:
-            functions = [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            self.methods[id(node)] = {function.name: function for function in functions}
-        return self.methods[id(node)].get(name)
-
-    def get(self, node: ast.AST, name: str) -> Value:
-        """What is known; Unknown when nothing is."""
-        return self.known.get((id(node), name), UNKNOWN)
+    parts: dict[object, ast.expr]
+    rest: Var
+    is_complete: bool = True
 
 
 @dataclass
 class Scope:
-    """A module, a function, or a class body: its names, and the scope around it.
-
-    Attributes:
-        node: what it is the scope of.
-        facts: of the file, shared by all of its scopes.
-        parent: the scope around it; None for the module's.
-        names: what its names are at the statement that is read.
-        shared: its names that a ``global`` statement made the module's.
-    """
+    """A module, a function, a class body or a comprehension: its names, and places such as ``self.model`` by text."""
 
     node: ast.AST
-    facts: Facts
     parent: Scope | None = None
-    names: dict[str, Value] = field(default_factory=dict)
-    shared: set[str] = field(default_factory=set)
+    names: dict[str, Var] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)  # names that a ``global`` statement made the module's
 
-    @property
-    def root(self) -> Scope:
-        """The module's."""
-        return self if self.parent is None else self.parent.root
 
-    def __getitem__(self, name: str) -> Value:
-        scope: Scope | None = self
+class Values:
+    """What the expressions of a program may be, and its cells: what is assigned in one place and read in another."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree, self._scope = tree, Scope(tree)
+        self._vars: dict[ast.AST, Var] = {}
+        self._cells: dict[tuple[ast.AST, str], Var] = {}
+        self._attributes: dict[tuple[Var, str], Var] = {}
+        self._joins: list[tuple[Var, Sequence[Var]]] = []
+        self._waiting: deque[tuple[Value, Any]] = deque()
+
+    def values(self, node: ast.AST) -> Iterable[Value]:
+        """What an expression may be; empty where it is of no concern."""
+        return self._var(node).values
+
+    def is_constructor(self, value: Value) -> bool:
+        """Whether calling it wraps a model."""
+        if value.kind == "path":
+            return public_name(value.of) == (FSDP, "")
+        return value == WRAPPER or (value.kind == "class" and WRAPPED in self._cell(value.of, "").values)
+
+    def is_class(self, node: ast.expr) -> bool:
+        """Whether it may be FSDP1's class, or one of the file that derives from it."""
+        return any(map(self.is_constructor, self.values(node)))
+
+    def defines(self, value: Value, name: str) -> bool:
+        """Whether it is a class of the file, or an instance, that has such a method, or wrapped models there."""
+        own = self._cell(value.of, name).values if value.kind in ("class", "instance") else ()
+        return any(each.kind in ("function", "group") or WRAPPED in own for each in own)
+
+    def entries(self, node: ast.expr) -> dict[object, ast.expr] | None:
+        """The keys and expressions of a dict; None where they are not known."""
+        groups = [value.of for value in self.values(node) if value.kind == "group" and not value.kept]
+        if not groups or len(groups) < len(self._var(node).values) or not all(group.is_complete for group in groups):
+            return None
+        return {key: part for group in groups for key, part in group.parts.items()}
+
+    def checked(self, node: ast.expr) -> list[ast.expr]:
+        """The ``x`` of ``isinstance(x, FSDP)``, and of ``type(x) is FSDP`` and the like."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2:
+            is_check = node.func.id in ("isinstance", "issubclass") and any(map(self.is_class, classes_of(node)))
+            return node.args[:1] if is_check else []
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and self.is_class(node.comparators[0]):
+            left = node.left
+            if isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "type":
+                return left.args[:1]
+            return [left.value] if isinstance(left, ast.Attribute) and left.attr == "__class__" else []
+        return []
+
+    # --- Vars ---------------------------------------------------------------------------------------------------------
+
+    def _var(self, node: ast.AST) -> Var:
+        return self._vars.get(node, NOTHING)
+
+    def _add(self, var: Var, value: Value) -> None:
+        if value not in var.values:
+            var.values[value] = None
+            self._waiting.extend((value, reader) for reader in var.readers or ())
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            value, (reader, *arguments) = self._waiting.popleft()
+            reader(value, *arguments)
+
+    def _each(self, var: Var, reader: Callable[..., None], *arguments: object) -> None:
+        """Call ``reader`` with all that the var is, and with what it turns out to be later."""
+        for value in list(var.values):
+            reader(value, *arguments)
+        if var.readers is not None:
+            var.readers.append((reader, *arguments))
+
+    def _link(self, source: Var, target: Var, kinds: tuple[Kind, ...] | None = None) -> None:
+        """Pass on what ``source`` is, if it is of these kinds."""
+        self._each(source, self._pass, target, kinds)
+
+    def _pass(self, value: Value, target: Var, kinds: tuple[Kind, ...] | None) -> None:
+        if kinds is None or value.kind in kinds:
+            self._add(target, value)
+
+    def _keep(self, value: Value, target: Var, is_local: bool = False) -> None:
+        """Pass on what goes through a variable; where that is of another scope, what matters there."""
+        if value.kind != "path" or is_local or self.is_constructor(value):
+            is_kept = value.kept or value.kind == "path" or (value.kind == "group" and not is_local)
+            self._add(target, value._replace(kept=is_kept))
+
+    def _union(self, parts: Iterable[Var]) -> Var:
+        var = Var(is_open=True)
+        for part in parts:
+            self._link(part, var)
+        return var
+
+    def _joined(self, parts: Sequence[Var]) -> Var:
+        self._joins.append((self._union(parts), parts))
+        return self._joins[-1][0]
+
+    def _cell(self, owner: ast.AST, name: str) -> Var:
+        """An attribute of a class, a parameter of a function, a global of the module; ``""`` is what a call gives."""
+        if (owner, name) not in self._cells:
+            var = self._cells[owner, name] = Var(is_open=True)
+            if isinstance(owner, ast.ClassDef):
+                methods = [each for each in owner.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                var.values |= dict.fromkeys(Value("function", each) for each in methods if each.name == name)
+                for value in (value for base in owner.bases for value in self.values(base)):
+                    if value.kind == "class":
+                        self._link(self._cell(value.of, name), var, None if name else ("wrapped",))
+                    elif not name and self.is_constructor(value):
+                        self._add(var, WRAPPED)
+        return self._cells[owner, name]
+
+    def _lookup(self, name: str) -> Var:
+        scope: Scope | None = self._scope
         while scope is not None:
-            is_seen = scope is self or not isinstance(scope.node, ast.ClassDef)
-            if is_seen and name in scope.names and (scope.names[name] != UNKNOWN or scope.parent is not None):
-                return scope.names[name]
+            var = scope.names.get(name) if scope is self._scope or not isinstance(scope.node, ast.ClassDef) else None
+            if var is not None and (scope.parent is not None or var not in (NOTHING, NONE)):
+                return var
             scope = scope.parent
-        return self.facts.get(self.root.node, name)
+        return NOTHING if hasattr(builtins, name) else self._cell(self._tree, name)
 
-    def __setitem__(self, name: str, value: Value) -> None:
-        self.names[name] = value
-        if name in self.shared:
-            self.facts.add(self.root.node, name, value)
+    def _at_place(self, node: ast.expr) -> Var:
+        text, scope = place(node), self._scope
+        while text not in scope.names and scope.parent is not None:
+            scope = scope.parent
+        return scope.names.get(text, NOTHING) if text else NOTHING
 
-    def child(self, node: ast.AST, names: dict[str, Value] | None = None) -> Scope:
-        """A scope inside this one."""
-        return Scope(node, self.facts, self, names or {})
+    def _merged(self, *branches: dict[str, Var]) -> dict[str, Var]:
+        """The names after branches of which one was run. What a condition told of one ends, unless it was assigned."""
+        merged = {}
+        for name in dict.fromkeys(name for branch in branches for name in branch):
+            parts = [branch[name] for branch in branches if name in branch]
+            before = dict.fromkeys(part.before for part in parts)
+            if len(parts) == len(branches) and all(part is parts[0] for part in parts):
+                merged[name] = parts[0]
+            elif len(before) > 1:
+                merged[name] = self._joined(parts)
+            elif (var := next(iter(before))) is not None:
+                merged[name] = var
+        return merged
 
-    def merge(self, *branches: dict[str, Value]) -> None:
-        """The names after branches of which one was run."""
-        for name in sorted({name for branch in branches for name in branch}):
-            found = [branch.get(name, UNKNOWN) for branch in branches]
-            self.names[name] = functools.reduce(join, found)
+    # --- Attributes and items -----------------------------------------------------------------------------------------
 
+    def _attribute(self, base: Var, name: str) -> Var:
+        if base in (NOTHING, NONE):
+            return NOTHING
+        if (base, name) not in self._attributes:
+            var = self._attributes[base, name] = Var(is_open=True)
+            self._each(base, self._get, name, var)
+        return self._attributes[base, name]
 
-# --- Dotted paths to rows of the table --------------------------------------------------------------------------------
+    def _get(self, owner: Value, name: str, var: Var) -> None:
+        if owner.kind == "path" and owner.of.count(".") < LONGEST_PATH:
+            self._add(var, Value("path", f"{owner.of}.{name}", owner.likely))
+        elif owner.kind == "class":
+            self._link(self._cell(owner.of, name), var)
+        elif owner.kind == "instance":
+            self._each(self._cell(owner.of, name), self._get_bound, var)
 
+    def _get_bound(self, value: Value, var: Var) -> None:
+        if value.kind == "function" and is_decorated(value.of, "property"):
+            self._link(self._cell(value.of, ""), var)
+        else:
+            is_method = value.kind == "function" and not is_decorated(value.of, "staticmethod")
+            self._add(var, value._replace(kind="method") if is_method else value)
 
-def local_path(dotted: str) -> str | None:
-    """The path below ``torch.distributed.fsdp``, ``""`` for the package itself; None for what is not below it."""
-    if dotted == PACKAGE:
-        return ""
-    return dotted[len(PACKAGE) + 1 :] if dotted.startswith(PACKAGE + ".") else None
+    def _item(self, base: Var, key: object = None) -> Var:
+        """What stands at a key; by default, what may stand at any."""
+        if not base.values and base.readers is None:
+            return NOTHING
+        var = Var(is_open=True)
+        self._each(base, self._take, key, var)
+        return var
 
-
-@functools.lru_cache(4096)
-def public_name(dotted: str) -> tuple[str, str] | None:
-    """The name in ``NAMES`` that a dotted path is or goes through, and what follows it."""
-    local = local_path(dotted)
-    if local is None:
-        return None
-    parts = local.split(".")
-    if parts[0] in MODULES:
-        parts = parts[1:]
-    return (parts[0], ".".join(parts[1:])) if parts and parts[0] in NAMES else None
-
-
-@functools.lru_cache(4096)
-def is_module(dotted: str) -> bool:
-    """Whether it is the package or one of its modules, so no name of FSDP1 by itself."""
-    local = local_path(dotted)
-    return local is not None and (local == "" or local in MODULES or local.split(".")[0] == "_fully_shard")
-
-
-@functools.lru_cache(4096)
-def is_fsdp2(dotted: str) -> bool:
-    """Whether it is a name of FSDP2."""
-    local = local_path(dotted)
-    if local is None:
-        return dotted.startswith("torch.distributed._composable.fsdp")
-    return local.split(".")[0] in FSDP2_NAMES or local.split(".")[0] == "_fully_shard"
-
-
-@functools.lru_cache(4096)
-def private_row(dotted: str) -> Row | None:
-    """The row of a name of FSDP1's modules that is not public; None for public names and others' paths."""
-    local = local_path(dotted)
-    if not local or is_module(dotted) or is_fsdp2(dotted) or public_name(dotted):
-        return None
-    prefixes = list(_prefixes(local))
-    return next(PRIVATE[prefix] for prefix in [*prefixes, ""] if prefix in PRIVATE)
-
-
-@functools.lru_cache(4096)
-def other_row(dotted: str) -> Row | None:
-    """The row of what other packages offer for FSDP1."""
-    for pattern, row in OTHERS.items():
-        start, star, end = pattern.partition("*")
-        if star and dotted.startswith(start) and any(p.endswith("." + end) for p in _prefixes(dotted)):
-            return row
-        if not star and pattern in _prefixes(dotted):
-            return row
-    return None
-
-
-def _prefixes(dotted: str) -> Iterator[str]:
-    """The path and all paths that lead to it, longest first."""
-    while dotted:
-        yield dotted
-        dotted = dotted.rpartition(".")[0]
-
-
-# --- Imports ----------------------------------------------------------------------------------------------------------
-
-_NOT_TORCH = ("fairscale", "megatron", "apex", "torch_xla", "deepspeed", "paddle", "vescale", "tensorflow", "jax")
-
-
-def imported_path(node: ast.ImportFrom, name: str) -> Path:
-    """What ``from ... import name`` binds; from other packages FSDP1's most telling names are taken for FSDP1's."""
-    module = "." * node.level + (node.module or "")
-    dotted = f"{module}.{name}"
-    is_other = module.partition(".")[0] in (*_NOT_TORCH, "torch") or other_row(dotted) is not None
-    if name not in GUESSED or is_other:
-        return Path(dotted)
-    return Path(f"{PACKAGE}.{FSDP if name == 'FSDP' else name}", likely=True)
-
-
-def starred(module: str) -> Iterable[str]:
-    """FSDP1's names that ``from module import *`` binds."""
-    return NAMES if module in (PACKAGE, *(f"{PACKAGE}.{each}" for each in MODULES)) else ()
-
-
-def is_of_fsdp1(dotted: str) -> bool:
-    """Whether importing it is a use of FSDP1."""
-    row = private_row(dotted) or other_row(dotted)
-    return public_name(dotted) is not None or (row is not None and row != CONFIGURED)  # which stays, and so its import
+    def _take(self, value: Value, key: object, var: Var) -> None:
+        if value.kind == "group":
+            parts = value.of.parts
+            for node in [parts[key]] if key in parts else parts.values():
+                self._link(self._var(node), var)
+            self._link(value.of.rest, var)

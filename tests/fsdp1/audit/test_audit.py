@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.fsdp1.audit import audit
-from shardkit.fsdp1.audit.names import FATES
+from shardkit.fsdp1.audit.judge import FATES
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 MARK = re.compile(r"# audit: (.+)$")

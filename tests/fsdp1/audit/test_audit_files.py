@@ -83,7 +83,7 @@ def test_a_broken_file_without_fsdp_is_of_no_concern(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.py")
-    assert audit(tmp_path).unread[0].reason == "no regular file"
+    assert audit(tmp_path).unread[0].reason == "not a regular file"
 
 
 def notebook(*cells):
@@ -109,7 +109,7 @@ def test_notebooks_are_read_cell_by_cell(tmp_path):
 @pytest.mark.parametrize("content", ["fsdp", "[1, 'fsdp']", '{"cells": ["fsdp"]}', '{"cells": 3, "fsdp": 1}'])
 def test_what_is_no_notebook_is_said(tmp_path, content):
     (tmp_path / "n.ipynb").write_text(content)
-    assert "no notebook" in audit(tmp_path).unread[0].reason
+    assert "not a notebook" in audit(tmp_path).unread[0].reason
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

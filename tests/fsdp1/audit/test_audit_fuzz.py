@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.fsdp1.audit import audit
-from shardkit.fsdp1.audit.findings import findings_of
+from shardkit.fsdp1.audit.program import findings_of
 
 PACKAGE, CLASS = "torch.distributed.fsdp", "FullyShardedDataParallel"
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))

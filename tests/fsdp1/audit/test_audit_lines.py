@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from shardkit.fsdp1.audit import Finding
-from shardkit.fsdp1.audit.findings import findings_of
+from shardkit.fsdp1.audit.program import findings_of
 
 HEAD = """
 import functools, torch
@@ -137,7 +137,7 @@ FATES = [
     ("FSDP.state_dict_type(model, chosen)", "decision", "not written here"),
     ("FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, LocalStateDictConfig())", "impossible", "flat"),
     ("model._flat_param", "impossible", "DTensor"),
-    ("torch.distributed.fsdp._anything.name()", "impossible", "internal"),
+    ("torch.distributed.fsdp._anything.name()", "impossible", "no counterpart"),
 ]
 
 
