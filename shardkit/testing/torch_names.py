@@ -19,23 +19,14 @@ from shardkit.testing.counts import fake_world
 
 
 class Name(NamedTuple):
-    """One private name.
+    """One private name."""
 
-    Attributes:
-        path: from ``torch``, or from one of the objects in ``_OWNERS``.
-        purpose: what it is for.
-        needed_by: the public functions that stop working without it.
-        public: what serves instead where torch offers it, and since when; empty where it does not.
-        until: the first torch that no longer has it, or not yet needs it; shardkit does without from there on.
-        since: the first torch that has it; shardkit does without before.
-    """
-
-    path: str
+    path: str  # from ``torch``, or from one of the objects of ``_owners``
     purpose: str
-    needed_by: str
-    public: str = ""
-    until: tuple[int, int] = (99, 0)
-    since: tuple[int, int] = (2, 11)
+    needed_by: str  # the public functions that stop working without it
+    public: str = ""  # what serves instead where torch offers it, and since when
+    until: tuple[int, int] = (99, 0)  # the first torch without it, or that needs it no more
+    since: tuple[int, int] = (2, 11)  # the first torch that has it
 
     def expected(self, version: tuple[int, int]) -> bool:
         """Whether that torch has it, as far as shardkit knows."""
