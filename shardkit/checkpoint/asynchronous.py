@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,12 @@ class SaveHandle:
     Wait for it before ``destroy_process_group()``.
     """
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future  # until what it has to say was said
 
     def done(self) -> bool:
         """Whether the checkpoint is complete, or the save has failed. Local."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._future is None or self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is complete, on all ranks. Local.
@@ -51,34 +50,20 @@ class SaveHandle:
 
     def finish(self, timeout: float | None = None, *, keep_group: bool = False) -> None:
         """As :meth:`wait`; may leave the group of the background to the next save."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(
-                    message("save_checkpoint", f"not done after {timeout} s", "It goes on", "Wait again")
-                )
-            if not keep_group and _pending in (self, None):
-                release_groups()
-        error, self._error = self._error, None
+        if self._future is None:
+            return
+        if wait([self._future], timeout).not_done:
+            raise TimeoutError(message("save_checkpoint", f"not done after {timeout} s", "It goes on", "Wait again"))
+        if not keep_group and _pending in (self, None):
+            release_groups()
+        future, self._future = self._future, None
+        future.result()
+
+    def report_unseen(self) -> None:
+        """Log the error that nobody was told."""
+        error = None if self._future is None else self._future.exception()
         if error is not None:
-            raise error
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Run ``write`` in a thread that the interpreter's exit waits for."""
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # raised where somebody waits
-                self._error = error
-
-        # Not a daemon: a checkpoint of the last step must not be lost because the script ends.
-        self._thread = threading.Thread(target=run, name="shardkit-save", daemon=False)
-        self._thread.start()
-
-    def unseen_error(self) -> BaseException | None:
-        """What nobody was told."""
-        return self._error
+            logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
 
 
 _pending: SaveHandle | None = None
@@ -99,16 +84,17 @@ def finish_pending(*, keep_group: bool = False) -> None:
 def start_pending(write: Callable[[], None]) -> SaveHandle:
     """Start a save that the next one will wait for."""
     global _pending
-    _pending = SaveHandle()
-    _pending.start(write)
+    # The interpreter's exit waits for its thread: the last step's checkpoint must not be lost because the script ends.
+    executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
+    _pending = SaveHandle(executor.submit(write))
+    executor.shutdown(wait=False)
     return _pending
 
 
 @atexit.register
 def _report_unseen() -> None:
-    error = _pending.unseen_error() if _pending is not None else None
-    if error is not None:
-        logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
+    if _pending is not None:
+        _pending.report_unseen()
 
 
 # Where the ranks of a background save meet. Collectives of two threads on one group would be matched with each other.

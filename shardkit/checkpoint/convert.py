@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardkit._torch import tree_map
-from shardkit.checkpoint import dcp, directory, manifest, random_state
+from shardkit.checkpoint import dcp, directory, random_state
 from shardkit.checkpoint.format import lay_out
 from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
@@ -22,11 +22,11 @@ from shardkit.checkpoint.own import OwnDirectory
 from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
+from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, entries_of
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.checkpoint.transfer import Meter
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts, written_files
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
 
@@ -111,23 +111,13 @@ def _plan(contents: Contents) -> tuple[Content, Names]:
     model = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
     others, other_tensors = encode({name: v for name, v in contents.model.items() if name not in model}, "model")
     optimizer = None if contents.optimizer is None else by_name(contents.optimizer, _parameters(contents))
-    stand_ins: dict[int, Stored] = {}
-
-    def stand_in(value: Any) -> Any:
-        """An empty tensor for each stored one, which can be encoded."""
-        if not isinstance(value, Stored):
-            return value
-        made = torch.empty(0)
-        stand_ins[id(made)] = value
-        return made
-
-    encoded, tensors = encode(tree_map(stand_in, optimizer), "")
+    encoded, tensors = encode(optimizer, "")
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
     states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
     plain = {"model": others, "optimizer": encoded, **rest, "random": states, "ties": contents.ties}
     about: Any = {"trainable_only": contents.trainable_only, "config": contents.config}
     content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, **about)
-    names = {"model": model, "optimizer": {name: stand_ins[id(tensor)] for name, tensor in tensors.items()}}
+    names: Names = {"model": model, "optimizer": tensors}
     return content, {section: found for section, found in names.items() if found or section == "model"}
 
 
@@ -163,11 +153,7 @@ def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Stor
     progress.close()
     for name in layout.names:
         directory.flush_file(temporary / name)
-    entries = {name: manifest.entry_of(temporary / name) for name in layout.names[len(layout.files) :]}
-    for file in layout.files:
-        of_file = {name: sums.get(name, 0) for name in file.header.tensors}
-        entries[file.name] = manifest.entry_of(temporary / file.name, file.header.bytes, of_file)
-    return entries
+    return entries_of(temporary, written_files(layout), sums)
 
 
 # ---- to what takes all tensors at once: mapped from files, they are no memory of this process --------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint.source import Stored
 from shardkit.errors import CheckpointError, message
 
 TAG = "$"
@@ -38,12 +39,13 @@ _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "co
 _CONTAINERS = {tag: kind for kind, tag in (_SEQUENCES | _MAPPINGS).items()}
 
 
-def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[str, Any]]:
     """``value`` as what ``json.dumps`` takes, and its tensors by their paths in it. Local, pure.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, torch.dtype, torch.device, plain tensors, and list, tuple,
-            torch.Size, set, dict, OrderedDict, Counter and defaultdict (as a dict) of these.
+            torch.Size, set, dict, OrderedDict, Counter and defaultdict (as a dict) of these. A :class:`Stored` counts
+            as a tensor.
         where: what the value is called in errors and in tensors' names; may be empty.
         sharded: take DTensors too.
 
@@ -79,7 +81,7 @@ def dumps(value: Any) -> bytes:
 
 class _Encoder:
     def __init__(self, sharded: bool) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
         self.problems: list[str] = []
         self._sharded = sharded
 
@@ -93,7 +95,7 @@ class _Encoder:
         if kind in _ATOMS:
             tag, to_json, _ = _ATOMS[kind]
             return {TAG: [tag, to_json(value)]}
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Stored)):
             return self._tensor(value, path)
         if id(value) in outer or len(outer) > DEEPEST:
             return self._refuse(path, "it contains itself" if id(value) in outer else f"{DEEPEST} levels deep")
@@ -112,8 +114,9 @@ class _Encoder:
         values = [self.encode(each, _join(path, key), outer) for key, each in value.items()]
         return {TAG: [_MAPPINGS.get(kind, "dict"), [list(pair) for pair in zip(keys, values, strict=True)]]}
 
-    def _tensor(self, value: Tensor, path: str) -> Any:
-        if (isinstance(value, DTensor) and not self._sharded) or value.layout != torch.strided or value.is_meta:
+    def _tensor(self, value: Any, path: str) -> Any:
+        is_unfit = isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta)
+        if is_unfit or (isinstance(value, DTensor) and not self._sharded):
             return self._refuse(path, f"a tensor that is sharded, sparse or on meta ({type(value).__name__})")
         name, number = path, 1
         while name in self.tensors:  # keys 1 and "1" of one dict

@@ -263,10 +263,7 @@ def _read_header(file: Path) -> Header:
 
 
 def _checked_size(file: Path, most: int | None) -> int:
-    try:
-        found = os.stat(file)
-    except OSError as error:
-        raise _refused(file, error.strerror or str(error)) from None
+    found = os.stat(file)
     if not stat.S_ISREG(found.st_mode):
         raise _refused(file, "it is not a regular file")
     if most is not None and found.st_size > most:
@@ -275,11 +272,8 @@ def _checked_size(file: Path, most: int | None) -> int:
 
 
 def _read(file: Path, start: int, count: int) -> bytes:
-    try:
-        with opened(file, os.O_RDONLY) as descriptor:
-            return raw_bytes(descriptor, start, count)
-    except OSError as error:
-        raise _refused(file, error.strerror or str(error)) from None
+    with opened(file, os.O_RDONLY) as descriptor:
+        return raw_bytes(descriptor, start, count)
 
 
 def _refused(file: Path, problem: str) -> CheckpointError:

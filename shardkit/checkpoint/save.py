@@ -25,7 +25,7 @@ from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
 from shardkit.checkpoint.owners import owned
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.write import described, write_shards
+from shardkit.checkpoint.write import WrittenFile, described, write_shards
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
@@ -319,10 +319,15 @@ def write_section(temporary: Path, name: str, tensors: dict[str, Tensor], groups
     written = write_shards(temporary, tensors, groups, name, flush=True, progress=progress, sums=sums)
     progress.close()
     with together(groups, CheckpointError):
-        return {
-            file.name: manifest.entry_of(temporary / file.name, file.head, {name: sums[name] for name in file.tensors})
-            for file in written
-        }
+        return entries_of(temporary, written, sums)
+
+
+def entries_of(place: Path, written: Iterable[WrittenFile], sums: Mapping[str, int]) -> dict[str, FileEntry]:
+    """What the manifest says of safetensors files, given the checksums of their tensors. Local."""
+    return {
+        file.name: manifest.entry_of(place / file.name, file.head, {name: sums.get(name, 0) for name in file.tensors})
+        for file in written
+    }
 
 
 def _write_safetensors(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:

@@ -117,7 +117,7 @@ def write_shards(
     found = check_written(once, [(name, box) for name, (_, box) in mine.items()], own or {}, groups)
     if sums is not None:
         sums.update(found)
-    return _written(layout)
+    return written_files(layout)
 
 
 def _described(tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, str]:
@@ -192,7 +192,8 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _written(layout: Layout) -> list[WrittenFile]:
+def written_files(layout: Layout) -> list[WrittenFile]:
+    """The files of a layout, the index last."""
     files = [
         WrittenFile(file.name, file.header.file_bytes, file.header.bytes, tuple(file.header.tensors))
         for file in layout.files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import random
@@ -236,7 +237,7 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
-    shardkit.checkpoint.asynchronous._pending._thread.join(60)
+    concurrent.futures.wait([shardkit.checkpoint.asynchronous._pending._future], 60)
     shardkit.checkpoint.asynchronous._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint: NotADirectoryError: .*Not a directory"):
