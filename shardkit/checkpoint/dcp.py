@@ -68,18 +68,18 @@ class DcpDirectory:
     def __init__(self, directory: Path, listed: Collection[str] | None = None, *, allow_pickle: bool = False) -> None:
         self._directory = directory
         found = read_metadata(directory, listed, allow_pickle)
-        self._places = {key: tensor.pieces for key, tensor in found.tensors.items()}
+        self._places = found.places
         tree: dict[Any, Any] = {}
         for key, path in found.paths.items():
             at = tree
             for step in path[:-1]:
                 at = at.setdefault(step, {})
-            at[path[-1]] = found.tensors[key].stored if key in found.tensors else self._plain(key, found, allow_pickle)
+            at[path[-1]] = found.tensors[key] if key in found.tensors else self._plain(key, allow_pickle)
         self.contents: Contents = contents_of(tree, str(directory))
 
-    def _plain(self, key: str, found: Metadata, allow_pickle: bool) -> Any:
+    def _plain(self, key: str, allow_pickle: bool) -> Any:
         try:
-            return self._load(found.objects[key], weights_only=not allow_pickle)
+            return self._load(self._places[key][0][1], weights_only=not allow_pickle)
         except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
             return Unreadable(key, str(error).strip().splitlines()[0])
 
@@ -172,25 +172,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Chunked:
-    """A tensor, and where its pieces lie."""
-
-    stored: Stored
-    pieces: list[tuple[Box, Place]]
-
-
-@dataclass(frozen=True)
 class Metadata:
     """What a DCP directory says that it holds, by key.
 
     Attributes:
-        tensors: with their pieces.
-        objects: everything else.
-        paths: of both in the nested dicts that were saved.
+        tensors: what they are.
+        places: the pieces of tensors, each with its box; everything else is one piece.
+        paths: in the nested dicts that were saved.
     """
 
-    tensors: dict[str, Chunked]
-    objects: dict[str, Place]
+    tensors: dict[str, Stored]
+    places: dict[str, list[tuple[Box, Place]]]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -257,11 +249,11 @@ def _checked(found: Any, directory: Path, listed: Collection[str] | None) -> Met
         result.paths[key] = _path(key, paths.get(key, (key,)))
         if not hasattr(value, "chunks"):
             _check((key, None) in places, f"{key} is stored nowhere")
-            result.objects[key] = places[key, None]
+            result.places[key] = [((), places[key, None])]
             continue
         left -= len(value.chunks)
         _check(left >= 0, "it has more chunks than are stored")
-        result.tensors[key] = _tensor(key, value, places)
+        result.tensors[key], result.places[key] = _tensor(key, value, places)
     dicts = {path[:end] for path in result.paths.values() for end in range(1, len(path))}
     _check(dicts.isdisjoint(result.paths.values()), "one path is of a dict and of a value")
     return result
@@ -283,7 +275,9 @@ def _places(
         yield (index.fqn, None if start is None else _size(start)), Place(name, *at, tuple(transforms))
 
 
-def _tensor(key: str, found: Any, places: dict[tuple[str, torch.Size | None], Place]) -> Chunked:
+def _tensor(
+    key: str, found: Any, places: dict[tuple[str, torch.Size | None], Place]
+) -> tuple[Stored, list[tuple[Box, Place]]]:
     shape, dtype = _size(found.size), found.properties.dtype
     _check(isinstance(dtype, torch.dtype), f"{key} has no dtype")
     pieces: dict[Box, Place] = {}
@@ -295,7 +289,7 @@ def _tensor(key: str, found: Any, places: dict[tuple[str, torch.Size | None], Pl
         pieces[tuple(zip(start, size, strict=True))] = place
     complete = fingerprint(pieces, shape) == fingerprint([whole(shape)], shape)
     _check(complete, f"the chunks of {key} do not fill it, each element once")
-    return Chunked(Stored(dtype, shape, key), list(pieces.items()))
+    return Stored(dtype, shape, key), list(pieces.items())
 
 
 def _path(key: str, path: Any) -> tuple[str | int, ...]:

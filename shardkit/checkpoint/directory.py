@@ -50,7 +50,7 @@ def lock_of(path: Path, token: str) -> Path:
 
 
 @contextmanager
-def drafted(path: Path, groups: Groups) -> Iterator[tuple[Path, str]]:
+def temporary_directory(path: Path, groups: Groups) -> Iterator[tuple[Path, str]]:
     """Make a temporary directory beside ``path``, which goes if any rank fails. Collective over ``groups``.
 
     Yields:

@@ -78,7 +78,7 @@ def save_pretrained(
     said = {name: described(tensor) for name, tensor in sources.items()}
     files = {"files": layout.names, "dtype": str(dtype)}
     is_first = agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
-    with directory.drafted(place, groups) as (temporary, token):
+    with directory.temporary_directory(place, groups) as (temporary, token):
         _write(temporary, layout, export.tensors, sources, groups, is_first)
         with together(groups, CheckpointError):
             if is_first:

@@ -65,25 +65,25 @@ def skeleton(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     Attributes are shared with the model, except for parameters, buffers and hooks. Ties stay.
     """
     modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    bones = {id(module): _bare(module) for module in modules.values()}
+    bare = {id(module): _bare_module(module) for module in modules.values()}
     for name, module in modules.items():
         if name:
             parent, _, own = name.rpartition(".")
-            bones[id(modules[parent])]._modules[own] = bones[id(module)]
+            bare[id(modules[parent])]._modules[own] = bare[id(module)]
     empty = {id(tensor): _empty(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
         parent, _, own = name.rpartition(".")
-        home = bones[id(modules[parent])]
+        home = bare[id(modules[parent])]
         registry: dict[str, Any] = home._parameters if isinstance(tensor, nn.Parameter) else home._buffers
         registry[own] = empty[id(tensor)]
     for name, buffer in ((clean_name(name), buffer) for name, buffer in model.named_buffers()):
         if name not in tensors:
             parent, _, own = name.rpartition(".")
-            bones[id(modules[parent])].register_buffer(own, _empty(buffer), persistent=False)
-    return bones[id(modules[""])]
+            bare[id(modules[parent])].register_buffer(own, _empty(buffer), persistent=False)
+    return bare[id(modules[""])]
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _bare_module(module: nn.Module) -> nn.Module:
     cls = _plain_class(module)
     made = cls.__new__(cls)
     nn.Module.__init__(made)
@@ -150,22 +150,22 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor], found: Mapping[st
     directories = {at.file.parent for at in found.values()}
     if not is_pretrained(model) or any((each / manifest.NAME).is_file() for each in directories):
         return None
-    bones: Any = skeleton(model, tensors)
-    mapping = _transformers("conversion_mapping").get_model_conversion_mapping(bones)
+    bare: Any = skeleton(model, tensors)
+    mapping = _transformers("conversion_mapping").get_model_conversion_mapping(bare)
     options = _transformers("modeling_utils").LoadStateDictConfig(weight_mapping=mapping)
     sources = {name: Moved.of(at, at.entry.dtype, at.entry.shape) for name, at in found.items()}
     with _no_progress():
-        info, _ = _transformers("core_model_loading").convert_and_load_state_dict_in_model(bones, sources, options)
+        info, _ = _transformers("core_model_loading").convert_and_load_state_dict_in_model(bare, sources, options)
     if info.conversion_errors:
         rule = "transformers' conversions must fit what the files have; nothing was changed"
         problem = "; ".join(f"{name}: {text.splitlines()[-1]}" for name, text in info.conversion_errors.items())
-        raise CheckpointError(message("transformers", problem, rule, "Fetch the files anew, or pass key_map="))
-    getattr(bones, "_adjust_missing_and_unexpected_keys")(info)  # noqa: B009
-    state = bones.state_dict(keep_vars=True)
+        raise CheckpointError(message("transformers", problem, rule, "Fetch the files again, or pass key_map="))
+    getattr(bare, "_adjust_missing_and_unexpected_keys")(info)  # noqa: B009
+    state = bare.state_dict(keep_vars=True)
     fit = {name: tensor for name, tensor in state.items() if isinstance(tensor, Moved)}
     others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(info.unexpected_keys)}
     others |= {name: Spec(tensors[name].dtype, shape) for name, shape, _ in sorted(info.mismatched_keys)}
-    return Converted(fit, others, getattr(bones, USED, None))
+    return Converted(fit, others, getattr(bare, USED, None))
 
 
 @contextmanager
@@ -191,24 +191,24 @@ class Export:
     Attributes:
         name: what its files are called by.
         tensors: by the hub's names; their sources are the model's names.
-        bones: of the model.
+        bare: of the model.
     """
 
     name: str
     tensors: dict[str, Moved]
-    bones: Any
+    bare: Any
 
     def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
         """Write the JSON files that tell how to build the model. Local."""
         if self.name == "adapter_model":
-            _write_adapter_config(self.bones, place)
+            _write_adapter_config(self.bare, place)
             return
-        config = described_config(self.bones, dtype or self.bones.dtype)
+        config = described_config(self.bare, dtype or self.bare.dtype)
         config.save_pretrained(place)
-        if self.bones.can_generate():
-            self.bones.generation_config.save_pretrained(place)
-        if self.bones.is_remote_code():
-            _transformers("dynamic_module_utils").custom_object_save(self.bones, place, config=config)
+        if self.bare.can_generate():
+            self.bare.generation_config.save_pretrained(place)
+        if self.bare.is_remote_code():
+            _transformers("dynamic_module_utils").custom_object_save(self.bare, place, config=config)
 
 
 def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
@@ -217,42 +217,42 @@ def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
     Raises:
         CheckpointError: it is another model, is quantised, or has several adapters.
     """
-    bones: Any = unwrapped(skeleton(model, tensors))
-    first = {id(tensor): name for name, tensor in reversed(_kept_first(tensors, bones))}
+    bare: Any = unwrapped(skeleton(model, tensors))
+    first = {id(tensor): name for name, tensor in reversed(_kept_first(tensors, bare))}
     sources = {n: Moved.of(n, t.dtype, t.shape) for n, t in tensors.items() if first[id(t)] == n}
     if is_adapted(model):
-        return Export("adapter_model", _adapter(bones, sources), bones)
-    if not is_pretrained(model) or getattr(bones, "_hf_peft_config_loaded", False):
+        return Export("adapter_model", _adapter(bare, sources), bare)
+    if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
         rule = "It is a model of transformers 5, or of peft"
-        raise CheckpointError(message("model", f"a {type(bones).__name__}", rule, "Use save_checkpoint"))
-    if getattr(bones, "hf_quantizer", None) is not None:
+        raise CheckpointError(message("model", f"a {type(bare).__name__}", rule, "Use save_checkpoint"))
+    if getattr(bare, "hf_quantizer", None) is not None:
         rule = "Only transformers knows the layout of its quantised weights"
         raise CheckpointError(message("model", "quantised by transformers", rule, "Save what trains, with peft"))
-    for name in getattr(bones, "_keys_to_ignore_on_save", None) or ():
+    for name in getattr(bare, "_keys_to_ignore_on_save", None) or ():
         sources.pop(name, None)
-    reverted = _transformers("core_model_loading").revert_weight_conversion(bones, sources)
-    return Export("model", reverted, bones)
+    reverted = _transformers("core_model_loading").revert_weight_conversion(bare, sources)
+    return Export("model", reverted, bare)
 
 
-def _kept_first(tensors: Mapping[str, Tensor], bones: Any) -> list[tuple[str, Tensor]]:
+def _kept_first(tensors: Mapping[str, Tensor], bare: Any) -> list[tuple[str, Tensor]]:
     """Of tied names, those first that transformers ties the others to."""
-    tied = getattr(bones, "all_tied_weights_keys", None) or {}
+    tied = getattr(bare, "all_tied_weights_keys", None) or {}
     return sorted(tensors.items(), key=lambda item: item[0] in tied)
 
 
-def _adapter(bones: Any, sources: dict[str, Moved]) -> dict[str, Moved]:
-    if len(bones.peft_config) != 1:
+def _adapter(bare: Any, sources: dict[str, Moved]) -> dict[str, Moved]:
+    if len(bare.peft_config) != 1:
         rule = "The adapter files in a directory are one adapter's"
         raise CheckpointError(
-            message("model", f"has the adapters {', '.join(bones.peft_config)}", rule, "Delete all but one, and save")
+            message("model", f"has the adapters {', '.join(bare.peft_config)}", rule, "Delete all but one, and save")
         )
-    found = sys.modules["peft"].get_peft_model_state_dict(bones, sources, next(iter(bones.peft_config)))
+    found = sys.modules["peft"].get_peft_model_state_dict(bare, sources, next(iter(bare.peft_config)))
     return dict(found)
 
 
-def _write_adapter_config(bones: Any, place: Path) -> None:
-    config = copy.copy(next(iter(bones.peft_config.values())))
-    base = bones.get_base_model()
+def _write_adapter_config(bare: Any, place: Path) -> None:
+    config = copy.copy(next(iter(bare.peft_config.values())))
+    base = bare.get_base_model()
     config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
     config.inference_mode = True
     auto = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}

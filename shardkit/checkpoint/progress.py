@@ -20,7 +20,7 @@ class Progress:
         self._visible = sys.stderr.isatty() and (not dist.is_initialized() or dist.get_rank() == 0)
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes of so many are done."""
+        """Show that this many bytes of the total are done."""
         now = time.monotonic()
         if self._visible and (now - self._shown >= INTERVAL or done >= total):
             self._shown, self._begun = now, True

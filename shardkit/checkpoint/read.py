@@ -224,7 +224,7 @@ def _by_index(index: Path) -> dict[str, Located]:
     headers = {name: _read_header(file) for name, file in files.items()}
     if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name].tensors]:
         problem, rule = f"it names {listing(lost)}, not there", "Each tensor is in the file that the index says"
-        raise CheckpointError(message(str(index), problem, rule, "Fetch index and files anew"))
+        raise CheckpointError(message(str(index), problem, rule, "Fetch index and files again"))
     return {key: Located(files[name], headers[name].tensors[key]) for key, name in places.items()}
 
 
@@ -277,4 +277,4 @@ def _read(file: Path, start: int, count: int) -> bytes:
 
 
 def _refused(file: Path, problem: str) -> CheckpointError:
-    return CheckpointError(message(str(file), problem, _RULE, "Check the path, or fetch the file anew"))
+    return CheckpointError(message(str(file), problem, _RULE, "Check the path, or fetch the file again"))

@@ -288,7 +288,7 @@ def commit_checkpoint(
 ) -> None:
     """Write everything into a temporary directory, and rename it into its place. Collective over ``groups``."""
     is_first, world_size = (dist.get_rank(groups[0]) == 0, dist.get_world_size(groups[0])) if groups else (True, 1)
-    with directory.drafted(path, groups) as (temporary, token):
+    with directory.temporary_directory(path, groups) as (temporary, token):
         files = (writer or _WRITERS[format])(temporary, content, groups)
         with together(groups, CheckpointError):
             if is_first:

@@ -106,7 +106,7 @@ def write_shards(
     """As :func:`write_tensors`; puts the checksums of the tensors into ``sums``."""
     with together(groups, CheckpointError):
         layout = checked_layout(tensors, name, max_shard_size, metadata or {}, dtype)
-    once = _once(tensors)
+    once = _by_first_name(tensors)
     is_first = agree({"tensors": _described(once, layout)}, groups, "write_tensors")
     mine, own = owned(once, groups), None if sums is None else dict[str, int]()
     with together(groups, CheckpointError):
@@ -132,7 +132,7 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
 
 
-def _once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_first_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under its first name. By identity: by memory one could not tell, where this rank's shard is empty."""
     first = {id(tensors[name]): name for name in reversed(list(tensors))}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
@@ -152,7 +152,7 @@ def checked_layout(
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
         raise CheckpointError(message("dtype", f"is {dtype}", f"It is one of {floats}", "Leave it out"))
-    once = _once(tensors)
+    once = _by_first_name(tensors)
     specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in once.items()}
     if unfit := [f"{name} ({reason})" for name in once for reason in _unfit(name, once[name], specs[name])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
@@ -251,7 +251,7 @@ def write_parts(
         jobs[file].append((name, part, entry))
     total = sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for _, (part, _), entry in job)
     meter, staging = Meter(progress, total), Staging()
-    for target in _turned([file for file, job in jobs.items() if job]):
+    for target in _rotated_by_rank([file for file, job in jobs.items() if job]):
         with opened(directory / target, os.O_WRONLY) as descriptor:
             for name, part, entry in jobs[target]:
                 for values, box in _as_stored(part, entry, staging):
@@ -262,7 +262,7 @@ def write_parts(
                 os.fsync(descriptor)
 
 
-def _turned(files: list[str]) -> list[str]:
+def _rotated_by_rank(files: list[str]) -> list[str]:
     """The files from another one on for each rank: ext4 and XFS lock a file for each write, so ranks would wait."""
     first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
     return files[first:] + files[:first]
