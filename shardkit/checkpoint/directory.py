@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -49,18 +50,24 @@ def lock_of(path: Path, token: str) -> Path:
 # ---- written by all ranks ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def temporary_directory(path: Path, groups: Groups) -> Iterator[tuple[Path, str]]:
-    """Make a temporary directory beside ``path``, which goes if any rank fails. Collective over ``groups``.
+class Draft(NamedTuple):
+    """A directory that is being written, for the first rank to :func:`commit` with its token."""
 
-    Yields:
-        the directory, for all ranks to fill, and its token, for the first rank to :func:`commit` it with.
+    directory: Path
+    token: str
+    is_first: bool
+
+
+@contextmanager
+def temporary_directory(path: Path, groups: Groups) -> Iterator[Draft]:
+    """Make a directory beside ``path`` for all ranks to fill, which goes if any fails. Collective over ``groups``.
 
     Raises:
         CheckpointError: on every rank, with the reason of each that failed.
     """
-    is_first, token = not groups or dist.get_rank(groups[0]) == 0, new_token()
+    is_first, token = False, new_token()
     try:
+        is_first = not groups or dist.get_rank(groups[0]) == 0
         token = all_gather_bytes(token.encode(), groups[0])[0].decode() if groups else token
         temporary, lock = sibling_path(path, "tmp", token), lock_of(path, token)
         with ExitStack() as held:
@@ -73,7 +80,7 @@ def temporary_directory(path: Path, groups: Groups) -> Iterator[tuple[Path, str]
             with together(groups, CheckpointError):
                 if not is_first:
                     held.enter_context(locked(lock))
-            yield temporary, token
+            yield Draft(temporary, token, is_first)
     except BaseException as error:
         if is_first:
             _discard(path, token)

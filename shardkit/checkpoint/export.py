@@ -77,17 +77,17 @@ def save_pretrained(
         layout = lay_out(specs, export.name, max_shard_size, {"format": "pt"})
     said = {name: described(tensor) for name, tensor in sources.items()}
     files = {"files": layout.names, "dtype": str(dtype)}
-    is_first = agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
-    with directory.temporary_directory(place, groups) as (temporary, token):
-        _write(temporary, layout, export.tensors, sources, groups, is_first)
+    agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
+    with directory.temporary_directory(place, groups) as draft:
+        _write(draft, layout, export.tensors, sources, groups)
         with together(groups, CheckpointError):
-            if is_first:
-                export.write_configs(temporary, dtype)
-                for each in temporary.rglob("*"):
+            if draft.is_first:
+                export.write_configs(draft.directory, dtype)
+                for each in draft.directory.rglob("*"):
                     if each.is_file():
                         directory.flush_file(each)
-                directory.carry_over(place, temporary, lambda name: _OURS.fullmatch(name) is not None)
-                directory.commit(place, token, replace=True)
+                directory.carry_over(place, draft.directory, lambda name: _OURS.fullmatch(name) is not None)
+                directory.commit(place, draft.token, replace=True)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
@@ -103,15 +103,14 @@ def _check_place(place: Path, overwrite: bool) -> None:
 
 
 def _write(
-    place: Path,
+    draft: directory.Draft,
     layout: Layout,
     tensors: Mapping[str, Moved],
     sources: Mapping[str, Tensor],
     groups: Groups,
-    is_first: bool,
 ) -> None:
     """Write all files, each rank what its own pieces of the sources become. Collective."""
-    mine = owned(sources, groups)
+    (place, _, is_first), mine = draft, owned(sources, groups)
     with together(groups, CheckpointError):
         if is_first:
             make_files(place, layout, flush=True)

@@ -196,7 +196,8 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
             return _by_index(file)
         return {name: Located(file, entry) for name, entry in _read_header(file).tensors.items()}
     except (OSError, RuntimeError, ValueError) as error:  # what may not be listed, links in a circle, a NUL in a name
-        raise _refused(start, f"it cannot be read ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) and error.filename == str(start) else None
+        raise _refused(start, reason or f"it cannot be read ({error})") from None
 
 
 def _choice(directory: Path) -> str:

@@ -287,12 +287,12 @@ def commit_checkpoint(
     writer: Writer | None = None,
 ) -> None:
     """Write everything into a temporary directory, and rename it into its place. Collective over ``groups``."""
-    is_first, world_size = (dist.get_rank(groups[0]) == 0, dist.get_world_size(groups[0])) if groups else (True, 1)
-    with directory.temporary_directory(path, groups) as (temporary, token):
+    with directory.temporary_directory(path, groups) as (temporary, token, is_first):
         files = (writer or _WRITERS[format])(temporary, content, groups)
         with together(groups, CheckpointError):
             if is_first:
                 files |= _write_rest(path, temporary, content)
+                world_size = dist.get_world_size(groups[0]) if groups else 1
                 about = (format, world_size, content.meshes, content.layout, files)
                 found = Manifest(*about, trainable_only=content.trainable_only)
                 directory.write_file(temporary / manifest.NAME, found.to_bytes())

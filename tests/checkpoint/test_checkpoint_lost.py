@@ -331,3 +331,21 @@ def test_collectives_of_training_and_of_the_save_do_not_mix(tmp_path):
     handles[-1].wait()
     dist.barrier()
     assert all(value_of_sharded(tmp_path / f"step-{step}") == 1.0 for step in range(5))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_save_whose_group_is_gone_is_a_checkpoint_error(tmp_path):
+    """As where destroy_process_group() did not wait for it."""
+    original = shardkit.checkpoint.save.commit_checkpoint
+
+    def late(*content, **options):
+        shardkit.checkpoint.asynchronous.release_groups()
+        original(*content, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardkit.checkpoint.save, "commit_checkpoint", late)
+        handle = save_checkpoint(tmp_path / "a", sharded(1.0), async_=True)
+        with pytest.raises(CheckpointError, match=r"before destroy_process_group\(\)"):
+            handle.wait()
+    dist.barrier()
+    assert listing(tmp_path) == []

@@ -52,7 +52,7 @@ def test_a_directory_is_looked_through_in_order(tmp_path):
 
 
 def test_what_is_not_there(tmp_path):
-    assert "No such file or directory: " in refusal(tmp_path / "nowhere")
+    assert "nowhere: No such file or directory. shardkit reads a safetensors file" in refusal(tmp_path / "nowhere")
     assert "it has no safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert "it has pickles, pytorch_model.bin, and no safetensors" in refusal(tmp_path)
