@@ -7,6 +7,7 @@ name, without zeros.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -84,10 +85,12 @@ def parameters(trees: Trees, shapes: Shapes | None, where: str) -> list[dict[Any
             units[max(around, key=len)].append(name)
     runs: dict[str, Runs] = {}
     for unit, names in units.items():
-        by_name = any(name in tree for name in names for tree in trees)  # use_orig_params=True
-        found = _named(trees, names) if by_name else _cut(trees, unit, [(name, shapes[name]) for name in names])
+        if any(name in tree for name in names for tree in trees):  # use_orig_params=True
+            found = {name: [tree[name].detach() for tree in trees if name in tree] for name in names}
+        else:
+            found = _cut(trees, unit, [(name, shapes[name]) for name in names])
         for name in names:
-            runs[name] = _checked(found[name], shapes[name], f"{where}: {name}")
+            runs[name] = _checked(found.get(name, []), shapes[name], f"{where}: {name}")
     return [{key: value for key, value in tree.items() if not _is_flat(key)} | runs for tree in trees]
 
 
@@ -122,34 +125,24 @@ def _is_flat(key: object) -> bool:
     return str(key).rpartition(".")[2] == FLAT
 
 
-def _named(trees: Trees, names: list[str]) -> dict[str, list[Tensor]]:
-    return {name: [tree[name].detach() for tree in trees if name in tree] for name in names}
-
-
 def _cut(trees: Trees, unit: str, sizes: list[tuple[str, torch.Size]]) -> dict[str, list[Tensor]]:
-    """The runs of each parameter in a unit's flat one. Views."""
-    found: dict[str, list[Tensor]] = {}
-    shards = [part.detach() for tree in trees for part in _shards(tree[unit + FLAT])]
+    """The runs of each parameter in a unit's flat one, as views; nothing where sizes do not fit."""
+    flat = [tree[unit + FLAT] for tree in trees]
+    pieces = [[part for part, _ in each.pieces] if isinstance(each, ShardedPieces) else [each] for each in flat]
+    shards = [part.detach() for each in pieces for part in each]
     padding = sum(shard.numel() for shard in shards) - sum(size.numel() for _, size in sizes)
-    start = 0
-    for name, size in sizes if 0 <= padding < max(len(trees), 2) else []:
-        found[name] = _between(shards, start, start + size.numel())
-        start += size.numel()
-    return {name: found.get(name, []) for name, _ in sizes}
-
-
-def _between(shards: list[Tensor], start: int, stop: int) -> list[Tensor]:
-    parts, first = [], 0
-    for shard in shards:
-        low, high = max(start - first, 0), min(stop - first, shard.numel())
-        if low < high:
-            parts.append(shard[low:high])
-        first += shard.numel()
-    return parts
-
-
-def _shards(value: Any) -> list[Tensor]:
-    return [part for part, _ in value.pieces] if isinstance(value, ShardedPieces) else [value]
+    if not 0 <= padding < max(len(trees), 2):
+        return {}
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in sizes}
+    ends = itertools.accumulate(size.numel() for _, size in sizes)
+    for (name, size), stop in zip(sizes, ends, strict=True):
+        first = 0
+        for shard in shards:
+            low, high = max(stop - size.numel() - first, 0), min(stop - first, shard.numel())
+            if low < high:
+                found[name].append(shard[low:high])
+            first += shard.numel()
+    return found
 
 
 def _checked(parts: list[Tensor], shape: torch.Size, what: str) -> Runs:
