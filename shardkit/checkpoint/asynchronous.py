@@ -28,8 +28,15 @@ class SaveHandle:
     Wait for it before ``destroy_process_group()``.
     """
 
-    def __init__(self, future: Future[None] | None = None) -> None:
-        self._future = future  # until what it has to say was said
+    def __init__(self) -> None:
+        self._future: Future[None] | None = None  # until its error was raised
+
+    def start(self, write: Callable[[], None]) -> SaveHandle:
+        """Run ``write`` in a thread. The interpreter's exit waits for it: the last checkpoint must not be lost."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
+        self._future = executor.submit(write)
+        executor.shutdown(wait=False)
+        return self
 
     def done(self) -> bool:
         """Whether the checkpoint is complete, or the save has failed. Local."""
@@ -84,10 +91,7 @@ def finish_pending(*, keep_group: bool = False) -> None:
 def start_pending(write: Callable[[], None]) -> SaveHandle:
     """Start a save that the next one will wait for."""
     global _pending
-    # The interpreter's exit waits for its thread: the last step's checkpoint must not be lost because the script ends.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
-    _pending = SaveHandle(executor.submit(write))
-    executor.shutdown(wait=False)
+    _pending = SaveHandle().start(write)
     return _pending
 
 
