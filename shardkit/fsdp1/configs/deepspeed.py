@@ -207,8 +207,11 @@ def hybrid_mesh(section: Reader, key: str, shard: int, world: int | None, fix: s
         rule = "It shards over this many ranks and replicates over the others"
         section.problem(key, odd if world else unknown, rule, "Use a divisor" if world else fix)
         return None
+    if shard == world:
+        section.note(key, "mapped: One axis of all ranks.")
+        return MeshSpec.sharded(world)
     section.note(key, f"mapped: A mesh of ({world // shard}, {shard}): replicates, and shards over {shard} ranks.")
-    return MeshSpec.sharded(world) if shard == world else MeshSpec.hybrid(world // shard, shard)
+    return MeshSpec.hybrid(world // shard, shard)
 
 
 def _reshard(section: Reader, stage: int, world: int | None) -> bool | int:
