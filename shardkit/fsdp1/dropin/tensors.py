@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import own_parameters
 from shardkit._fsdp.fsdp1 import first_after_accumulation, rebind
@@ -149,8 +149,10 @@ def show_shard(param: Tensor) -> None:
 
 def mark(value: Any, kind: type[Sharded]) -> Any:
     """A DTensor with a sharded dimension, or a sum of one, as one of that kind, in place; other things as they are."""
-    kinds = Shard if kind is ShardGrad else (Shard, Partial)
-    if type(value) is DTensor and any(isinstance(each, kinds) for each in value.placements):
+    if type(value) is not DTensor:
+        return value
+    is_sum = kind is Sharded and (not value.ndim or any(each.is_partial() for each in value.placements))
+    if is_sum or any(isinstance(each, Shard) for each in value.placements):
         value.__class__ = kind
     return value
 
