@@ -25,10 +25,9 @@ from matplotlib.figure import Figure
 from benchmarks.models import SHAPES, Llama, llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, plan_model
 from shardkit.memory import plan_for_budget
-from shardkit.memory.text import aligned
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
-from shardkit.plan.table import nbytes
+from shardkit.plan.table import aligned, nbytes
 from shardkit.testing import fake_world
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -24,11 +24,10 @@ from shardkit.memory.estimate import (
     resharded,
 )
 from shardkit.memory.speed import HARDWARE, Hardware, StepTime, step_time
-from shardkit.memory.text import aligned
 from shardkit.memory.timeline import OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, mixed, trace
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import nbytes
+from shardkit.plan.table import aligned, nbytes
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.text import aligned
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.plan.table import nbytes
+from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.tree import ModelTree
 

@@ -16,9 +16,8 @@ from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.memory.budget import parse_bytes
 from shardkit.memory.moments import BACKWARD
-from shardkit.memory.text import aligned
 from shardkit.memory.timeline import CATEGORIES, STEP, Point, Predicted
-from shardkit.plan.table import nbytes
+from shardkit.plan.table import aligned, nbytes
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")
 

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 
 from shardkit.memory.moments import BACKWARD, FORWARD
-from shardkit.memory.text import aligned
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, trace
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import nbytes
+from shardkit.plan.table import aligned, nbytes
 
 
 @dataclass(frozen=True)
