@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Run it and return its exit code."""
-    gc.freeze()  # torch's objects are no garbage; to look at them again and again took a third of the time
     found = audit(*options.paths, exclude=options.exclude, progress=_progress if sys.stderr.isatty() else None)
     print(as_json(found) if options.json else found)
     return 0 if found.is_settled else 1

@@ -35,6 +35,8 @@ class Flow(Values, ast.NodeVisitor):
             if any(not part.values and part is not NONE for part in parts):
                 self._add(var, OTHER)
         self._pass_on()
+        for var in self._opened:
+            var.readers = None  # all is known, and no circle of references keeps the tree
 
     # --- Names --------------------------------------------------------------------------------------------------------
 
@@ -51,7 +53,7 @@ class Flow(Values, ast.NodeVisitor):
 
     def _bind_name(self, name: str, var: Var) -> None:
         if any(value.kind == "path" for value in var.values):
-            source, var = var, Var(is_open=True)
+            source, var = var, self._open()
             self._each(source, self._keep, var, True)
         self._scope.names[name] = var
         if name in self._scope.shared:
@@ -73,7 +75,7 @@ class Flow(Values, ast.NodeVisitor):
             if not isinstance(each, ast.Compare) or isinstance(each.ops[0], (ast.Is, ast.Eq)):
                 for text in map(place, self.checked(each)):
                     var = Var(WRAPPED)
-                    var.before, names[text] = names.get(text), var
+                    var.before, names[text] = (names.get(text),), var
         return names
 
     # --- Statements ---------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class Flow(Values, ast.NodeVisitor):
 
     def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> Var:
         self.generic_visit(node)
-        return Var(Value("group", Group(dict(enumerate(node.elts)), Var(is_open=True))))
+        return Var(Value("group", Group(dict(enumerate(node.elts)), self._open())))
 
     visit_List = visit_Set = visit_Tuple
 
@@ -281,7 +283,7 @@ class Flow(Values, ast.NodeVisitor):
         return self._dict(zip(node.keys, node.values, strict=True))
 
     def _dict(self, items: Iterable[tuple[ast.expr | None, ast.expr]]) -> Var:
-        group = Group({}, Var(is_open=True))
+        group = Group({}, self._open())
         for key, value in items:
             if isinstance(key, ast.Constant):
                 group.parts[key.value] = value
@@ -328,7 +330,7 @@ class Flow(Values, ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> Var:
         self.generic_visit(node)
-        var, function = Var(is_open=True), self._var(node.func)
+        var, function = self._open(), self._var(node.func)
         self._each(function, self._call, node, var)
         if isinstance(node.func, ast.Attribute):
             self._call_method(node, node.func, var)

@@ -50,7 +50,7 @@ class Var:
     def __init__(self, *values: Value, is_open: bool = False) -> None:
         self.values = dict.fromkeys(values)  # a set in order
         self.readers: list[tuple[Any, ...]] | None = [] if is_open else None
-        self.before: Var | None = self  # what it was until a condition told
+        self.before: tuple[Var | None] | None = None  # what it was, in a tuple, where a condition told what it is
 
 
 NOTHING, NONE = Var(), Var()  # of no concern; the constant None
@@ -80,6 +80,7 @@ class Values:
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree, self._scope = tree, Scope(tree)
+        self._opened: list[Var] = []
         self._vars: dict[ast.AST, Var] = {}
         self._cells: dict[tuple[ast.AST, str], Var] = {}
         self._attributes: dict[tuple[Var, str], Var] = {}
@@ -129,6 +130,10 @@ class Values:
     def _var(self, node: ast.AST) -> Var:
         return self._vars.get(node, NOTHING)
 
+    def _open(self) -> Var:
+        self._opened.append(Var(is_open=True))
+        return self._opened[-1]
+
     def _add(self, var: Var, value: Value) -> None:
         if value not in var.values:
             var.values[value] = None
@@ -161,7 +166,7 @@ class Values:
             self._add(target, value._replace(kept=is_kept))
 
     def _union(self, parts: Iterable[Var]) -> Var:
-        var = Var(is_open=True)
+        var = self._open()
         for part in parts:
             self._link(part, var)
         return var
@@ -173,7 +178,7 @@ class Values:
     def _cell(self, owner: ast.AST, name: str) -> Var:
         """An attribute of a class, a parameter of a function, a global of the module; ``""`` is what a call gives."""
         if (owner, name) not in self._cells:
-            var = self._cells[owner, name] = Var(is_open=True)
+            var = self._cells[owner, name] = self._open()
             if isinstance(owner, ast.ClassDef):
                 methods = [each for each in owner.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
                 var.values |= dict.fromkeys(Value("function", each) for each in methods if each.name == name)
@@ -204,7 +209,7 @@ class Values:
         merged = {}
         for name in dict.fromkeys(name for branch in branches for name in branch):
             parts = [branch[name] for branch in branches if name in branch]
-            before = dict.fromkeys(part.before for part in parts)
+            before = dict.fromkeys(part.before[0] if part.before else part for part in parts)
             if len(parts) == len(branches) and all(part is parts[0] for part in parts):
                 merged[name] = parts[0]
             elif len(before) > 1:
@@ -219,7 +224,7 @@ class Values:
         if base in (NOTHING, NONE):
             return NOTHING
         if (base, name) not in self._attributes:
-            var = self._attributes[base, name] = Var(is_open=True)
+            var = self._attributes[base, name] = self._open()
             self._each(base, self._get, name, var)
         return self._attributes[base, name]
 
@@ -242,7 +247,7 @@ class Values:
         """What stands at a key; by default, what may stand at any."""
         if not base.values and base.readers is None:
             return NOTHING
-        var = Var(is_open=True)
+        var = self._open()
         self._each(base, self._take, key, var)
         return var
 

@@ -185,6 +185,16 @@ SEEN = [
     ("o = Adam(net.parameters())\nnet = FSDP(net)", [("optimizer", "decision"), ("FSDP", "exact")]),
     ("net = FSDP(net)\no = Adam(net.parameters())", [("FSDP", "exact")]),
     ("o = Adam(other.parameters())\nnet = FSDP(net)", [("FSDP", "exact")]),
+    ("x = y.module if isinstance(y, FSDP) else y", [("FSDP", "exact"), ("module", "exact")]),
+    (
+        "def f(cls, m):\n    return cls(m)\nf(FSDP, net).no_sync()",
+        [("FSDP", "exact"), ("FSDP", "exact"), ("no_sync", "exact")],
+    ),
+    (
+        "class T:\n    def save(self):\n        self.m.no_sync()\n    def setup(self):\n        self.m = model",
+        [("no_sync", "exact")],
+    ),
+    ("strategy = ShardingStrategy.NO_SHARD if a else ShardingStrategy.FULL_SHARD", [("ShardingStrategy", "exact")] * 2),
 ]
 
 
@@ -192,6 +202,20 @@ SEEN = [
 def test_names_are_followed_as_python_would(code, expected):
     found = [(finding.name.replace("FullyShardedDataParallel", "FSDP"), finding.fate) for finding in findings(code)]
     assert [(name.removeprefix("FSDP."), fate) for name, fate in found] == expected
+
+
+JOINS = [
+    ("m = net\nif a:\n    m = model\nm.no_sync()", True),
+    ("m = net\nif a:\n    m = model\nelse:\n    m = FSDP(net)\nm.no_sync()", False),
+    ("m = None\nif a:\n    m = model\nm.no_sync()", False),
+    ("for i in x:\n    m = model if i else other\n    m.no_sync()", True),
+    ("if not isinstance(m, FSDP):\n    m = FSDP(m)\nm.no_sync()", False),
+]
+
+
+@pytest.mark.parametrize(("code", "likely"), JOINS, ids=[code for code, _ in JOINS])
+def test_what_is_wrapped_on_some_paths_only_is_likely(code, likely):
+    assert [finding.likely for finding in findings(code) if finding.code == "m.no_sync()"] == [likely]
 
 
 def test_lines_and_columns_count_characters_from_one():
