@@ -77,6 +77,7 @@ LINES = [
     ("FSDP.shard_full_optim_state_dict(s, model, optim=o)", 'load_full_optimizer_state_dict(model, o, s, src="all")'),
     ("FSDP.scatter_full_optim_state_dict(s, model)", "load_full_optimizer_state_dict(model, ..., s)"),
     ("FSDP.sharded_optim_state_dict(model, o)", "sharded_optimizer_state_dict(model, o)"),
+    ("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(enabled=x)", "GradScaler(enabled=x)"),  # shardkit's
     ("ShardingStrategy._HYBRID_SHARD_ZERO2", '"_HYBRID_SHARD_ZERO2"'),
 ]
 
@@ -185,10 +186,10 @@ SEEN = [
     ("o = Adam(net.parameters())\nnet = FSDP(net)", [("optimizer", "decision"), ("FSDP", "exact")]),
     ("net = FSDP(net)\no = Adam(net.parameters())", [("FSDP", "exact")]),
     ("o = Adam(other.parameters())\nnet = FSDP(net)", [("FSDP", "exact")]),
-    ("x = y.module if isinstance(y, FSDP) else y", [("FSDP", "exact"), ("module", "exact")]),
+    ("x = y.module if isinstance(y, FSDP) else y", [("module", "exact"), ("FSDP", "exact")]),
     (
         "def f(cls, m):\n    return cls(m)\nf(FSDP, net).no_sync()",
-        [("FSDP", "exact"), ("FSDP", "exact"), ("no_sync", "exact")],
+        [("FSDP", "exact"), ("no_sync", "exact")],
     ),
     (
         "class T:\n    def save(self):\n        self.m.no_sync()\n    def setup(self):\n        self.m = model",
