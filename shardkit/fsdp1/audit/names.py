@@ -14,8 +14,10 @@ from shardkit.fsdp1.instead import FSDP, MEMBERS, NAMES, Row
 
 PACKAGE = "torch.distributed.fsdp"
 MODULES = ("wrap", "api", "fully_sharded_data_parallel", "sharded_grad_scaler")
-FSDP2_NAMES = {"fully_shard", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"} | {
-    *("UnshardHandle", "register_fsdp_forward_method", "DataParallelMeshDims", "share_comm_ctx", "_fully_shard")
+FSDP2_NAMES = {
+    *("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "UnshardHandle"),
+    *("register_fsdp_forward_method", "DataParallelMeshDims", "share_comm_ctx", "_fully_shard"),
+    "GradientReductionHandle",  # since torch 2.15
 }
 
 STATICS = {name for name in MEMBERS if isinstance(vars(FullyShardedDataParallel).get(name), staticmethod)}
