@@ -81,7 +81,8 @@ if not TYPE_CHECKING:  # else type checkers would take every misspelt name for a
         if name in _MODULES:
             globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
             return globals()[name]
-        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        is_public = name.isidentifier() and not name.startswith("_")
+        if is_public and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -36,6 +36,7 @@ class Held(NamedTuple):
 Place = tuple[str, Any, "Put | None"]
 
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
+_CONTAINERS = (dict, OrderedDict, list, deque, tuple, set, frozenset)
 _HOOKS = (OrderedDict, set)  # as nn.Module keeps hooks: mostly empty
 _LEAVES = {bool, int, float, complex, str, bytes, type(None), type, type(Ellipsis), range, slice}
 _LEAVES |= {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator}
@@ -167,6 +168,9 @@ def _globals(kind: type) -> Iterator[Place]:
 def _inside(name: str, value: Any, put: Put | None) -> Iterator[Place]:
     """What one object holds, read past methods of its class, which may import, compute or refuse."""
     kind = type(value)
+    if issubclass(kind, _CONTAINERS) and kind not in _CONTAINERS:  # a subclass may have attributes besides
+        own = list((_own_dict(value) or {}).items())
+        yield from ((f"{name}.{key}", item, _attribute(value, key)) for key, item in own)
     if issubclass(kind, dict):
         for key, item in list(dict.items(value)):
             plain = isinstance(key, (str, int))
@@ -284,7 +288,7 @@ def _saved(value: Any, deep: bool) -> Iterator[_Saved]:
     if issubclass(kind, Tensor) and not deep:
         return
     own = _own_dict(value)
-    if own:
+    if own is not None:  # an empty one too: a cache may get its first value as an attribute
         yield _restore_dict, own, list(own.items())
     if issubclass(kind, nn.Module):
         yield _restore_kind, value, kind

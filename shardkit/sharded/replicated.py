@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
-from shardkit._torch import named_sharded_parameters
+from shardkit._torch import named_sharded_parameters, version_of
 from shardkit.errors import listing, message
 from shardkit.shards import device_of
 
@@ -100,6 +100,7 @@ class _Whole:
     reduced: Tensor | None = None  # what was set aside
     watched: nn.Parameter | None = None
     before: tuple[Tensor, Tensor] | None = None
+    version: int = 0  # of ``.grad``, when a backward last added to it
 
     @property
     def param(self) -> nn.Parameter:
@@ -111,20 +112,23 @@ class _Whole:
             self.watched, self.own, self.reduced = self.param, True, None
             self.watched.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
             self.watched.register_post_accumulate_grad_hook(self._after_accumulation)  # type: ignore[no-untyped-call]
-            _unreduced.add(self)  # the backward that is ending came before the hooks
 
     def _before_accumulation(self, incoming: Tensor) -> None:
         grad = self.param.grad  # autograd.grad() comes here too, so nothing may change yet
         self.before = None if self.own or grad is None else (grad.clone(), incoming)
-        if self.own and grad is None:  # dropped between micro-batches
+        if self.own and (grad is None or self._is_zeroed(grad)):  # dropped between micro-batches
             self.reduced = None
+
+    def _is_zeroed(self, grad: Tensor) -> bool:
+        """Whether ``zero_grad(set_to_none=False)`` came after the backward that set a reduced gradient aside."""
+        return self.reduced is not None and version_of(grad) != self.version and not grad.any()
 
     def _after_accumulation(self, param: Tensor) -> None:
         if self.before is not None:
             self.reduced, incoming = self.before
             param.grad = incoming.detach().clone()
-        self.own, self.before = True, None
-        _unreduced.add(self)
+        assert param.grad is not None
+        self.own, self.before, self.version = True, None, version_of(param.grad)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """What is reduced already, and what is to be reduced."""
@@ -142,7 +146,7 @@ class _Whole:
         self.param.grad = new if reduced is None else reduced + new
 
 
-_unreduced: WeakSet[_Whole] = WeakSet()  # a backward added to their gradients, and no reduction has followed
+_unreduced: WeakSet[_Whole] = WeakSet()  # a backward of their model ended without reducing their gradients
 
 
 @dataclass(eq=False)
@@ -164,6 +168,7 @@ class _Reduction:
         for each in trained:
             each.watch()
         due = [each for each in trained if each.unit.reduce_grads and each.unit.all_reduce_grads]
+        _unreduced.update(each for each in trained if each.own and each not in due)
         if not due:
             return
         parts = _parts(due, device_of(self.mesh))

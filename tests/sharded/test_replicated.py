@@ -343,3 +343,29 @@ def test_memory_counts_them_whole() -> None:
     plan = plan_model(net(), mesh=MeshSpec.sharded(4))
     ignoring = plan_model(net(), mesh=MeshSpec.sharded(4), ignored_params=plan.replicated)
     assert str(estimate(plan, world_size=4)) == str(estimate(ignoring, world_size=4))
+
+
+@distributed(world_size=2)
+def test_a_loss_of_a_scalar_alone_and_gradients_that_were_zeroed_in_place():
+    model, rank = shard_model(Net()), dist.get_rank()
+    optimizer = torch.optim.SGD([model.scale], lr=0.1)
+    loss_of(model, rank).backward()
+    reduced = model.scale.grad.clone()
+    (model.scale * (rank + 1)).backward()  # as a temperature's: no unit is reached, so the program reduces it itself
+    optimizer.step()
+
+    model.zero_grad()
+    for last in (True, False, True):
+        with accumulate(model, last=last):
+            loss_of(model, rank).backward()
+        if not last:
+            model.zero_grad(set_to_none=False)
+    model.zero_grad()
+    loss_of(model, rank).backward()
+    once = model.scale.grad.clone()
+    with accumulate(model, last=False):
+        loss_of(model, rank).backward()
+    model.zero_grad(set_to_none=False)
+    loss_of(model, rank).backward()
+    assert torch.equal(model.scale.grad, once)
+    assert reduced.isfinite()
