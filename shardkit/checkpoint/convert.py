@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardkit._torch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
-from shardkit.checkpoint.format import lay_out
+from shardkit.checkpoint.format import Spec, lay_out
 from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.manifest import FileEntry
@@ -31,7 +31,7 @@ from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
 
 KINDS = ("safetensors", "dcp", "full")
-Names: TypeAlias = dict[str, dict[str, Stored]]  # what goes into which group of files, by its name there
+Names: TypeAlias = dict[str, dict[str, Any]]  # what goes into which group of files, by its name there
 
 
 def convert_checkpoint(
@@ -138,18 +138,19 @@ def _parameters(contents: Contents) -> list[str]:
     return names
 
 
-def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Stored]) -> dict[str, FileEntry]:
-    """One group of safetensors files, from a source, with one tensor in memory at a time."""
-    layout = lay_out(tensors, section, MAX_SHARD_SIZE, {"format": "pt"})
+def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Any]) -> dict[str, FileEntry]:
+    """One group of safetensors files, with one tensor in memory at a time; options may be tensors already."""
+    specs = {name: each if isinstance(each, Stored) else Spec(each.dtype, each.shape) for name, each in tensors.items()}
+    layout = lay_out(specs, section, MAX_SHARD_SIZE, {"format": "pt"})
     make_files(temporary, layout, flush=False)
     progress, sums = Progress(f"convert {section}"), dict[str, int]()
-    meter = Meter(progress, sum(stored.bytes for stored in tensors.values()))
-    room = torch.empty(max((stored.bytes for stored in tensors.values()), default=0), dtype=torch.uint8)
-    for name, stored in tensors.items():
-        full = room[: stored.bytes].view(stored.dtype).view(stored.shape)
-        source.read([(stored.key, full)])
-        write_parts(temporary, layout, [(name, (full, whole(stored.shape)))], sums=sums)
-        meter.add(stored.bytes)
+    meter = Meter(progress, sum(spec.bytes for spec in specs.values()))
+    room = torch.empty(max((spec.bytes for spec in specs.values()), default=0), dtype=torch.uint8)
+    for name, spec in specs.items():
+        full = room[: spec.bytes].view(spec.dtype).view(spec.shape)
+        source.read([(spec.key, full)]) if isinstance(spec, Stored) else full.copy_(tensors[name].detach())
+        write_parts(temporary, layout, [(name, (full, whole(spec.shape)))], sums=sums)
+        meter.add(spec.bytes)
     progress.close()
     for name in layout.names:
         directory.flush_file(temporary / name)

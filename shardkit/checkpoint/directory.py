@@ -245,10 +245,10 @@ def clear_stale(parent: Path) -> None:
                 continue
             if match["kind"] == "old" and not place.exists():
                 os.rename(sibling, place)
+            elif sibling == lock or (match["kind"] == "gone" and sibling.is_symlink()):
+                sibling.unlink()
             elif match["kind"] == "gone":
                 _delete_written(sibling, place)
-            elif sibling == lock:
-                lock.unlink()
             else:
                 shutil.rmtree(sibling, ignore_errors=True)
 
@@ -291,8 +291,8 @@ def rotate(path: Path, keep: int) -> list[Path]:
 
     Named alike are siblings whose names differ in their numbers only, so that ``best`` survives the rotation of
     ``step-100``. ``path`` itself, which is complete, is never deleted, nor one that is being loaded: loading holds its
-    lock. Damaged ones are neither counted nor deleted. Of a checkpoint go the files that its save wrote: with others in
-    it, the directory stays, with these.
+    lock. Damaged ones are neither counted nor deleted, and links are only counted. Of a checkpoint go the files that
+    its save wrote: with others in it, the directory stays, with these.
     """
     family = [each for each in _whole_checkpoints(path.parent) if _family(each.name) == _family(path.name)]
     surplus = [each for each in family[: len(family) - keep] if each != path]
@@ -305,6 +305,8 @@ def _family(name: str) -> str:
 
 def _delete(path: Path) -> bool:
     """Delete a checkpoint unless somebody holds its lock: at once under its own name, then file by file."""
+    if path.is_symlink():  # what it leads to is not ours
+        return False
     with _if_unused(path / manifest.NAME) as unused:
         if not unused:
             return False
@@ -313,15 +315,22 @@ def _delete(path: Path) -> bool:
             os.rename(path, gone)
         except OSError:  # somebody else rotates too, or it is not ours to delete: the save itself has succeeded
             return False
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, CheckpointError):
         _delete_written(gone, path)
     return True
 
 
 def _delete_written(gone: Path, place: Path) -> None:
-    """Delete what the manifest in ``gone`` lists, itself last; what then is left, others put there, and goes back."""
-    for name in sorted(manifest.written_files(gone), key=lambda name: name == manifest.NAME):
-        _unlink(gone / name)
+    """Delete what the manifest in ``gone`` lists, itself last; what then is left, others put there, and goes back.
+
+    Where something of ours cannot be deleted, it stays as it is, with its manifest, for :func:`clear_stale`.
+    """
+    ours = manifest.written_files(gone)
+    for names in (ours - {manifest.NAME}, ours & {manifest.NAME}):
+        for name in names:
+            _unlink(gone / name)
+        if any(os.path.lexists(gone / name) for name in names):
+            return
     try:
         gone.rmdir()
     except OSError:

@@ -41,7 +41,17 @@ from shardkit.state.optimizer import (
 )
 from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
 from shardkit.state.place import check_memory
-from shardkit.state.plan import KeyMap, Request, among_floats, check_ties, exactly, plan_load, raise_listed, rename
+from shardkit.state.plan import (
+    KeyMap,
+    Request,
+    among_floats,
+    check_key_map,
+    check_ties,
+    exactly,
+    plan_load,
+    raise_listed,
+    rename,
+)
 
 logger = logging.getLogger("shardkit")
 
@@ -115,13 +125,13 @@ def load_checkpoint(
         with together(groups, CheckpointError):
             contents = source.contents
             _check_present(contents, optimizer, scheduler, request.where)
-            targets, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
+            targets, others, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
             load = None if optimizer is None else plan_optimizer(model, optimizer, contents.optimizer or {}, request)
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError):
             check()
-            _carry_out(source, model, targets, load, scheduler)
+            _carry_out(source, model, targets, others, load, scheduler)
             flat.write_back()
             if random:
                 random_state.resume(contents.random, rank, world_size)
@@ -218,32 +228,47 @@ def _asked(contents: Contents, state: ModelState, request: Request, rank: int) -
 
 def _model_targets(
     source: Source, state: ModelState, request: Request
-) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
-    """Which tensors of the model to fill from what, and a check that reads values. Local; changes nothing."""
+) -> tuple[list[tuple[str, Tensor]], dict[str, Any], Callable[[], None]]:
+    """Which tensors of the model to fill from what, its other values, and a check that reads. Changes nothing."""
     found = source.contents.model
     if not found:  # a file of an optimizer alone
-        return [], lambda: None
-    offered = {name: value for name, value in found.items() if isinstance(value, Stored) or name in state.others}
-    plan = plan_load(state.tensors | state.others, offered, request)
+        return [], {}, lambda: None
+    check_key_map(request.key_map, request.error)
+    names = _renamed(found, state, request)
+    offered = {name: value for name, value in found.items() if isinstance(value, Stored) or names[name] in state.others}
+    plan = plan_load(state.tensors | state.others, offered, replace(request, key_map=names.get))
 
     def are_equal(name: str, *names: str) -> bool:
         keys = [found[each].key for each in names]
         return holds_same(state.tensors[name], lambda rooms: source.read(zip(keys, rooms, strict=True)))
 
     targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
-    return targets, partial(check_ties, plan, are_equal, request)
+    others = {n: found[key] for n, key in plan.copies.items() if not isinstance(found[key], Stored)}
+    return targets, others, partial(check_ties, plan, are_equal, request)
+
+
+def _renamed(found: Mapping[str, object], state: ModelState, request: Request) -> dict[str, str | None]:
+    """What ``key_map`` makes of each name. Extra state that it maps to nothing in the model keeps its own name."""
+    names = {name: rename(name, request.key_map) for name in found}
+    taken = set(names.values())
+    lost = [n for n, new in names.items() if not isinstance(found[n], Stored) and new not in state.others]
+    return names | {name: name for name in lost if name not in taken}
 
 
 @torch.no_grad()
 def _carry_out(
-    source: Source, model: nn.Module, targets: list[tuple[str, Tensor]], optimizer: OptimizerLoad | None, scheduler: Any
+    source: Source,
+    model: nn.Module,
+    targets: list[tuple[str, Tensor]],
+    others: dict[str, Any],
+    optimizer: OptimizerLoad | None,
+    scheduler: Any,
 ) -> None:
     """Change everything. Local."""
     progress = Progress("load")
     # The optimizer's first: DCP files show what is quantised only as it is read, and here nothing is changed yet.
     source.read([*(optimizer.targets if optimizer is not None else []), *targets], progress)
     progress.close()
-    others = {name: value for name, value in source.contents.model.items() if not isinstance(value, Stored)}
     if others:
         model.load_state_dict(others, strict=False)
     if optimizer is not None:

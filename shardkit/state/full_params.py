@@ -110,7 +110,7 @@ def full_params_from(
     except Exception as caught:
         problem = caught
     if writeback:
-        problem = problem or _lost(names, found)
+        problem = problem or _lost(names, found, grads)
         if not want.everywhere:
             _raise_own(problem, groups)
         elif problem is not None:
@@ -192,9 +192,15 @@ def _raise_own(problem: Exception | None, groups: Groups) -> None:
         raise problem from None
 
 
-def _lost(names: Mapping[nn.Parameter, str], found: Mapping[nn.Parameter, Tensor | None]) -> ShardkitError | None:
+def _lost(
+    names: Mapping[nn.Parameter, str],
+    found: Mapping[nn.Parameter, Tensor | None],
+    grads: Mapping[nn.Parameter, Tensor],
+) -> ShardkitError | None:
     shapes = {param: tuple(getattr(value, "shape", ())) for param, value in found.items()}
     lost = [f"{names[param]} {shape}" for param, shape in shapes.items() if shape != tuple(param.shape)]
+    of_grads = {p: getattr(getattr(found[p], "grad", None), "shape", None) for p in grads if p in found}
+    lost += [f"grad of {names[param]}" for param, shape in of_grads.items() if shape != param.shape]
     rule = "What is written back has the shape of the sharded parameter"
     text = message(listing(lost), "has another shape, or is gone", rule, "Resize before sharding")
     return ShardkitError(text) if lost else None

@@ -103,7 +103,7 @@ def plan_load(
         ShardkitError: of the request's class, listing every name that is missing, unexpected, mapped to twice, or of
             another shape or dtype.
     """
-    _check_key_map(request.key_map, request.error)
+    check_key_map(request.key_map, request.error)
     renamed = [(rename(name, request.key_map), name) for name in offered]
     sources = {new: name for new, name in reversed(renamed) if new is not None}
     copies: dict[str, str] = {}
@@ -192,7 +192,8 @@ def rename(name: str, key_map: KeyMap | None) -> str | None:
     return name
 
 
-def _check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
+def check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
+    """Raise unless it is one."""
     if key_map is None or callable(key_map):
         return
     try:

@@ -216,6 +216,16 @@ def test_refused_in_a_forward_and_with_another_shape():
         raise AssertionError("not reached")
 
 
+@distributed(world_size=2, backend="gloo")
+def test_gradients_that_are_gone_on_rank_0_raise_on_both():
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
+    model(torch.ones(2, 4)).sum().backward()
+    options = {"writeback": True, "rank0_only": True, "with_grads": True}
+    with pytest.raises(ShardkitError, match="grad of weight"), full_params(model, **options):
+        (model if dist.get_rank() == 0 else nn.Identity()).zero_grad()
+    assert model.weight.grad is not None
+
+
 # named_full_tensors.
 
 
