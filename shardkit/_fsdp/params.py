@@ -195,7 +195,8 @@ def _reduce(unit: FSDPUnit, tell: Told, original: Callable[[], None], *_: object
 
 def _queue(state: Any, begin: Told, end: Told) -> None:
     if not state._state_ctx.post_backward_final_callback_queued:
-        units = [unit for each in state._state_ctx.all_states for unit in units_of(each)]
+        # Once each: before torch 2.13 the modules of one call, fully_shard([a, b]), list their state once for each.
+        units = list(dict.fromkeys(unit for each in state._state_ctx.all_states for unit in units_of(each)))
         begin(units)
         type(state)._register_root_post_backward_final_callback(state)
         torch.autograd.Variable._execution_engine.queue_callback(partial(end, units))
