@@ -1,20 +1,13 @@
-"""Floating-point operations of single calls, by the formulas that torch registers."""
+"""Floating-point operations of single calls, by the formulas that torch registers, and two that it lacked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
-
-# Steps are traced on fake CPU tensors, and before 2.15 torch has no formulas for the CPU's fused attention. The GPU's
-# take the same arguments.
-_attention = torch.ops.aten._scaled_dot_product_flash_attention
-_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-_SAME: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
@@ -23,5 +16,23 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
     torch's public FlopCounterMode runs as a mode of its own and follows modules; one number per call is all we need.
     """
     packet = getattr(op, "overloadpacket", None)
-    formula = flop_registry.get(_SAME.get(packet, packet))
+    if packet in _ATTENTION_ON_CPU:
+        return _ATTENTION_ON_CPU[packet](*args)
+    formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+# Steps are traced on fake CPU tensors, whose fused attention torch counts since 2.15 only. Its formulas for GPUs refuse
+# grouped heads in torch 2.11. Two matrix products in forward, five in backward.
+_ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

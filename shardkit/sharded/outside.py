@@ -114,7 +114,8 @@ def _read_on(code: CodeType, line: int, variables: dict[str, Any]) -> Iterator[D
     """
     value: Any = None
     for at, instruction in _with_lines(code):
-        name = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+        given = instruction.argval
+        name = (given or (None,))[-1] if isinstance(given, tuple) else given  # an empty tuple is a constant
         if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             value = variables.get(name)
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, nn.Module):
