@@ -55,6 +55,7 @@ def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
     for each in (each for s in states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
         if each.sharded_param is param:
             param._local_tensor = local
+            each._sharded_param_data = local.new_empty(0)  # it compares storages, and two values may be in one
             each.reset_sharded_param()
 
 

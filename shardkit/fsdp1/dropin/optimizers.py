@@ -6,8 +6,9 @@ them, and the optimizer would step tensors that no model has any more, without a
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -66,10 +67,33 @@ def attend() -> ExitStack:
     return hooks
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     settle(optimizer)
+    _mark(optimizer)
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _outside(optimizer, kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _outside(optimizer, args[1]), *args[2:]), kwargs
+    return None
+
+
+def _mark(optimizer: Optimizer) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     _marked.setdefault(optimizer, []).extend(as_dtensors(params))  # a step may call that of its base class
+
+
+def _outside(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    """The closure of a step, which runs a forward and a backward with the parameters as they are outside of it."""
+
+    @functools.wraps(closure)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        as_before(_marked.pop(optimizer, ()))
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            _mark(optimizer)
+
+    return called
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

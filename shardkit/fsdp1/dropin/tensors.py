@@ -42,6 +42,7 @@ _DIMS = ("dim", "axis", "start_dim", "end_dim")
 # Besides those in place: element by element, so that a plain tensor beside it can only be meant element by element.
 _ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "true_divide", "lerp", "maximum", "minimum", "equal", "allclose",
                 "isclose", "eq", "ne", "lt", "le", "gt", "ge", "dist", "mse_loss", "l1_loss"}  # fmt: skip
+_NOT_ELEMENTWISE = ("mm", "mv", "index", "scatter", "put", "addr", "set_", "resize")  # in names of those in place
 
 MIXED = "got mixed torch.Tensor and DTensor"  # torch's error where a DTensor is used beside a plain tensor
 _DATA: Any = Tensor.data
@@ -83,7 +84,8 @@ class Sharded(DTensor):
                 return _asked(func, name, *tree_map(functools.partial(_local, like), (args, kwargs)))
             if not like.ndim and any(map(_is_plain, leaves)):
                 return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-            placed = [_placed(each, like) for each in args] if _is_elementwise(name, args, leaves) else list(args)
+            places = _is_elementwise(name, args, leaves) and not _is_whole_target(name, args, like)
+            placed = [_placed(each, like) for each in args] if places else list(args)
             if any(map(_is_plain, tree_leaves((placed, kwargs)))) and _is_everywhere(like):
                 args, kwargs = tree_map(_local_view, (args, kwargs))
                 return func(*args, **kwargs)
@@ -236,10 +238,17 @@ def _is_elementwise(name: str, args: tuple[Any, ...], leaves: list[Any]) -> bool
 
     A batch may have a parameter's shape by chance, in a method that is called besides forward.
     """
-    in_place = name.endswith("_") and not name.endswith("__") and "mm" not in name and "mv" not in name
+    in_place = name.endswith("_") and not name.endswith("__") and not any(each in name for each in _NOT_ELEMENTWISE)
     if any(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in leaves):
         return in_place and isinstance(args[0], DTensor)
     return in_place or name.strip("_") in _ELEMENTWISE or name.strip("_")[1:] in _ELEMENTWISE  # __radd__, __iadd__
+
+
+def _is_whole_target(name: str, args: tuple[Any, ...], like: DTensor) -> bool:
+    """Return whether a plain tensor of the whole's shape is written to, of which each rank would write its part."""
+    is_written = name.endswith("_") or name.startswith("__i")  # __iadd__
+    target: Any = args[0] if args else None
+    return is_written and _is_plain(target) and target.shape == like.shape and not _is_everywhere(like)
 
 
 def _asks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -113,6 +113,54 @@ def test_under_no_shard_parameters_are_whole_beside_plain_tensors():
 
 
 @distributed(world_size=2, backend="gloo")
+def test_a_whole_tensor_beside_a_shard_is_no_target_and_indices_are_no_elements():
+    model, zeros = FSDP(nn.Linear(4, 4)), torch.zeros(4, 4)
+    weight, bias = (each.full_tensor() for each in (model.weight, model.bias))
+    for write in (zeros.copy_, zeros.add_, zeros.__iadd__):
+        with pytest.raises(RuntimeError, match=r"param\.full_tensor\(\)"):
+            write(model.weight.data)
+    assert not zeros.any()
+    index, of_rows = torch.tensor([0, 1]), torch.zeros(4, 4, dtype=torch.int64)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^index_copy_: .*param\.full_tensor\(\)"):
+        model.bias.index_copy_(0, index, torch.ones(2))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^scatter_: .*param\.full_tensor\(\)"):
+        model.weight.scatter_(0, of_rows, torch.ones(4, 4))
+    assert torch.equal(model.weight.full_tensor(), weight)
+    assert torch.equal(model.bias.full_tensor(), bias)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_each_value_out_of_one_storage_is_used_in_forward():
+    model = FSDP(nn.Linear(4, 4, bias=False))
+    weight = model.weight
+    for number, value in enumerate(torch.stack([torch.ones_like(weight.data), torch.full_like(weight.data, 2.0)]), 1):
+        weight.data = value
+        assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0 * number))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@distributed(world_size=2, backend="gloo")
+def test_the_closure_of_a_step_sees_the_parameters_as_outside_of_it(kind):
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = FSDP(copy.deepcopy(plain))
+    for module in (plain, model):
+        optimizer = kind(module.parameters(), lr=0.1)
+
+        def closure(module=module, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = module(inputs(0)).square().mean() + 0.1 * sum(p.pow(2).sum() for p in module.parameters())
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(mine) is Sharded
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-5, atol=1e-5)
+
+
+@distributed(world_size=2, backend="gloo")
 def test_a_parameter_is_copied_and_saved_as_one():
     model = FSDP(nn.Linear(4, 4))
     twin = copy.deepcopy(model.weight)
