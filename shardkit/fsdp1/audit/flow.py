@@ -370,7 +370,8 @@ class Flow(Values, ast.NodeVisitor):
         elif path == "torch.compile":
             self._link(self._union(map(self._var, node.args[:1])), var)
         elif path == "typing.cast":
-            self._link(self._annotated(node.args[0]), var)
+            given = [*node.args[:1], *(each.value for each in node.keywords if each.arg == "typ")]
+            self._link(self._union(map(self._annotated, given)), var)
 
     def _call_builtin(self, node: ast.Call, name: str) -> Var:
         if name == "dict" and not node.args:

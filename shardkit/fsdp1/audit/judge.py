@@ -157,13 +157,21 @@ class Judge:
         if use.receiver is not None:
             values["receiver"] = self.text(use.receiver)
         if use.call is not None:
-            keywords = [f"{each.arg}=" if each.arg else "**" for each in use.call.keywords]
-            named = [key + self.text(each.value) for key, each in zip(keywords, use.call.keywords, strict=True)]
-            values["args"] = ", ".join([*map(self.text, use.call.args), *named])
+            values |= self._passed(use.call)
         if use.name.removeprefix(f"{FSDP}.") in {*STATICS, "wrap"}:
             given = self.given(use)
             values |= {"model": given.get("module", "model"), **given}
         return use.row.line(**values).replace("(, ", "(").replace(", )", ")")
+
+    def _passed(self, call: ast.Call) -> dict[str, str]:
+        """The arguments of a call in one line; where a method is called on the class, the first is the model."""
+        args = [self.text(each) for each in call.args]
+        keywords = [f"{each.arg}=" if each.arg else "**" for each in call.keywords]
+        named = [key + self.text(each.value) for key, each in zip(keywords, call.keywords, strict=True)]
+        on_class = isinstance(call.func, ast.Attribute) and self._flow.is_class(call.func.value)
+        if on_class and call.args and not isinstance(call.args[0], ast.Starred):
+            return {"receiver": args[0], "args": ", ".join([*args[1:], *named])}
+        return {"args": ", ".join([*args, *named])}
 
     def _who_holds(self, use: Use) -> dict[str, str]:
         """The arguments that keep a full state on the ranks that FSDP1 gave it to, or took it from."""

@@ -18,6 +18,7 @@ Kind: TypeAlias = Literal[
 ]
 
 
+MOST_PATHS = 64  # of one variable, which a loop may walk along a tree
 LONGEST_PATH = 12  # names; a loop may ask for an attribute of an attribute without end
 
 
@@ -135,7 +136,8 @@ class Values:
         return self._opened[-1]
 
     def _add(self, var: Var, value: Value) -> None:
-        if value not in var.values:
+        is_one_more = value.kind == "path" and len(var.values) >= MOST_PATHS
+        if value not in var.values and not is_one_more:
             var.values[value] = None
             self._waiting.extend((value, reader) for reader in var.readers or ())
 
