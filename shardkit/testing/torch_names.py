@@ -80,6 +80,7 @@ NAMES = (
     *_names(_PARAM, "sharded_param sharded_state _module_info", "the parameter that the optimizer has", _LOCAL),
     Name(f"{_PARAM}._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
     Name(f"{_PARAM}.reset_sharded_param", "read shards that were replaced", "materialize, the drop-in"),
+    Name(f"{_PARAM}._sharded_param_data", "likewise, out of one storage", _DROP_IN),
     *_names(_PARAM, "all_gather_outputs _sharded_post_forward_param_data", "memory of gathered parameters", _MEMORY),
     Name("DTensor._local_tensor", "the shard without an autograd node", _LOCAL, "to_local(), 300 times slower"),
     Name("DTensor._spec", "the layout without a property", _LOCAL, "device_mesh, placements: 3 times slower"),
