@@ -84,7 +84,9 @@ class Sharded(DTensor):
                 return _asked(func, name, *tree_map(functools.partial(_local, like), (args, kwargs)))
             if not like.ndim and any(map(_is_plain, leaves)):
                 return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-            places = _is_elementwise(name, args, leaves) and not _is_whole_target(name, args, like)
+            # A buffer of the whole's shape, such as a momentum by hand, takes this rank's part of a gradient.
+            is_split = cls is Sharded and _is_whole_target(name, args, like)
+            places = _is_elementwise(name, args, leaves) and not is_split
             placed = [_placed(each, like) for each in args] if places else list(args)
             if any(map(_is_plain, tree_leaves((placed, kwargs)))) and _is_everywhere(like):
                 args, kwargs = tree_map(_local_view, (args, kwargs))
