@@ -123,7 +123,7 @@ def _load(model: nn.Module, directory: Path, device: torch.device) -> float:
 
 
 def _write(path: Path, size: int) -> None:
-    """A new file of so many bytes, which are on the disk."""
+    """A new file of this many bytes, flushed to disk."""
     piece = memoryview(os.urandom(PIECE // 64) * 64)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,7 +1,7 @@
 """Seconds of GPU that a group needs, before it has run: arithmetic, with guesses that are written down here.
 
 A step takes its operations at 40 % of an H200's peak (60 % of what FSDP2 reaches elsewhere is not compute-bound code),
-a third more where blocks are computed again, and a twentieth of that rate in float32, which has no tensor cores.
+a third more where blocks are recomputed, and a twentieth of that rate in float32, which has no tensor cores.
 """
 
 from __future__ import annotations

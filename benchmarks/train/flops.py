@@ -6,7 +6,7 @@ As in appendix B of PaLM (arXiv 2204.02311). For each token, forward and backwar
     6 N  +   6 L W S        causal: half of it, which is all that a causal kernel has to do
 
 N: weights that take part in a product of matrices. Those are the linear layers, the head among them, tied or not. The
-embedding's lookup multiplies nothing, and norms are no products of matrices. Each weight is 2 operations in forward,
+embedding's lookup multiplies nothing, and norms are not matrix products. Each weight is 2 operations in forward,
 and 4 in backward. L: layers. W: heads times the width of one. S: the sequence's length. Attention is two products of
 2 W S in forward and four in backward. What is recomputed in backward is not counted: MFU, not HFU.
 ``test_benchmark_train.py`` compares the non-causal formula with ``torch.utils.flop_counter``, to the last digit.

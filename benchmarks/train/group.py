@@ -16,7 +16,7 @@ class Group:
 
     Attributes:
         name: unique in its suite.
-        cases: the rows. A kind that is no training step has one, which says model and world.
+        cases: the rows. A kind that is not a training step has one, which says model and world.
         kind: ``"each"`` measures the cases one after the other. ``"apart"`` and ``"together"`` compare them: they take
             turns in rounds, in an order that rotates. Apart, each is built anew in every round and freed after it;
             together, all stay in memory through all rounds. ``"outside"``, ``"disk"`` and ``"ceilings"`` are the
@@ -62,7 +62,7 @@ class Suite:
         name: for ``--suite``.
         groups: in this order.
         device: ``"cuda"`` or ``"cpu"``.
-        minutes: all groups together, unless ``--minutes`` says otherwise; None is no limit.
+        minutes: all groups together, unless ``--minutes`` says otherwise; None sets no limit.
         fresh: a process for each group, so that none disturbs the next. False saves the imports where nothing is timed.
     """
 

@@ -27,7 +27,7 @@ class Runner:
     Args:
         suite: as written, for one rank.
         folder: gets a JSON for each case, logs, and the tables.
-        minutes: after which no group starts and what still runs is ended; None is no limit.
+        minutes: after which no group starts and what still runs is ended; None sets no limit.
         retry: measure again what failed or was not available.
     """
 

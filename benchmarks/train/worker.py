@@ -79,7 +79,7 @@ class Job:
         self._write(record)
 
     def _other(self, case: Case) -> None:
-        """A measurement that is no training step: its values alone."""
+        """A measurement that is not a training step: its values alone."""
         self._at(case.name, "measuring")
         with TemporaryDirectory(prefix="shardkit-bench-", dir=self.folder) as name:
             measures: dict[str, Callable[[], Any]] = {

@@ -119,7 +119,7 @@ class Held(Decoder):
 
 
 def failing(after: int) -> Callable[..., object]:
-    """``fully_shard``, which fails in the middle of the last of so many calls."""
+    """``fully_shard``, which fails in the middle of the last of this many calls."""
     calls = []
 
     def shard(module: nn.Module, **arguments: Any) -> object:

@@ -225,7 +225,7 @@ def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:
             data["units"][0]["reshard_after_forward"] = value
             assert ShardingPlan.from_dict(data) == plan
     gathers = []
-    for value in (8, 1, True, False):  # and torch runs so many
+    for value in (8, 1, True, False):  # and torch runs this many
         model = Decoder()
         plan = plan_model(model, mesh=EIGHT, units=by_name("layers.0", reshard_after_forward=value))
         with fake_world(8), warnings.catch_warnings():

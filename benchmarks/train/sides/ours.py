@@ -38,7 +38,7 @@ from shardkit.planning.rules import Rule
 
 
 def make(case: Case, device: torch.device, together: int = 1) -> Training:
-    """The default; or with so many consecutive blocks in a unit, which takes fewer hooks and more memory."""
+    """The default; or with this many consecutive blocks in a unit, which takes fewer hooks and more memory."""
     model = build(case, birthplace(case, device))
     if case.checkpointing == "selective":  # which torch has, and shardkit leaves alone
         recompute(model, case)
