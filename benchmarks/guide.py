@@ -18,7 +18,7 @@ from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory import HARDWARE
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import base_plan, strategies
+from shardkit.memory.estimate import Measured, base_plan, strategies
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.plan.table import nbytes
 
@@ -72,13 +72,13 @@ def searches() -> Iterator[tuple[str, Search]]:
     for size in SIZES:
         model = llama(size)
         plan = base_plan(model, None, NODE, None, POLICY)
-        yield size, Search(model, plan, tokens(*TOKENS), None, ADAMW, HARDWARE["h100"], limit)
+        yield size, Search(Measured(model, plan, tokens(*TOKENS), None), ADAMW, HARDWARE["h100"], limit)
 
 
 def answers(size: str, search: Search) -> Iterator[list[str]]:
     """What to use on each number of ranks."""
     for ranks in RANKS:
-        plans = [replace(search.base, mesh=mesh) for mesh in meshes(ranks)]
+        plans = [replace(search.measured.plan, mesh=mesh) for mesh in meshes(ranks)]
         weighed = [candidate for plan in plans for candidate in search.candidates(plan)]
         fitting = [candidate for candidate in weighed if candidate.peak.total <= search.limit]
         best = min(fitting, key=lambda candidate: candidate.time.total)  # something fits in each of these cases
@@ -96,7 +96,7 @@ def host_bytes(plan: ShardingPlan) -> int:
 def peaks(size: str, search: Search) -> Iterator[list[str]]:
     """The peak of each strategy on each number of ranks, in bold where it fits."""
     for ranks in RANKS:
-        plan = replace(search.base, mesh=MeshSpec.sharded(ranks))
+        plan = replace(search.measured.plan, mesh=MeshSpec.sharded(ranks))
         found = {each.name: each.plan for each in strategies(plan, ADAMW, NODE)}
         yield [size, str(ranks), *(_peak(search, found.get(name)) for name in STRATEGIES)]
 

@@ -1,4 +1,4 @@
-"""``python -m shardkit COMMAND``: one module per command, which says how it is called and runs it."""
+"""``python -m shardkit COMMAND``: one module for each command, with its parser and its run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ COMMANDS = {  # the module of each, in the order of --help
 
 
 class Command(Protocol):
-    """What the module of a command offers."""
+    """What the module of a command must define."""
 
     def add_parser(self, commands: Any) -> argparse.ArgumentParser:  # argparse has no public name for its type
-        """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+        """Return the parser of the command, added to the result of ``ArgumentParser.add_subparsers``."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Run it and return its exit code; a ShardkitError is printed, and the exit code is 1."""
+        """Run it and return its exit code; on a ShardkitError the error is printed and the exit code is 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` (by default the process's) name, and return its exit code."""
+    """Run the command named by ``arguments`` (by default ``sys.argv``) and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS  # all of them for --help
     options = _parser(named).parse_args(arguments)

@@ -25,7 +25,7 @@ from shardkit.planning.rules import Rule
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
-LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # bytes, and of the model's: what is replicated beyond is worth a warning
+LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ def plan_model(
     forward_methods: Iterable[str] = (),
     example_batch: Any = None,
 ) -> ShardingPlan:
-    """Plans how ``shard_model`` would shard ``model``, as plain data that prints as a table.
+    """Plan how ``shard_model`` would shard ``model``, as plain data that prints as a table.
 
     Pure and local: nothing of the model changes, and it may be on the meta device. With a MeshSpec no process group
     is needed, so the plan for a cluster can be read on a laptop.
@@ -60,9 +60,9 @@ def plan_model(
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
         reshard_after_forward: True frees the gathered parameters of each unit after its forward and gathers them
             again in backward, which saves memory; False keeps them, which saves an all-gather; an int keeps them
-            sharded over that many ranks, a divisor of the shard axis, as the ranks of one host; 1 is False, and
-            all of them True, as torch takes them. None is True, but False for ``[norm, head]`` and the root, which
-            backward needs at once.
+            sharded over that many ranks, a divisor of the shard axis, such as the ranks of one host; as in torch, 1 is
+            False, and the size of the shard axis is True. None is True, but False for ``[norm, head]`` and the root,
+            which backward needs at once.
         mp_policy: dtypes to compute and reduce in; its ``output_dtype`` is applied to the root only.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
@@ -74,9 +74,9 @@ def plan_model(
         forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as
             ``"encode"``, or ``"vae.encode"`` where ``vae`` is a unit. ``generate`` is among them where there is one.
         example_batch: one rank's micro-batch, for a dry run: a mapping of keyword arguments, a tuple of positional
-            ones, or the only one. One forward on fake tensors finds every parameter that is used while its unit is
-            not gathered. The default rule leaves such units out, with a note; for your own it is an error. Units that
-            are not called get a note. Only shapes and dtypes count.
+            arguments, or a single argument. One forward on fake tensors finds every parameter that is used while its
+            unit is not gathered. The default rule leaves such units out, with a note; in your own rules they are an
+            error. Units that are not called get a note. Only shapes and dtypes are read.
 
     Raises:
         PlanError: what cannot be sharded as asked; all offenders are listed. With ``example_batch`` also a parameter
@@ -91,30 +91,26 @@ def plan_model(
     return _decide(model, *given, compile, prefetch, forward_methods, example_batch)[0]
 
 
-def _names_fsdp1(function: Callable[P, R]) -> Callable[P, R]:
-    """Name what takes the place of FSDP1's arguments, where Python would call them unexpected."""
+def _refuse_fsdp1_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Say what replaces an argument of FSDP1, where Python would call it unexpected."""
     known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if not kwargs.keys() <= known:
-            _refuse_fsdp1(function.__name__, [name for name in kwargs if name not in known])
+            from shardkit.fsdp1.instead import ARGUMENTS
+
+            names = [name for name in kwargs if name not in known and name in ARGUMENTS]
+            if names:
+                rule = "Pass " + "; ".join(f"for {name}, {ARGUMENTS[name].use}" for name in names)
+                fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
+                raise PlanError(message(function.__name__, f"{listing(names)}: arguments of FSDP1", rule, fix))
         return function(*args, **kwargs)
 
     return checked
 
 
-def _refuse_fsdp1(function: str, unexpected: list[str]) -> None:
-    from shardkit.fsdp1.instead import ARGUMENTS
-
-    names = [name for name in unexpected if name in ARGUMENTS]
-    if names:
-        rule = "Pass " + "; ".join(f"for {name}, {ARGUMENTS[name].use}" for name in names)
-        fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
-        raise PlanError(message(function, f"{listing(names)}: arguments of FSDP1", rule, fix))
-
-
-@_names_fsdp1
+@_refuse_fsdp1_arguments
 def shard_model(
     model: nn.Module,
     *,
@@ -133,24 +129,24 @@ def shard_model(
     plan: ShardingPlan | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
-    """Shards ``model`` in place and returns it: ``apply_plan(model, plan_model(model, ...))``.
+    """Shard ``model`` in place and return it: ``apply_plan(model, plan_model(model, ...))``.
 
     Collective: every rank must call, with the same arguments, and with models of the same values: a sample of every
     parameter and buffer is compared before anything is changed. Under ``torchrun`` the process group is made from its
-    variables; alone, a group of one process is made, so one script runs either way. Build the optimizer afterwards,
-    since sharding replaces the model's parameters.
+    variables; without it, a group of one process is made, so one script runs either way. Build the optimizer
+    afterwards, since sharding replaces the model's parameters.
 
     Args:
         model: the whole model.
         units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations,
             compile, prefetch, forward_methods: as for ``plan_model``.
-        memory_budget: bytes on each rank, or such as ``"70GiB"``: the plan is changed to the fastest one whose peak
-            is within it, as :func:`shardkit.memory.plan_for_budget` says, which takes more arguments. The first rank
+        memory_budget: bytes on each rank, as an int or a string such as ``"70GiB"``: the plan becomes the fastest one
+            whose peak fits, as chosen by :func:`shardkit.memory.plan_for_budget`, which takes more arguments. Rank 0
             logs the choice to the logger ``shardkit``, as INFO.
         example_batch: as for ``plan_model``; a budget needs it.
         plan: a plan made before, instead of all of these except a DeviceMesh.
-        sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all, but for ignored
-            parameters, one tensor at a time and before sharding; the models' values may then differ.
+        sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all ranks, one tensor at a
+            time and before sharding, so that the models' values may differ. Ignored parameters are not broadcast.
 
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
@@ -184,15 +180,21 @@ def _decide(
     forward_methods: Iterable[str],
     example_batch: Any,
 ) -> tuple[ShardingPlan, ModelTree]:
-    """What ``plan_model`` returns, and the walk over the model that it was made from."""
+    """Return the plan of ``plan_model``, and the tree that it was made from."""
     tree = ModelTree(model)
     check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
-    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
-    ignored = _ignored(tree, ignored_params)
+    policies = (
+        mp_policy or MixedPrecisionPolicy(),
+        offload_policy or OffloadPolicy(),
+    )
+    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
+    ignored = _ignored(tree, () if ignored_params is None else ignored_params)
+    # A Sequence that is neither list nor tuple is refused as a rule.
+    rules: Any = units if units is None or isinstance(units, (list, tuple)) else [units]
     methods = forward_methods if isinstance(forward_methods, str) else tuple(forward_methods)
 
     def make() -> ShardingPlan:
-        return build_plan(tree, spec_of(mesh), _rules(units), settings, ignored, prefetch, methods)
+        return build_plan(tree, spec_of(mesh), rules, settings, ignored, prefetch, methods)
 
     if example_batch is None:
         return make(), tree
@@ -202,7 +204,7 @@ def _decide(
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any) -> ShardingPlan:
-    """The plan that a budget makes of ``plan``; the first rank logs how it was chosen."""
+    """Return the plan that fits the budget; rank 0 logs how it was chosen."""
     if batch is None:
         fix = "Pass example_batch=, one rank's micro-batch as the model takes it"
         raise PlanError(message("memory_budget", "given without example_batch", "Activations depend on the batch", fix))
@@ -216,7 +218,7 @@ def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any)
 
 
 def _warn_of_replicas(plan: ShardingPlan) -> None:
-    """Warn of large parameters that every rank holds whole although they have a shape that could be sharded."""
+    """Warn of large parameters that every rank replicates although their shape could be sharded."""
     replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
     size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
     if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -232,35 +234,23 @@ def _check_plan_alone(given: tuple[Any, ...], memory_budget: int | str | None) -
     changed = [each.name for each, value in pairs if not (value is each.default or value == each.default)]
     changed += ["memory_budget"] * (memory_budget is not None)
     if changed:
-        rule = "A ShardingPlan holds every decision, so no other one can be given beside it"
+        rule = "A ShardingPlan contains all settings, so none can be passed with it"
         fix = "Pass plan=plan_model(model, ...) alone"
         raise PlanError(message("plan", f"given together with {listing(changed)}", rule, fix))
 
 
-def _rules(units: Rule | Sequence[Rule] | None) -> list[Rule] | None:
-    if units is None:
-        return None
-    # A Sequence that is neither list nor tuple is refused as a rule.
-    return list(units) if isinstance(units, (list, tuple)) else [units]  # type: ignore[list-item]
-
-
-def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str] | None) -> set[str]:
-    """The FQNs of ``ignored_params``."""
-    if ignored_params is None:
-        return set()
+def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
+    """Return the FQNs of ``ignored_params``."""
     aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
     found, unknown = set(), []
     for given in ignored_params:
         fqn = aliases.get(given) if isinstance(given, str) else tree.names.get(id(given))
         if fqn is None:
-            unknown.append(given if isinstance(given, str) else f"a {type(given).__name__} of {_shape(given)}")
+            shape = f"shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else "no shape"
+            unknown.append(given if isinstance(given, str) else f"a {type(given).__name__} of {shape}")
         else:
             found.add(fqn)
     if unknown:
-        rule, fix = "They are parameters of the model, or their FQNs", "Take them from model.named_parameters()"
+        rule, fix = "It takes parameters of the model, or their FQNs", "Take them from model.named_parameters()"
         raise PlanError(message("ignored_params", f"{listing(unknown)} not in the model", rule, fix))
     return found
-
-
-def _shape(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "no shape"

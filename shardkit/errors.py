@@ -1,4 +1,4 @@
-"""What shardkit raises, and the one form its messages have."""
+"""The exceptions of shardkit, and the form of their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckpointError(ShardkitError):
 
 
 def message(subject: str, problem: str, rule: str, fix: str) -> str:
-    """The form of every error message, ``<subject>: <problem>. <rule>. <fix>``.
+    """Return an error message, ``<subject>: <problem>. <rule>. <fix>``.
 
     Args:
         subject: a parameter's or module's FQN, or the argument's name.
@@ -42,7 +42,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def listing(names: Iterable[str], most: int = 20) -> str:
-    """Names joined by commas; past ``most`` names the rest is counted, so that a message stays readable."""
+    """Join names with commas; after ``most`` names, give the number of the rest."""
     all_names = list(names)
     shown = ", ".join(all_names[:most])
     return shown if len(all_names) <= most else f"{shown} and {len(all_names) - most} more"

@@ -1,6 +1,6 @@
-"""What ranks tell each other besides tensors: bytes, and whether one of them failed.
+"""Exchange bytes, flags and errors between ranks.
 
-An error that only some ranks see is a hang on the others. Whatever one rank may see alone is raised by all.
+An error on one rank alone leaves the others waiting in a collective. So it is exchanged, and raised by all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters
+from shardkit._torch import named_sharded_parameters, real_tensors
 from shardkit.errors import ShardkitError, message
 
 logger = logging.getLogger("shardkit")
@@ -29,30 +29,30 @@ Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
 
 def accelerator() -> str:
-    """The type of this process's accelerator, or ``"cpu"`` where it has none that ranks can reach each other from."""
+    """Return the type of this process's accelerator, or ``"cpu"`` if no backend communicates on it."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found is not None and found.type != "mps" else "cpu"  # no backend serves mps
 
 
 def device_type() -> str:
-    """The device type that meshes are built on: the accelerator's, but the CPU where only gloo could serve it.
+    """Return the device type that meshes are built on: the accelerator, or the CPU if the backend is gloo alone.
 
-    gloo has no all-gather for GPU tensors, so a group that was initialized with gloo alone is one of CPU ranks.
+    gloo has no all-gather for GPU tensors.
     """
     only_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     return "cpu" if only_gloo else accelerator()
 
 
 def collective_device(group: dist.ProcessGroup | None) -> str:
-    """The CPU where the group can use it: NCCL alone cannot."""
+    """Return the CPU if the backend communicates on it, which NCCL alone does not; else the accelerator."""
     backend = dist.get_backend(group)
     return "cpu" if any(name in backend for name in ("gloo", "fake", "mpi", "ucc")) else device_type()
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """The process groups of the axes of all meshes that the model's parameters are on, in order of appearance.
+    """Return the process groups of all axes of the meshes of a model's parameters, in order of appearance.
 
-    Together they reach every rank that holds a part of the model. Empty for a plain model. Local.
+    Together they reach every rank that holds a shard of the model. Empty for a plain model. Local.
 
     Raises:
         ShardkitError: it is not a module.
@@ -64,14 +64,14 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def check_module(model: object) -> None:
-    """Raise if what was passed as ``model`` is something else, such as its ``state_dict()``."""
+    """Raise ShardkitError if ``model`` is not a module, but for example its ``state_dict()``."""
     if not isinstance(model, nn.Module):
-        problem, rule = f"is a {type(model).__name__}", "It is an nn.Module"
+        problem, rule = f"is a {type(model).__name__}", "The argument model takes an nn.Module"
         raise ShardkitError(message("model", problem, rule, "Pass the model itself"))
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """The bytes of each rank, of any length; torch's all_gather_object needs numpy, which shardkit does not."""
+    """Gather bytes of any length from each rank; torch's all_gather_object would need numpy."""
     device = collective_device(group)
     size = torch.tensor([len(data)], device=device)
     sizes = [size.clone() for _ in range(dist.get_world_size(group))]
@@ -84,7 +84,7 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
 
 
 def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
-    """Each rank's value, plain data that JSON can hold, by global rank in order. Collective over ``groups``."""
+    """Gather a JSON-ready value of each rank, by global rank in order. Collective over ``groups``."""
     known: list[tuple[int, Any]] = [(dist.get_rank(), value)]
     for group in groups:
         known = [each for data in all_gather_bytes(json.dumps(known).encode(), group) for each in json.loads(data)]
@@ -92,7 +92,7 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
 
 
 def any_true(value: bool, groups: Groups) -> bool:
-    """Whether ``value`` is true on any rank that the groups reach together. Collective: one element for each group."""
+    """Return whether ``value`` is true on any rank of the groups. Collective: one element for each group."""
     return _highest(int(value), groups) > 0
 
 
@@ -106,10 +106,10 @@ def _highest(value: int, groups: Groups) -> int:
 
 @dataclass
 class Poll:
-    """A question to all ranks that travels with :func:`together`, without another collective."""
+    """A flag of each rank that :func:`together` reduces without another collective."""
 
-    own: bool = False  # this rank's answer
-    any: bool = False  # whether any rank's is yes; known after the context
+    own: bool = False  # set by this rank
+    any: bool = False  # whether any rank set its own; known after the context
 
 
 def raise_together(
@@ -124,20 +124,21 @@ def raise_together(
         problem: what went wrong on this rank, or None.
         groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the world.
         error: what the ranks without a problem raise, with the reason of each rank that has one.
-        poll: a question that is answered with it.
+        poll: a flag to reduce in the same all-reduce.
     """
     if problem is not None and not groups:  # a process alone
         raise problem
     poll = poll or Poll()
-    highest = _highest(2 if problem is not None else int(poll.own), groups)
-    poll.any = highest > 0
-    if highest < 2:
-        return
-    reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
+    with real_tensors():  # the caller may be in a FakeTensorMode
+        highest = _highest(2 if problem is not None else int(poll.own), groups)
+        poll.any = highest > 0
+        if highest < 2:
+            return
+        reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem
     lines = [f"- rank {rank}: {reason}" for rank, reason in reasons.items() if reason is not None]
-    text = message("ranks", f"{len(lines)} failed", "All ranks stop together", "See why")
+    text = message("ranks", f"{len(lines)} failed", "An error on one rank stops all", "See the reasons below")
     raise error("\n".join([text, *lines])) from problem
 
 
@@ -153,11 +154,11 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
         call: the public function that begins here. If some ranks never call it, those that do log a warning.
 
     Yields:
-        a question that may be answered inside, and that all ranks know the answers to behind.
+        a flag that the body may set; after the context every rank knows whether any rank set it.
     """
     problem: Exception | None = None
     poll = Poll()
-    with _patient(call if groups else None):
+    with _warn_if_late(call) if call is not None and groups else nullcontext():
         try:
             yield poll
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
@@ -166,14 +167,11 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
 
 
 @contextmanager
-def _patient(call: str | None) -> Iterator[None]:
-    """Log, once, that the body takes longer than ``PATIENCE``: a process group waits for minutes without a word."""
-    if call is None:
-        yield
-        return
+def _warn_if_late(call: str) -> Iterator[None]:
+    """Log once if the body takes longer than ``PATIENCE``: a process group waits silently for minutes."""
     problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
-    rule = "It is collective: each rank must call it, in the same order among its collectives"
-    fix = "Take it out of an `if rank == 0:`, or see what holds up the other ranks"
+    rule = "The call is collective: every rank must make it, in the same order among its collectives"
+    fix = "Move it out of `if rank == 0:`, or find out what delays the other ranks"
     timer = threading.Timer(PATIENCE, logger.warning, [message(call, problem, rule, fix)])
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""What modules reach besides what they register, in lists, dicts, closures, other objects: found, and put back.
+"""Find and restore what modules reach besides what they register: through lists, dicts, closures and other objects.
 
-Sharding replaces the parameters that modules register; whoever else holds one would go on with the tensor from before.
-A forward on fake tensors leaves caches and counters behind, and a sharding that fails leaves half a model.
+Sharding replaces the parameters that modules register; any other place that holds one would keep the old tensor. A
+forward on fake tensors leaves caches and counters behind, and a sharding that fails leaves half a model.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import operator
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, CellType, FunctionType, MemberDescriptorType, MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ Put = Callable[[Any], object]
 
 
 class Held(NamedTuple):
-    """One place of a tensor outside of ``nn.Module``'s registries."""
+    """A place outside of ``nn.Module``'s registries that holds a tensor."""
 
     name: str  # as in ``blocks.0.heads[1]``
     module: nn.Module  # that it was found from
@@ -49,10 +49,10 @@ _PACKAGES_LEFT_OUT = (sys.stdlib_module_names | {"torch", "numpy"}) - {"types", 
 
 
 def held_tensors(model: nn.Module) -> list[Held]:
-    """Tensors reachable from the modules of a model, each place once, that no module of it registers. Local, pure.
+    """Return the tensors that the modules of a model reach and do not register, each place once. Local, pure.
 
-    Buffers are among them, for a parameter may be one too. Weak references, optimizers and torch's other objects are
-    not followed; modules outside of the model are.
+    Buffers are included, since a parameter may be registered as one too. Weak references, optimizers and torch's other
+    objects are not followed; modules outside of the model are.
     """
     modules = {module: fqn for fqn, module in model.named_modules()}
     seen: dict[int, Any] = {id(module): module for module in modules}
@@ -69,10 +69,10 @@ def held_tensors(model: nn.Module) -> list[Held]:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Whatever the body changes in what is reachable from the modules is as before when it ends, however it ends.
+    """Undo what the body changes in anything reachable from the modules, also when it raises. Local.
 
-    As :class:`Snapshot` with ``deep``. An ``lru_cache`` that the body filled is emptied. Values of tensors are not
-    saved. Local.
+    As :class:`Snapshot` with ``deep``. An ``lru_cache`` that the body filled is cleared. Values of tensors are not
+    saved.
     """
     snapshot = Snapshot(model, deep=True)
     try:
@@ -82,39 +82,39 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 
 class Snapshot:
-    """What is reachable from a model, to be put back: dicts, lists, sets, attributes, variables of closures.
+    """The dicts, lists, sets, attributes and closure variables that a model reaches, to be restored later.
 
     Args:
-        model: whose modules' classes and attributes are among it.
-        deep: also parameters, gradients and other attributes of tensors; and the attributes of the modules' classes,
-            with the containers in the globals of their files. Otherwise no parameter is kept alive by a registry.
+        model: the model, with the class and the attributes of each module.
+        deep: also save parameters, gradients and other attributes of tensors, the attributes of the modules' classes,
+            and the containers in the globals of their files. Without it no parameter is kept alive.
     """
 
     def __init__(self, model: nn.Module, *, deep: bool = False) -> None:
-        self._saved: list[_Saved] = []
+        self._restores: list[Callable[[], object]] = []
         seen: dict[int, Any] = {}  # with the objects, so that an id is of one only
         kinds: dict[type, None] = {}
         for _, value, _ in _walk([("", model, None)], seen, deep):
-            self._saved += _saved(value, deep)
+            self._restores += _restores(value, deep)
             if deep and isinstance(value, nn.Module):
                 kinds.update(dict.fromkeys(type(value).__mro__))
         for kind in kinds:
             places = [*_class_places(kind), *_globals(kind)]
-            self._saved += [(_restore_class, kind, dict(vars(kind)))] if places else []
+            self._restores += [partial(_restore_class, kind, dict(vars(kind)))] if places else []
             for _, value, _ in _walk(places, seen, deep):
-                self._saved += _saved(value, deep)
+                self._restores += _restores(value, deep)
 
     def restore(self) -> None:
-        """Put all of it back. Local; in place."""
-        for restore, each, content in self._saved:
-            restore(each, content)
+        """Restore all of it. Local; in place."""
+        for restore in self._restores:
+            restore()
 
 
 # The walk.
 
 
 def _walk(places: list[Place], seen: dict[int, Any], into_tensors: bool = False) -> Iterator[Place]:
-    """These places and all below them: each place of a tensor, and one of every other object not in ``seen``."""
+    """Yield these places and all below: each place of a tensor, and each other object once, unless in ``seen``."""
     pending = places[::-1]
     while pending:
         name, value, put = pending.pop()
@@ -123,18 +123,18 @@ def _walk(places: list[Place], seen: dict[int, Any], into_tensors: bool = False)
             continue
         if issubclass(kind, Tensor) and not into_tensors:
             yield name, value, put
-        elif id(value) not in seen and (issubclass(kind, _FOLLOWED) or not _left_out(kind)):
+        elif id(value) not in seen and (issubclass(kind, _FOLLOWED) or _is_followed(kind)):
             seen[id(value)] = value
             yield name, value, put
             pending += list(_inside(name, value, put))[::-1]
 
 
-def _left_out(kind: type) -> bool:
-    return issubclass(kind, (type, torch.optim.Optimizer)) or _package(kind) in _PACKAGES_LEFT_OUT
+def _is_followed(kind: type) -> bool:
+    return not issubclass(kind, (type, torch.optim.Optimizer)) and not _is_of_library(kind)
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _PACKAGES_LEFT_OUT
 
 
 def _own_places(module: nn.Module, prefix: str) -> list[Place]:
@@ -149,24 +149,24 @@ def _own_places(module: nn.Module, prefix: str) -> list[Place]:
 
 
 def _class_places(kind: type) -> Iterator[Place]:
-    """What the model's own classes hold: attributes, and closures of methods."""
+    """Yield what the model's own classes hold: attributes, and closures of methods."""
     for each in kind.__mro__:
-        if _package(each) not in _PACKAGES_LEFT_OUT:
+        if not _is_of_library(each):
             for name, value in vars(each).items():
                 if not name.startswith("__") or isinstance(value, FunctionType):
                     yield f"{each.__name__}.{name}", value, partial(setattr, each, name)
 
 
 def _globals(kind: type) -> Iterator[Place]:
-    """The containers that functions of the class's file may use as a cache; the rest of it is other people's too."""
-    if _package(kind) not in _PACKAGES_LEFT_OUT:
+    """Yield the containers in the globals of the class's file, which its functions may use as caches."""
+    if not _is_of_library(kind):
         for name, value in list(vars(sys.modules.get(kind.__module__, functools)).items()):
             if isinstance(value, (dict, list, set, deque, _LruCache)):
                 yield name, value, None
 
 
 def _inside(name: str, value: Any, put: Put | None) -> Iterator[Place]:
-    """What one object holds, read past methods of its class, which may import, compute or refuse."""
+    """Yield what one object holds, without calling methods of its class, which may import, compute or raise."""
     kind = type(value)
     if issubclass(kind, _CONTAINERS) and kind not in _CONTAINERS:  # a subclass may have attributes besides
         own = list((_own_dict(value) or {}).items())
@@ -194,7 +194,7 @@ def _inside(name: str, value: Any, put: Put | None) -> Iterator[Place]:
 
 
 def _rebuilt(name: str, value: Any, put: Put | None) -> Iterator[Place]:
-    """The items of a tuple or set: a new tuple, or the same set, with one of them replaced."""
+    """Yield the items of a tuple or set. Replacing one makes a new tuple, or changes the set in place."""
     items = list(value)
 
     def replace(index: int, item: Any) -> None:
@@ -258,15 +258,9 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for each in type(value).__mro__:
         for key, member in vars(each).items():
             if isinstance(member, MemberDescriptorType):  # of __slots__
-                yield key, _read(member, value)
+                with suppress(AttributeError):  # not set
+                    yield key, member.__get__(value)
     yield from list((_own_dict(value) or {}).items())
-
-
-def _read(member: MemberDescriptorType, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:  # not set
-        return None
 
 
 def _own_dict(value: Any) -> dict[str, Any] | None:
@@ -279,38 +273,35 @@ def _own_dict(value: Any) -> dict[str, Any] | None:
 
 # Putting back.
 
-_Saved: TypeAlias = "tuple[Callable[[Any, Any], object], Any, Any]"  # what puts it back, the object, its content
 
-
-def _saved(value: Any, deep: bool) -> Iterator[_Saved]:
-    """The content of one object, where it can change."""
+def _restores(value: Any, deep: bool) -> Iterator[Callable[[], object]]:
+    """Yield what puts back the content of one object, where it can change."""
     kind = type(value)
     if issubclass(kind, Tensor) and not deep:
         return
     own = _own_dict(value)
     if own is not None:  # an empty one too: a cache may get its first value as an attribute
-        yield _restore_dict, own, list(own.items())
+        yield partial(_restore_dict, own, list(own.items()))
     if issubclass(kind, nn.Module):
-        yield _restore_kind, value, kind
-        dicts = [
-            each for name, each in vars(value).items() if isinstance(each, dict) and (deep or name != "_parameters")
-        ]
-        yield _restore_empty, [each for each in dicts if not each], None  # most are, and each record costs
-        yield from ((_restore_dict, each, list(_plain(each).items(each))) for each in dicts if each)
+        yield partial(object.__setattr__, value, "__class__", kind)
+        registries = ((name, each) for name, each in vars(value).items() if isinstance(each, dict))
+        dicts = [each for name, each in registries if deep or name != "_parameters"]
+        yield partial(_clear, [each for each in dicts if not each])  # most are empty, and each record costs
+        yield from (partial(_restore_dict, each, list(_plain(each).items(each))) for each in dicts if each)
     elif issubclass(kind, dict):
-        yield _restore_dict, value, list(_plain(value).items(value))
+        yield partial(_restore_dict, value, list(_plain(value).items(value)))
     elif issubclass(kind, (list, set, deque)):
-        yield _restore_sequence, value, list(value)
+        yield partial(_restore_sequence, value, list(value))
     elif issubclass(kind, _LruCache):
-        yield _empty_if_filled, value, value.cache_info().misses
+        yield partial(_clear_if_filled, value, value.cache_info().misses)
     elif issubclass(kind, CellType) and _is_filled(value):
-        yield _restore_cell, value, value.cell_contents
+        yield partial(setattr, value, "cell_contents", value.cell_contents)
     elif issubclass(kind, Tensor) and value.is_leaf:
-        yield _restore_grad, value, value.grad
+        yield partial(setattr, value, "grad", value.grad)
 
 
 def _plain(each: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """The class whose methods do no more than those of a dict."""
+    """Return the class whose methods do no more than those of a dict."""
     return OrderedDict if isinstance(each, OrderedDict) else dict
 
 
@@ -323,7 +314,7 @@ def _restore_dict(each: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
             kind.__setitem__(each, key, value)
 
 
-def _restore_empty(dicts: list[dict[Any, Any]], _: None) -> None:
+def _clear(dicts: list[dict[Any, Any]]) -> None:
     for each in dicts:
         _plain(each).clear(each)
 
@@ -338,18 +329,6 @@ def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, some, others))
 
 
-def _restore_kind(module: nn.Module, kind: type) -> None:
-    object.__setattr__(module, "__class__", kind)
-
-
-def _restore_cell(cell: CellType, content: Any) -> None:
-    cell.cell_contents = content
-
-
-def _restore_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    tensor.grad = grad
-
-
 def _restore_class(each: type, before: dict[str, Any]) -> None:
     for name in [name for name in vars(each) if name not in before]:
         delattr(each, name)
@@ -358,6 +337,6 @@ def _restore_class(each: type, before: dict[str, Any]) -> None:
             setattr(each, name, value)
 
 
-def _empty_if_filled(cache: Any, misses: int) -> None:
+def _clear_if_filled(cache: Any, misses: int) -> None:
     if cache.cache_info().misses != misses:
         cache.cache_clear()

@@ -1,4 +1,4 @@
-"""Where a rank's part of a DTensor lies in the full tensor."""
+"""Compute which part of the full tensor a rank holds of a DTensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for 
 
 
 def local_box(like: DTensor) -> Box:
-    """The part of the full tensor that this rank has. Local, pure; replicas have the same box.
+    """Return the part of the full tensor that this rank holds. Local, pure; replicas have the same box.
 
-    A strided placement says that FSDP2 cut what another mesh axis (tensor parallelism) had cut before, so these
-    are applied last, each in torch.chunk's way (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). Partial
-    placements have no part of their own, so they count as the whole.
+    Each axis splits like torch.chunk. Strided placements are applied last: there FSDP2 sharded what another mesh axis
+    (tensor parallelism) had sharded before (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). Partial
+    placements count as the full tensor.
     """
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
@@ -29,7 +29,7 @@ def local_box(like: DTensor) -> Box:
 
 
 def box_at(like: DTensor, coordinate: tuple[int, ...], axes: Iterable[int] | None = None) -> Box:
-    """As :func:`local_box`, of the rank at ``coordinate`` of the mesh, were it cut along ``axes`` only (None: all)."""
+    """Return the box of the rank at ``coordinate`` of the mesh if only ``axes`` shard (None: all of them)."""
     box = [(0, size) for size in like.shape]
     for axis in cutting_order(like, range(len(coordinate)) if axes is None else axes):
         dim = getattr(like.placements[axis], "dim", None)
@@ -42,30 +42,30 @@ def box_at(like: DTensor, coordinate: tuple[int, ...], axes: Iterable[int] | Non
 
 
 def cutting_order(like: DTensor, axes: Iterable[int]) -> list[int]:
-    """Axes of the mesh in the order in which they cut the tensor: strided ones last."""
+    """Sort axes of the mesh into the order in which they shard the tensor: strided ones last."""
     return sorted(axes, key=lambda axis: hasattr(like.placements[axis], "split_factor"))
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """The part of a full tensor that this rank has, as a view. Local."""
+    """Return this rank's part of a full tensor, as a view. Local."""
     for dim, (start, length) in enumerate(local_box(like)):
         full = full.narrow(dim, start, length)
     return full
 
 
 def misplaced(like: DTensor) -> str:
-    """How this rank's part is of another shape than its placements say, such as of ``from_local`` of uneven parts."""
+    """Return an error text if the local shape contradicts the placements, as with ``from_local`` of uneven shards."""
     local, expected = tuple(like.to_local().shape), tuple(length for _, length in local_box(like))
     if local == expected or 0 == math.prod(local) == math.prod(expected):
         return ""
-    return f"this rank's part is {local}, and by its placements {expected}"
+    return f"the local shape is {local}, but its placements imply {expected}"
 
 
 def local_value(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, as plain memory where that is all there is to it. Local, a view.
+    """Return this rank's part of a tensor, as a plain tensor where possible. Local, a view.
 
-    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is that tensor; any
-    other, such as a quantised one, stays what it is: it has no memory of its own, and its ``data_ptr()`` is 0.
+    A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped. Others,
+    such as quantised ones, are returned as they are: they have no memory of their own, and ``data_ptr()`` is 0.
     """
     with torch.no_grad():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -78,7 +78,7 @@ def local_value(tensor: Tensor) -> Tensor:
 
 
 def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
-    """Plain memory inside of the same subclasses as a local tensor that :func:`local_value` sees through. Local."""
+    """Wrap a plain tensor in the subclasses of ``like`` that :func:`local_value` unwraps. Local."""
     if not _torch.is_wrapper(like):
         return memory
     (name,), context = like.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
 def around(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """A DTensor of a local tensor that stays where it is, such as offloaded on the CPU. Local.
+    """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU. Local.
 
     ``DTensor.from_local`` moves what is not on meta to the mesh's device.
     """
@@ -100,24 +100,24 @@ def around(
 
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor placed as ``like``, with this local part, of any dtype and on any device. Local."""
+    """Return a DTensor with the placements of ``like`` and this local tensor, of any dtype and device. Local."""
     return around(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that every rank has all of, where it is. Local."""
+    """Return a replicated DTensor, which stays on its device. Local."""
     return around(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
 
 
 def is_first_replica(like: DTensor) -> bool:
-    """Whether this rank is the one that writes among those with the same part: first on every axis that replicates."""
+    """Return whether this rank is the first of those with the same shard: index 0 on every replicate axis."""
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
     return all(at == 0 for at, place in zip(coordinate, like.placements, strict=True) if not hasattr(place, "dim"))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank in a mesh."""
+    """Return the device of this rank in a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -7,6 +7,7 @@ import sys
 # One thread for each process: ranks and tests share the cores, and a process that has started threads must not fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import forks
 import pytest
 from hypothesis import settings
 from side_by_side import pytest_runtestloop as pytest_runtestloop
@@ -20,5 +21,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what all processes of a whole run will need; collecting garbage need not look at it."""
     zoo = sys.modules.get("zoo_transformers")
     if zoo is not None and len(session.items) > 1000:
-        zoo.import_models()  # also for the server that ranks are forked from
+        zoo.import_models()
     gc.freeze()
+    forks.serve()

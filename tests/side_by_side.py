@@ -1,9 +1,9 @@
-"""The whole suite in two processes: ranks leave a core idle now and then, and most files need no ranks.
+"""The whole suite in two processes, as one that waits for its ranks leaves a core idle.
 
-``pytest_runtestloop`` forks once everything is collected and imported. The fork takes one file after the other that
-does not use ``distributed``, whose ranks are the parent's; the parent runs the files with ranks and then takes others
-too. It reports all of it, a file at a time, as if it had run it. Only on Linux, where a fork before the first test is
-safe, and only for what is worth it: a few files run as ever.
+``pytest_runtestloop`` forks once everything is collected and imported. Each process takes one file after the other,
+those with ranks first: they take long, and what is short ends together. Each has pools of its own. The parent reports
+all of it, a file at a time, as if it had run it. Only on Linux, where a fork before the first test is safe, and only
+for what is worth it: a few files run as ever.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from typing import Any
 
 import pytest
 
-WORTH_IT = 10  # files without ranks
+WORTH_IT = 10  # files, beside the first with ranks
 Group = list[pytest.Item]  # of one file
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the collected items; None leaves it to pytest."""
     groups = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
-    ranks = [number for number, group in enumerate(groups) if _has_ranks(group)]
-    others = [number for number, group in enumerate(groups) if not _has_ranks(group)]
+    first, *others = sorted(range(len(groups)), key=lambda number: not _has_ranks(groups[number])) or [0]
     option = session.config.option
     if option.collectonly or option.usepdb or session.testsfailed or sys.platform != "linux" or os.cpu_count() == 1:
         return None
-    if not ranks or len(others) < WORTH_IT:
+    if len(others) < WORTH_IT or not _has_ranks(groups[first]):
         return None
     # Made before the fork, so that only the parent cleans up; the fork ends without that.
     folder = Path(session.config._tmp_path_factory.mktemp("side_by_side"))
-    _Two(session, groups, others, folder).run(ranks)
+    _Two(session, groups, others, folder).run(first)
     return True
 
 
@@ -57,13 +56,13 @@ class _Two:
         os.write(end, b"".join(number.to_bytes(4, "little") for number in others))
         os.close(end)
 
-    def run(self, ranks: list[int]) -> None:
-        """Be the parent: fork, run files with ranks, then others, and report the fork's."""
+    def run(self, first: int) -> None:
+        """Be the parent: fork, run the first file, then others, and report the fork's."""
         child = os.fork()
         if not child:
             _end_as_a_fork(self._serve)
         try:
-            for number in itertools.chain(ranks, self._claimed()):
+            for number in itertools.chain([first], self._claimed()):
                 self.unread.discard(number)
                 _run(self.session, self.groups[number])
                 self._report()

@@ -46,7 +46,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with ``+`` where files differ from it; None where there is no git."""
+    """Return the commit of this checkout, with ``+`` if files differ from it; None without git."""
     head = os.environ.get("SHARDKIT_COMMIT") or _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _said(
         "git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "shardkit", "benchmarks"

@@ -40,7 +40,7 @@ class Seen:
         agreement: with the first case of a comparison; see :func:`agreement.compare`.
         timeline: bytes after each operator of a step, thinned.
         attention: operators of attention that the step ran, as it was watched.
-        error: why there are no figures, or None.
+        error: why the case could not be measured, or None.
         unavailable: why the case cannot run here, or None.
     """
 

@@ -71,7 +71,7 @@ class Runner:
             self._blame(group, names, outcome)
 
     def _to_measure(self, group: Group) -> list[str]:
-        """Names of the cases that are left, none if there is no time for them."""
+        """Return the names of the remaining cases; empty if too little time is left."""
         names = pending(group, records.read(self.folder))
         if names and self.deadline is not None and time.monotonic() + estimated(group, names) > self.deadline:
             self.skipped.append(group.name)

@@ -1,7 +1,7 @@
-"""What torch's FSDP2 keeps to itself: the flags that it only lets set, and the state of a forward under way.
+"""FSDP2's private state: flags that its API can set but not read, and the forward or backward under way.
 
-Together with ``_torch``, the only place of private torch names. When gradient accumulation or recovery from errors
-breaks with a new torch, look here first: in torch it is ``FSDPState`` and ``FSDPParamGroup``.
+Private torch names are used here and in ``_torch`` only. When gradient accumulation or recovery from errors breaks with
+a new torch, look here first. The classes are ``FSDPState`` and ``FSDPParamGroup`` in torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._torch import missing_name, torch_version, units_of
 
-# fsdp1: torch.compiler.disable imports all of the compiler where it decorates, seconds of import and an optional
+# fsdp1: torch.compiler.disable imports the whole compiler where it decorates, which takes seconds and an optional
 # package (hypothesis); this one, made for torch's own modules, does so at the first call (torch 2.11 to 2.13).
 not_compiled = torch._compile._disable_dynamo
 TOTAL_NORM = "_get_total_norm"  # fsdp1: torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.11 to 2.15)
@@ -28,8 +28,8 @@ TOTAL_NORM = "_get_total_norm"  # fsdp1: torch.nn.utils.get_total_norm to clip_g
 class FSDPUnit(Protocol):
     """torch's ``FSDPParamGroup``: the parameters of one all-gather and one reduce-scatter, and how both run.
 
-    ``FSDPModule`` sets each of these and shows none of them, so that what was set before can only be read and
-    restored here. The names are those of torch 2.11 to 2.15; where one is missing, :func:`fsdp_units` raises.
+    ``FSDPModule`` has setters for these and no getters, so they are read and restored here. The names are those of
+    torch 2.11 to 2.15; if one is missing, :func:`fsdp_units` raises.
     """
 
     modules: tuple[nn.Module, ...]
@@ -55,21 +55,15 @@ def fsdp_units(model: nn.Module) -> list[FSDPUnit]:
         ShardkitError: this torch does not have what shardkit reads and sets of a unit.
     """
     units = [unit for state in fsdp_states(model) for unit in units_of(state)]
-    for kind in {type(unit): unit for unit in units}.values():
-        _check_names(kind)
+    optional = {"reduce_scatter_unused_params"} if torch_version() < (2, 13) else set()
+    for name in FSDPUnit.__annotations__.keys() - optional if units else ():
+        if not hasattr(units[0], name):  # setting an attribute that torch has renamed would silently do nothing
+            raise missing_name(f"FSDPParamGroup.{name}")
     return units
 
 
-def _check_names(unit: FSDPUnit) -> None:
-    """Setting an attribute that torch has renamed would do nothing, without a word."""
-    optional = {"reduce_scatter_unused_params"} if torch_version() < (2, 13) else set()
-    for name in FSDPUnit.__annotations__.keys() - optional:
-        if not hasattr(unit, name):
-            raise missing_name(f"FSDPParamGroup.{name}")
-
-
 def engine_objects(module: nn.Module) -> dict[str, object]:
-    """One of each kind of torch's objects behind an FSDP module, by the name of its class. Local, pure."""
+    """Return one of each class of torch's objects behind an FSDP module, by class name. Local, pure."""
     state = states_of([module])[0]
     unit = units_of(state)[0]
     return {"FSDPModule": module, "FSDPState": state, "FSDPParamGroup": unit, "FSDPParam": unit.fsdp_params[0]}
@@ -85,7 +79,7 @@ def states_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def initialize(root: FSDPModule) -> None:
-    """What the first forward of ``root`` would do first: it becomes the root of the FSDP modules below it. Local.
+    """Make ``root`` the root of the FSDP modules below it, as its first forward would. Local.
 
     fsdp1: FSDP1 did so wherever it needed the root; torch 2.11 to 2.13 have no public way before a forward.
     """
@@ -93,21 +87,18 @@ def initialize(root: FSDPModule) -> None:
 
 
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
-    """The units with ``reshard_after_forward=False``, and those of roots that were left to torch (None)."""
+    """Return the units with ``reshard_after_forward=False``, and those of roots with torch's default, None."""
     states = fsdp_states(model)
-    outermost = _outermost(model) if any(state._is_root is None for state in states) else set()
+    outermost: set[nn.Module] = set()  # the roots to be, unless the model itself is inside another FSDP module
+    if any(state._is_root is None for state in states):
+        sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        outermost = set(sharded).difference(*(set(module.modules()) - {module} for module in sharded))
     kept = []
     for state in states:
         root = state._is_root or (state._is_root is None and state._modules[0] in outermost)
-        left_to_torch = root and state._auto_reshard_after_forward
-        kept += [unit for unit in units_of(state) if left_to_torch or unit.post_forward_mesh_info is None]
+        by_default = root and state._auto_reshard_after_forward
+        kept += [unit for unit in units_of(state) if by_default or unit.post_forward_mesh_info is None]
     return kept
-
-
-def _outermost(model: nn.Module) -> set[nn.Module]:
-    """FSDP modules that are inside of no other one: roots, unless the model itself is inside of one."""
-    sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return set(sharded).difference(*(set(module.modules()) - {module} for module in sharded))
 
 
 @contextmanager
@@ -120,13 +111,13 @@ def gathered_until_backward(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for state, unit, mesh_info in before:
-            # The first forward, which may have run meanwhile, decides for a root that was left to torch.
+            # The first forward, which may have run meanwhile, decides for a root with torch's default.
             decided = state._is_root and state._auto_reshard_after_forward
             unit.post_forward_mesh_info = None if decided else mesh_info
 
 
 def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
-    """What a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
+    """Return the dtype that a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     if not trained:
         return None
@@ -134,43 +125,46 @@ def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
     policy = getattr(unit, "mp_policy", None)
     if policy is not None:  # torch 2.11 to 2.14
         return policy.reduce_dtype or policy.param_dtype or stored
-    return (
-        trained[0].mp_policy.reduce_dtype or stored
-    )  # since 2.15 a policy for each parameter, and param_dtype is not asked
+    # Since torch 2.15 there is a policy for each parameter, and param_dtype does not matter.
+    return trained[0].mp_policy.reduce_dtype or stored
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
-    """The FSDP modules whose forward has begun an iteration, and so hold the state of one. Local, pure."""
-    return [state._modules[0] for state in fsdp_states(model) if _is_initialized_root(state)]
-
-
-def _is_initialized_root(state: Any) -> bool:
-    return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_stream")
+    """Return the FSDP modules that a first forward has made roots. Local, pure."""
+    states = fsdp_states(model)
+    return [each._modules[0] for each in states if each._is_root and hasattr(each._comm_ctx, "all_gather_stream")]
 
 
 def modules_of_other_roots(model: nn.Module) -> list[nn.Module]:
-    """FSDP modules of the model that belong to a root outside of it."""
+    """Return the FSDP modules of the model that belong to a root outside of it. Local, pure."""
     states = fsdp_states(model)
     own = {each for state in states if state._is_root for each in state._state_ctx.all_states}
     return [module for state in states if state._is_root is False and state not in own for module in state._modules]
 
 
 def reset_iteration(root: FSDPModule) -> None:
-    """Leave the forward or backward that was under way below a root: wait for its collectives, reshard, begin anew.
+    """Abandon the forward or backward under way below a root: wait for its collectives, and reshard.
 
     torch >= 2.13 has ``reset_iter_state`` for it; before, this does the same by hand.
     """
     state = root._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        for unit in units_of(each):
-            _wait_for_offloaded_gradients(unit)
+    for param in (p for each in state._state_ctx.all_states for unit in units_of(each) for p in unit.fsdp_params):
+        if param.grad_offload_event is not None:
+            param.grad_offload_event.synchronize()
+            param.grad_offload_event = None
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
-    communication: Any = state._comm_ctx  # as of torch 2.11
+    communication: Any = state._comm_ctx
     stream = state._device_handle.current_stream()
-    _wait_for(stream, communication.all_gather_state, communication.reduce_scatter_state)
-    communication.all_gather_state = communication.reduce_scatter_state = None
+    if hasattr(communication, "reduce_scatter_states"):  # torch 2.12; one state in 2.11
+        _wait_for(stream, *communication.reduce_scatter_states)
+        communication.reduce_scatter_states.clear()
+    else:
+        _wait_for(stream, communication.reduce_scatter_state)
+        communication.reduce_scatter_state = None
+    _wait_for(stream, communication.all_gather_state)
+    communication.all_gather_state = None
     communication.post_forward_order.clear()
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
@@ -204,13 +198,6 @@ def _wait_for(stream: Any, *pending: Any) -> None:
             stream.wait_event(each.event)
 
 
-def _wait_for_offloaded_gradients(unit: Any) -> None:
-    for param in unit.fsdp_params:
-        if param.grad_offload_event is not None:
-            param.grad_offload_event.synchronize()
-            param.grad_offload_event = None
-
-
 def is_under_way(model: nn.Module) -> bool:
     """Whether a forward or backward of a unit of the model has begun and not ended. Local, pure."""
     states = fsdp_states(model)
@@ -219,10 +206,10 @@ def is_under_way(model: nn.Module) -> bool:
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In this context forwards of these modules neither gather nor reshard nor cast: FSDP2's hooks do nothing.
+    """In this context FSDP2's hooks do nothing: forwards of these modules neither gather nor reshard nor cast.
 
-    Those on modules are found by the state that they are bound to, or that what they wrap is (``fully_shard([a, b])``),
-    and keep their places. Methods registered by ``register_fsdp_forward_method`` ask the state itself.
+    A hook is recognized by the state that it, or what it wraps (``fully_shard([a, b])``), is bound to, and keeps its
+    place. Methods registered by ``register_fsdp_forward_method`` call the state itself.
     """
     states = states_of(modules)
     found = [
@@ -235,7 +222,7 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     ]
     before = [(state, dict(vars(state))) for state in states]
     for hooks, number, _ in found:
-        hooks[number] = _nothing
+        hooks[number] = lambda *args, **kwargs: None
     for state in states:
         state._pre_forward = lambda module, args, kwargs: (args, kwargs)
         state._post_forward = lambda module, args, output: output
@@ -256,16 +243,12 @@ def _is_bound_to(hook: Any, state: Any) -> bool:
     return hook is not None
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
-    """The class and the attributes that an FSDP module would have had without ``fully_shard``. Local, pure.
+    """Return the class and the attributes that an FSDP module would have without ``fully_shard``. Local, pure.
 
-    fsdp1: to copy a model, which FSDP2 refuses. Its class is made of ``FSDPModule`` and the module's own; its hooks,
-    methods that gather, and two keys of ``torch.distributed._composable`` are what it adds to the attributes (torch
-    2.11 to 2.13), and shardkit its own hooks.
+    fsdp1: to copy a model, which FSDP2 refuses. ``fully_shard`` derives a class from ``FSDPModule`` and the module's
+    own, and adds hooks, methods that gather, and two keys of ``torch.distributed._composable`` to the attributes (torch
+    2.11 to 2.13). shardkit adds hooks of its own.
     """
     attributes = dict(vars(module))
     is_sharded = isinstance(module, FSDPModule)
@@ -275,7 +258,10 @@ def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
         attributes.pop(key, None)
     for name, value in vars(module).items() if is_sharded else ():
         if isinstance(value, MethodType) and value.__self__ is module:
-            attributes[name] = original = _without_gathering(value)
+            original: Any = value  # below the methods that FSDP2 and shardkit put in its place to gather
+            while _defined_in(getattr(original, "__func__", None), "shardkit.", "torch.distributed.fsdp."):
+                original = original.__wrapped__
+            attributes[name] = original
             if getattr(original, "__func__", None) is getattr(kind, name, None):
                 del attributes[name]
     for name in ("_forward_pre_hooks", "_forward_hooks"):
@@ -290,26 +276,19 @@ def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     return kind, attributes
 
 
-def _without_gathering(method: Any) -> Any:
-    """The method below those that FSDP2 and shardkit put in its place to gather."""
-    while _defined_in(getattr(method, "__func__", None), "shardkit.", "torch.distributed.fsdp."):
-        method = method.__wrapped__
-    return method
-
-
 def _defined_in(function: Any, *packages: str) -> bool:
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith(packages)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The sharded parameters of the unit of one module, none if it is not an FSDP module. Local, pure."""
+    """Return the sharded parameters of the units of one module, none if it is not an FSDP module. Local, pure."""
     return [param.sharded_param for s in states_of([module]) for unit in units_of(s) for param in unit.fsdp_params]
 
 
 def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Flat buffers of the model's gathered parameters, whole or kept on fewer ranks; empty storages where resharded.
+    """Return the flat buffers that parameters are gathered into, with empty storages where resharded. Local, pure.
 
-    memory: between two gathers torch 2.11 to 2.13 show them nowhere else.
+    memory: those resharded over fewer ranks too. Between two all-gathers torch 2.11 to 2.13 have no public way to them.
     """
     params = [param for unit in fsdp_units(model) for param in unit.fsdp_params]
     kept = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]  # set by the first forward

@@ -1,7 +1,6 @@
-"""When the forwards and backwards of an FSDP root begin and end, and what FSDP2 holds between them.
+"""The begin and end of forwards and backwards of an FSDP root, and what FSDP2 holds between them.
 
-With ``_torch`` and ``_fsdp``, the only place of private torch names; apart from ``_fsdp`` because one file would be too
-long. The names are those of torch 2.11 to 2.15.
+Private names of torch 2.11 to 2.15, like the rest of ``_fsdp``.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
 
-from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
-from shardkit._fsdp import fsdp_states as fsdp_states
+from shardkit._fsdp import FSDPUnit, fsdp_states, not_compiled
 from shardkit._torch import tree_leaves, units_of
 
 _compiler = torch._C._dynamo.eval_frame  # exists without the import of torch._dynamo, which takes seconds
 
 
 class Listener(Protocol):
-    """What is told of each forward and backward of a root."""
+    """Called at each begin and end of a forward or backward of a root."""
 
     def forward_begins(self) -> None: ...
     def forward_ended(self) -> None: ...
@@ -32,36 +30,36 @@ class Listener(Protocol):
     def backward_ended(self) -> None: ...
 
 
-_TOLD = {  # by attribute of the context: when it becomes None or False, and when something else
+_EVENTS = {  # by attribute of the context: called when it becomes false, and when it becomes true
     "iter_forward_root": ("forward_ended", "forward_begins"),
     "post_backward_final_callback_queued": ("backward_ended", "backward_begins"),
 }
 
 
-class _HeardContext(FSDPStateContext[Any]):
-    """What torch keeps of one iteration, in one object for all FSDP modules of a root.
+class _ObservedContext(FSDPStateContext[Any]):
+    """torch's state of one iteration, one object for all FSDP modules of a root.
 
-    Every forward passes through it, of the root, a child or a registered method, and so does every backward. Hooks on
-    modules would miss methods, and would not know which of them is the outermost one.
+    Every forward sets it, of the root, a child or a registered method, and so does every backward. Hooks on modules
+    would miss methods, and would not know which of them is the outermost.
     """
 
     listener: Listener
 
     def __setattr__(self, name: str, value: Any) -> None:
         before, vars(self)[name] = vars(self).get(name), value
-        if name in _TOLD and bool(before) != bool(value):
-            getattr(self.listener, _TOLD[name][bool(value)])()
+        if name in _EVENTS and bool(before) != bool(value):
+            getattr(self.listener, _EVENTS[name][bool(value)])()
 
 
 def listen(root: FSDPModule, listener: Listener) -> None:
-    """Tells ``listener`` when forwards and backwards below ``root`` begin and end, once it is the FSDP root. Local."""
+    """Call ``listener`` when forwards and backwards below ``root`` begin and end, once it is the FSDP root. Local."""
     context: Any = root._get_fsdp_state()._state_ctx
-    context.__class__ = _HeardContext
+    context.__class__ = _ObservedContext
     context.listener = listener
 
 
 def units_of_root(root: FSDPModule) -> list[FSDPUnit]:
-    """All units of an initialized root; none before its first forward, or inside another root. Local, pure."""
+    """Return all units of an initialized root; none before its first forward, or inside another root. Local, pure."""
     state = root._get_fsdp_state()
     return [unit for each in state._state_ctx.all_states for unit in units_of(each)] if state._is_root else []
 
@@ -77,13 +75,13 @@ def is_in_use(module: FSDPModule) -> bool:
 
 
 def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> None:
-    """Makes ``root`` the FSDP root whichever module below it runs first; torch makes it the module that runs. Local.
+    """Make ``root`` the FSDP root whichever module below it runs first; torch would take the one that runs. Local.
 
     Not before that forward: until then users may cast the model, add modules, or shard a module around it.
 
     Args:
         root: what becomes the root.
-        check: called right before; may raise, and then everything is as it was.
+        check: called right before; may raise, and then nothing has changed.
     """
     whole, states = root._get_fsdp_state(), fsdp_states(root)  # type: ignore[arg-type]
 
@@ -106,10 +104,10 @@ def initialize_at_first_forward(root: FSDPModule, check: Callable[[], None]) -> 
 
 
 def end_partial_forwards(root: FSDPModule) -> None:
-    """Lets a forward of one module of ``fully_shard([a, b])`` outside of the root's forward come to an end. Local.
+    """End a forward of one module of ``fully_shard([a, b])`` that is called outside the root's forward. Local.
 
     torch waits for the other modules, which a caller of ``model.head(x)`` may never run (torch 2.11 to 2.15). Without
-    grad the unit stayed gathered; with grad nothing reduced its gradients where no input requires grad.
+    grad the unit would stay gathered; with grad its gradients would not be reduced if no input requires grad.
     """
     for state in fsdp_states(root):  # type: ignore[arg-type]
         for module in state._modules if len(state._modules) > 1 else ():
@@ -137,31 +135,36 @@ def _end_partial_forward(state: Any, module: nn.Module, args: Any, kwargs: Any, 
 
 
 def reshard(unit: Any) -> None:
-    """Reshards a unit whatever its settings say. Local."""
+    """Reshard a unit, also one whose forward did not end or that is not resharded after forward. Local."""
     unit._to_sharded()
 
 
 def forwards_noted(root: FSDPModule) -> int:
-    """How many forwards of units torch has noted since the last backward, to prefetch by in the next. Local, pure."""
+    """Return how many forwards of units torch has recorded since the last backward, for prefetching. Local, pure."""
     return len(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
 def forget_forwards(root: FSDPModule, since: int) -> None:
-    """Forgets the forwards of units after the first ``since``, where no backward will come for them. Local.
+    """Forget the recorded forwards after the first ``since``, for which no backward will come. Local.
 
-    torch prefetches a unit of such a forward in the next backward, and keeps the notes until then.
+    torch would prefetch a unit of such a forward in the next backward. Before torch 2.13 a unit of several modules also
+    waits for those that did not run, such as one that only holds a tied weight, and the next forward gathers nothing.
     """
-    order = root._get_fsdp_state()._comm_ctx.post_forward_order
+    root_state = root._get_fsdp_state()
+    order = root_state._comm_ctx.post_forward_order
     for unit in order[since:]:
         unit._post_forward_indices = [index for index in unit._post_forward_indices if index < since]
     del order[since:]
+    for state in root_state._state_ctx.all_states:
+        if state._modules_to_run_forward and all(unit.is_sharded for unit in units_of(state)):
+            state._modules_to_run_forward.clear()
 
 
 def gather_outside_inference_mode(units: Iterable[FSDPUnit], enabled: bool) -> None:
-    """Whether these units leave inference_mode to make the tensors that they gather into. Local.
+    """Set whether these units leave inference_mode to allocate the tensors that they gather into. Local.
 
-    FSDP2 makes them at the first all-gather and keeps them; those made under inference_mode cannot be written to
-    outside of it, nor trained with, nor where one rank shards can they be made at all.
+    FSDP2 allocates them at the first all-gather and keeps them. Under inference_mode they would be inference tensors,
+    which cannot be written to later or trained with; on a single rank the allocation itself fails.
     """
     for unit in units:
         vars(unit).pop("wait_for_unshard", None)
@@ -174,40 +177,34 @@ def _outside_inference_mode(gather: Callable[[], None]) -> None:
         gather()
 
 
-def gathered_parameters(model: nn.Module) -> dict[Tensor, nn.Parameter]:
-    """The sharded parameter of each one that FSDP2 gathers into, whether that is registered now or not. Local, pure."""
-    params = (param for unit in fsdp_units(model) for param in unit.fsdp_params)
-    return {param._unsharded_param: param.sharded_param for param in params if hasattr(param, "_unsharded_param")}
+def not_inlined_when_compiled(function: FunctionType) -> None:
+    """Make torch.compile run a function eagerly and compile what it calls, as ``torch._dynamo.skip``. In place.
 
-
-def apart_when_compiled(function: FunctionType) -> None:
-    """Let torch.compile run a function as it is, as ``torch._dynamo.skip``, and compile what it calls. Local; in place.
-
-    Else what it calls is inlined into it, which takes a module in ``sys.modules``, and gathers nothing.
+    Inlining would need the function's module in ``sys.modules``, and would gather nothing.
     """
     skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
     _compiler.set_code_exec_strategy(function.__code__, skip)
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward under way was called with ``retain_graph``, or with ``create_graph``, which implies it."""
+    """Return whether the backward under way was called with ``retain_graph`` or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class Hold:
-    """Keeps every unit gathered from a backward with ``create_graph=True`` until :meth:`release`. Local.
+    """Keep every unit gathered from a backward with ``create_graph=True`` until :meth:`release`. Local.
 
-    The graph of that backward saved the unsharded parameters, and FSDP2 knows nothing of it: it frees them, and it
-    neither gathers nor reduces for what runs in the next backward.
+    The graph of that backward saved the unsharded parameters, which FSDP2 would free; and it neither gathers nor
+    reduces for what the next backward runs.
     """
 
     def __init__(self, root: FSDPModule, refuse: Callable[[], None]) -> None:
-        """``refuse`` is called where a parameter gets a gradient that has a graph, and raises."""
+        """Begin to hold; ``refuse`` is called when a parameter gets a gradient with a graph, and raises."""
         self._state: Any = root._get_fsdp_state()
         self._refuse = refuse
         units: list[Any] = units_of_root(root)
         for unit in units:
-            if unit.is_sharded_post_forward:  # gathered from a mesh that the next lines take away
+            if unit.is_sharded_post_forward:  # gathered from a mesh that is unset below
                 unit.unshard()
                 unit.wait_for_unshard()
         self._before = [(unit, unit.reshard_after_backward, unit.post_forward_mesh_info) for unit in units]
@@ -224,25 +221,25 @@ class Hold:
 
     @property
     def is_stale(self) -> bool:
-        """Whether shards were written to since, as by an optimizer, so that the units would be old values."""
+        """Whether shards were written to since, as by an optimizer, so that gathered values are outdated."""
         return self._versions != self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        # Writing to a DTensor counts on it alone, writing to its local tensor on that alone (torch 2.13).
+        # Writing to a DTensor does not change the version of its local tensor, nor the reverse (torch 2.13).
         return [each._version for shard in self._shards for each in (shard, shard._local_tensor)]
 
     def _reduce(self, unit: Any, _: Tensor) -> None:
-        """Lets the end of this backward reduce the unit, also where none of its inputs or outputs has a gradient."""
+        """Make the end of this backward reduce the unit, even if none of its inputs or outputs has a gradient."""
         if torch.is_grad_enabled():
             self._refuse()
         unit._training_state = type(unit._training_state).PRE_BACKWARD
         self._state._register_root_post_backward_final_callback()
 
     def release(self) -> None:
-        """Reshards, and puts back what was set before."""
+        """Restore the settings, and reshard."""
         for handle in self._handles:
             handle.remove()
         for unit, after_backward, mesh_info in self._before:
             unit.reshard_after_backward, unit.post_forward_mesh_info = after_backward, mesh_info
             if after_backward:
-                unit._to_sharded()
+                reshard(unit)

@@ -1,4 +1,4 @@
-"""What only the translation of FSDP1 and the drop-in need of torch's insides, FSDP1's own and FSDP2's."""
+"""Private names of FSDP1 and FSDP2 that only the translation of FSDP1 and the drop-in need."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# What FSDP1's training_state is, which has no public name; FSDP2's own enum has other members (torch 2.11 to 2.15).
+# The type of FSDP1's training_state, which has no public name; FSDP2's enum has other members (torch 2.11 to 2.15).
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
-from shardkit._fsdp.params import has_gradient, post_accumulate_hooks
+from shardkit._fsdp.params import has_gradient, post_accumulate_hooks, unsharded_parameter
 from shardkit._torch import units_of
 
-# FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) share a base class without a
-# public name, and answer by a method without one (torch 2.11 to 2.13). A callable policy is called as documented.
+# The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
+# no public names (torch 2.11 to 2.13). A callable policy is called as documented.
 FSDP1Policy = torch.distributed.fsdp.wrap._Policy
 
 
@@ -42,11 +42,18 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(mixed_precision._module_classes_to_ignore)
 
 
-def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
-    """Gives a sharded parameter of the unit of ``module``, or a gradient, another local tensor to share. Local.
+def unsharded_parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    """Return the full parameters that FSDP2 registers for those of one module's unit while they are gathered. Local."""
+    states = [] if module is None else states_of([module])
+    found = [unsharded_parameter(param) for state in states for unit in units_of(state) for param in unit.fsdp_params]
+    return [each for each in found if each is not None]
 
-    ``param.data = other`` of FSDP1's parameters; torch 2.11 to 2.13 gather from memory that FSDPParam knows, and
-    look for another one in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
+
+def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
+    """Replace the local tensor of a sharded parameter of the unit of ``module``, or of a gradient. Local.
+
+    For ``param.data = other`` of FSDP1's parameters. torch 2.11 to 2.13 gather from memory that FSDPParam holds, and
+    update it in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
     """
     if module is None:
         param._local_tensor = local
@@ -55,22 +62,21 @@ def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
     for each in (each for s in states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
         if each.sharded_param is param:
             param._local_tensor = local
-            each._sharded_param_data = local.new_empty(0)  # it compares storages, and two values may be in one
+            each._sharded_param_data = local.new_empty(0)  # it compares storages, and two values may share one
             each.reset_sharded_param()
 
 
 def first_after_accumulation(param: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """``param.register_post_accumulate_grad_hook(hook)``, before all that are there. Local; once for each hook."""
-    there = post_accumulate_hooks(param) or {}
-    if hook not in there.values():
+    """Register a post-accumulate-grad hook that runs before the others; no effect if it is registered. Local."""
+    if hook not in (post_accumulate_hooks(param) or {}).values():
         param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        hooks: Any = post_accumulate_hooks(param)  # an OrderedDict, as of any torch hooks
+        hooks: Any = post_accumulate_hooks(param)  # an OrderedDict, as all torch hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 @contextmanager
 def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
-    """In this context gradients that are not reduced are added up in ``param_dtype``, as FSDP1 did. Local.
+    """In this context gradients that are not reduced accumulate in ``param_dtype``, as in FSDP1. Local.
 
     FSDP2 converts the sum to ``reduce_dtype`` after each such backward. The roots must be initialized.
     """
@@ -80,7 +86,7 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
         # Read by that conversion only; the reduction asks the unit (torch 2.11 to 2.15).
         param.reduce_dtype = param.param_dtype or param.orig_dtype
         if hasattr(param, "unsharded_grad_dtype") and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduction's, in which autograd would add up
+            param._unsharded_param.grad_dtype = None  # torch 2.15 set the reduce dtype, which autograd accumulates in
     try:
         yield
     finally:
@@ -89,24 +95,24 @@ def accumulating_in_param_dtype(model: nn.Module) -> Iterator[None]:
 
 
 def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
-    """Whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only.
+    """Set whether one FSDP module casts its inputs to ``param_dtype``; torch takes it at construction only. Local.
 
-    FSDP1 casts the inputs of its root alone, and which module that is shows at the first forward.
+    FSDP1 casts the inputs of its root only, and the first forward decides which module that is.
     """
     state: Any = module._get_fsdp_state()
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
 def use_dtensor(config: Any) -> None:
-    """Set the flag by which FSDP1 notes in a ``Sharded...Config`` that it gives DTensors; it has no public name."""
+    """Set the flag of a ``Sharded...Config`` that FSDP1 returns DTensors; it has no public name. Local; in place."""
     config._use_dtensor = True
 
 
 def asked_by_checkpoint() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` is calling, however far up.
+    """Return whether ``torch.distributed.checkpoint.state_dict`` is anywhere among the callers.
 
-    its ``get_model_state_dict`` gives sharded state whatever FSDP1's ``state_dict_type`` was set to, by setting
-    it; which it does for models of torch's own class alone (torch 2.11 to 2.13).
+    Its ``get_model_state_dict`` returns sharded state whatever FSDP1's ``state_dict_type`` is, by setting that for
+    models of torch's own class only (torch 2.11 to 2.13).
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
@@ -115,13 +121,13 @@ def asked_by_checkpoint() -> bool:
 
 
 def reduce_unused_beside_used(model: nn.Module) -> None:
-    """Parameters without a gradient reduce as zeros where another one of their unit has one, as in FSDP1. Local.
+    """Reduce zeros for parameters without a gradient if another one of their unit has one, as in FSDP1. Local.
 
-    torch's ``set_reduce_scatter_unused_params`` gives zeros to units that no backward reached too, where FSDP1 left
-    None, and optimizers then apply weight decay and momentum to them.
+    torch's ``set_reduce_scatter_unused_params`` also gives zeros to units that no backward reached, where FSDP1 left
+    None; optimizers then apply weight decay and momentum to them.
     """
     for unit in fsdp_units(model):
-        if getattr(unit.post_backward, "func", None) is not _post_backward:  # a model around one that was wrapped
+        if getattr(unit.post_backward, "func", None) is not _post_backward:  # set already for an inner model
             unit.post_backward = partial(_post_backward, unit, unit.post_backward)
 
 
@@ -132,16 +138,16 @@ def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> 
 
 
 def is_sharded_tensor(tensor: object) -> bool:
-    """Return whether it is what FSDP1's SHARDED state has in the place of a DTensor; the class has no public name."""
+    """Return whether it is a ShardedTensor, as in FSDP1's SHARDED state; the class has no public name. Local, pure."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(tensor, ShardedTensor)
 
 
 def gathered_sharded_tensor(tensor: Any) -> Tensor:
-    """The full tensor of a ShardedTensor that is cut along its first dim, on every rank of its group. Collective.
+    """Return the full tensor of a ShardedTensor split along dim 0, on every rank of its group. Collective.
 
-    its public ``gather`` gives it to one rank only (torch 2.11 to 2.13).
+    Its public ``gather`` returns it on one rank only (torch 2.11 to 2.13).
     """
     if not tensor.shape.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -151,8 +157,8 @@ def gathered_sharded_tensor(tensor: Any) -> Tensor:
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave to the parameter. Local, pure.
+    """Return those that ``torch.distributed.optim._apply_optimizer_in_backward`` gave the parameter. Local, pure.
 
-    FSDP1 read the attribute, FSDP2 does not. 2.11 to 2.13.
+    FSDP1 read the attribute, FSDP2 does not (torch 2.11 to 2.13).
     """
     return getattr(param, "_in_backward_optimizers", [])

@@ -1,7 +1,7 @@
 """Every private torch name and every torch version check, each with the reason it is needed.
 
-Nothing else in shardkit imports a torch name with an underscore (``tests/house/test_layers.py`` holds that rule).
-When a new torch breaks shardkit, this file is where to look first.
+Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore (``tests/house/test_layers.py``).
+When a new torch breaks shardkit, look here first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 with warnings.catch_warnings():
-    # torch says so on import where numpy is missing, which neither it nor shardkit needs.
+    # On import torch warns where numpy is missing, which neither torch nor shardkit needs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
@@ -31,11 +31,12 @@ from shardkit.errors import ShardkitError, message
 
 MINIMUM_TORCH = (2, 11)
 NEWEST_TESTED = (2, 15)
-process_groups = torch.distributed.distributed_c10d._world  # checkpoint: their number names a local new_group
+# checkpoint: the number of groups becomes part of the name of a local new_group.
+process_groups = torch.distributed.distributed_c10d._world
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor version of the torch that is imported, such as ``(2, 13)``."""
+    """Return the major and minor version of torch, such as ``(2, 13)``."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -52,15 +53,15 @@ if torch_version() > NEWEST_TESTED:
 
 
 def missing_name(path: str) -> ShardkitError:
-    """The error for a private name that the torch that is imported does not have."""
+    """Return the error for a private name that this torch does not have."""
     rule = "This function of shardkit needs it, and is tested with torch {}.{} to {}.{}"
     rule = rule.format(*MINIMUM_TORCH, *NEWEST_TESTED)
-    fix = "Use one of these, or a newer shardkit; `python -m shardkit.testing.torch_names` lists all that is missing"
+    fix = "Use one of these, or a newer shardkit; `python -m shardkit.testing.torch_names` lists all missing names"
     return ShardkitError(message(path, f"torch {torch.__version__} does not have it", rule, fix))
 
 
 def _private(path: str) -> Any:
-    """A private function of torch; where there is none, one that raises when it is called, so that the rest works."""
+    """Return a private function of torch, or, if there is none, one that raises when called, so that the rest works."""
 
     def absent(*_: object, **__: object) -> NoReturn:
         raise missing_name(path)
@@ -71,18 +72,18 @@ def _private(path: str) -> Any:
         return absent
 
 
-# fit: in torch 2.11 FSDPParam makes a parameter that requires grad out of each shard, which an integer cannot ("only
-# Tensors of floating point dtype can require gradients"), and casts integers to param_dtype; 2.13 does neither.
+# apply: torch 2.11 makes each shard a parameter that requires grad, which integers cannot ("only Tensors of floating
+# point dtype can require gradients"), and casts integers to param_dtype; 2.13 does neither.
 SHARDS_INTEGERS = torch_version() >= (2, 13)
 
 
-# grads: one kernel for many tensors, as torch.nn.utils.clip_grad_norm_ uses; no public names (torch 2.11 to 2.15).
+# grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch 2.11 to 2.15).
 foreach_norm = _private("torch._foreach_norm")
 foreach_mul_ = _private("torch._foreach_mul_")
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
-    """The local tensors in groups that one such kernel takes."""
+    """Return the local tensors in groups that one such kernel accepts."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -92,17 +93,17 @@ def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()``, with the sharded parameter wherever a stand-in is registered. Local, pure.
+    """Return ``model.named_parameters()``, with each gathered parameter replaced by its sharded one. Local.
 
     Between an unshard and a reshard FSDP2 registers unsharded parameters, while gradients and the optimizer's
-    entries stay with the sharded ones, which torch has no public way to see (2.11 to 2.15).
+    entries stay with the sharded ones, which torch has no public way to reach (2.11 to 2.15).
     """
     sharded = sharded_stand_ins(model)
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
 
 
 def sharded_stand_ins(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """The sharded parameter of each unsharded one that is registered in its place now. Local, pure."""
+    """Return the sharded parameter for each unsharded one that is registered at present. Local."""
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -118,18 +119,18 @@ def _fsdp_params(module: FSDPModule) -> list[Any]:
 
 
 def units_of(state: Any) -> list[Any]:
-    """The ``FSDPParamGroup`` objects of one FSDP module's state: several since torch 2.12, before one or none."""
+    """Return the ``FSDPParamGroup`` objects of an FSDP module's state: several since torch 2.12, before one or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-# testing: a forked rank would import these in its first forward (``torch._dynamo``: 0.5 to 2 s, torch 2.11 to 2.15).
+# testing: otherwise each forked rank imports these in its first forward (``torch._dynamo``: 0.5 to 2 s).
 RANK_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 
 
 def fake_store() -> Any:
-    """A store for the ``fake`` backend, which the import registers: else it is an "Unknown c10d backend type"."""
+    """Return a store for the ``fake`` backend, which this import registers (else "Unknown c10d backend type")."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -138,7 +139,7 @@ def fake_store() -> Any:
 def forget_meshes() -> None:
     """Empty DTensor's caches, which are keyed by meshes that compare equal although their groups differ.
 
-    Else the next world of the same shape gets tensors on the last one's mesh: "Could not resolve the process group
+    Otherwise the next world of the same shape gets tensors on the previous mesh: "Could not resolve the process group
     registered under the name 5" (torch 2.11 to 2.15).
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -148,47 +149,47 @@ def forget_meshes() -> None:
 
 # meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
 neg_view = _private("torch._neg_view")
-# meta: TorchFunctionMode is active inside __torch_dispatch__ too; only the private context switches it off.
+# meta: TorchFunctionMode stays active inside of __torch_dispatch__; only this private context disables it.
 no_torch_function = torch._C.DisableTorchFunction
 
 
-# apply: FakeTensorMode has no public way to be left for a moment (torch 2.11 to 2.13).
+# apply: there is no public way to suspend FakeTensorMode (torch 2.11 to 2.13).
 real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily
 
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Run without the dispatch and function modes that are active, ours among them."""
+    """Run the body without any dispatch or function modes, including ours."""
     with torch.utils._python_dispatch._disable_current_modes(), no_torch_function():
         yield
 
 
-# What Tensor.to() of another dtype or device is to a __torch_dispatch__; it has no public name (torch 2.11 to 2.15).
+# What a __torch_dispatch__ sees of Tensor.to() with another dtype or device; no public name (torch 2.11 to 2.15).
 TO_COPY = torch.ops.aten._to_copy.default
 
 
 def has_own_dispatch(cls: type) -> bool:
-    """Whether a tensor class wraps other tensors (DTensor, quantized weights) instead of a storage of its own."""
+    """Return whether a tensor class wraps other tensors (DTensor, quantized weights) instead of its own storage."""
     own = getattr(cls, "__torch_dispatch__", None)
     return own not in (torch._C._disabled_torch_dispatch_impl, getattr(Tensor, "__torch_dispatch__", None))
 
 
 def schema(op: Any) -> Any:
-    """The schema of an aten op: what its arguments are called and which of them it writes to; no public access."""
+    """Return the schema of an aten op, with the names of its arguments and which it writes to; no public access."""
     return op._schema
 
 
 def has_tag(op: Any, name: str) -> bool:
-    """Whether an aten op bears the tag of that name, such as ``nondeterministic_seeded``."""
+    """Return whether an aten op has the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags
 
 
 @contextmanager
 def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
-    """In this context ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
+    """Inside of the block ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
 
-    It draws until every value is in range (torch 2.13), so as aten calls it needs the values at once: slower, and
-    as exact, which is what happens should torch rename the function.
+    It draws until every value is in range (torch 2.13), so its aten calls depend on values. Should torch rename the
+    function, those calls are recorded instead, which is slower and as exact.
     """
     name = "_no_grad_trunc_normal_"
     original = getattr(torch.nn.init, name, None)
@@ -210,7 +211,7 @@ def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random ops on the device use when they are given none."""
+    """Return the generator that random ops on the device use by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -219,7 +220,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def accelerator_state() -> Tensor | None:
-    """State of the present accelerator's default generator; None without one, or before it is first used."""
+    """Return the state of the accelerator's default generator; None without one, or before its first use."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", bool)():
         return None
@@ -227,12 +228,12 @@ def accelerator_state() -> Tensor | None:
 
 
 def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
-    """The sharded parameters of this one FSDP module that live on the CPU whatever their mesh's device is."""
+    """Return the sharded parameters of this FSDP module that are offloaded to the CPU."""
     return [param.sharded_param for param in _fsdp_params(module) if param.offload_to_cpu]
 
 
 def reread_sharded_parameters(module: FSDPModule) -> None:
-    """Tell FSDP2 that local shards of this one module were replaced, as its ``_apply`` does after ``to_empty``.
+    """Make FSDP2 use the replaced local shards of this module, as its ``_apply`` does after ``to_empty``.
 
     ``_apply`` itself would also rewrap every parameter, which drops attributes that users set on them.
     """
@@ -240,106 +241,113 @@ def reread_sharded_parameters(module: FSDPModule) -> None:
         param.reset_sharded_param()
 
 
-# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, which knows what libraries registered
+# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, with the types that libraries registered
 # (transformers' ModelOutput); torch 2.13 has no public name for it.
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map = torch.utils._pytree.tree_map
-# memory: fake tensors, which have shapes but no data; torch documents them and exports no public name (2.11 to 2.13).
+# memory: tensors with shapes but no data; torch documents them and exports no public name (2.11 to 2.13).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 
 
 def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
-    """The versions of the modules that ``nn.Module.state_dict`` attaches to its result; empty where there are none."""
+    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if there are none."""
     return getattr(state_dict, "_metadata", None) or {}
 
 
 def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
-    """Attach what :func:`state_dict_metadata` gives, where ``nn.Module.load_state_dict`` looks for it."""
+    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks for it."""
     state_dict._metadata = OrderedDict(metadata)
     return state_dict
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor placed like another around a local tensor on any device; ``from_local`` moves it to the mesh's."""
+    """Return a DTensor placed like another, with this local tensor on any device, which ``from_local`` would move."""
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 # optim, grads: reading an attribute of a DTensor such as .grad or .dtype asks __torch_function__ first, which costs
-# more than the attribute: 0.5 us against 0.05 (torch 2.13). In this context it does not; modes stay active.
+# more than the attribute: 0.5 us against 0.05 (torch 2.13). This context avoids that; modes stay active.
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
-# optim, grads: ``to_local()`` makes an autograd node, 10 us; the slot that it reads costs 0.03. FSDP2 itself writes to
-# it (torch 2.11 and 2.13). What a redistribution has just returned may still be on its way: call ``to_local()`` there.
+# optim, grads: ``to_local()`` makes an autograd node, 10 us; the attribute that it reads costs 0.03. FSDP2 itself sets
+# it (torch 2.11 and 2.13). The result of a redistribution may still be in flight: call ``to_local()`` there.
 local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
-# How often it, or a view of it, was written to in place, by which autograd checks saved tensors.
+# The number of in-place writes to a tensor or its views, with which autograd checks saved tensors.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def local_tensors(
     tensors: list[Any], params: list[Any], layouts: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
 ) -> list[Any]:
-    """The local tensor of each DTensor placed like its parameter; other tensors unchanged. Local, pure.
+    """Return the local tensor of each DTensor placed like its parameter, and other tensors unchanged. Local.
 
     Args:
         tensors: gradients or state, in the order of ``params``.
         params: the parameters.
-        layouts: their placements, and None for those that are plain.
-        otherwise: answers for a DTensor with other placements, given it and its parameter.
+        layouts: their placements; None for plain parameters.
+        otherwise: called with a DTensor of other placements and its parameter; returns its local tensor.
     """
-    # One comprehension and no call for each, since this runs for every tensor in every step.
+    # One comprehension without calls, because this runs for every tensor in every step.
     return [
         x if not isinstance(x, DTensor) else x._local_tensor if x._spec.placements == layout else otherwise(x, param)
         for x, param, layout in zip(tensors, params, layouts, strict=True)
     ]
 
 
-# optim: torch's own optimizers collect what a step works on in this method: it appends, parameter for parameter, to
-# a list of parameters, one of gradients, and one for each kind of state that the update needs (torch 2.11 and 2.13).
+# optim: torch's optimizers collect the tensors of a step in this method: it appends each parameter's to a list of
+# parameters, one of gradients, and one for each kind of state that the update needs (torch 2.11 and 2.13).
 COLLECT = "_init_group"
 
 
-def count_for_schedulers(step: Any) -> None:
-    """Make LR schedulers take a step function for one that they wrapped, which :func:`note_step` must then serve.
+def make_adagrad_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a copy of an Adagrad without state its initial state, which torch 2.11 makes only when it is constructed."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        value = optimizer.defaults.get("initial_accumulator_value", 0.0)
+        torch.optim.Adagrad.__init__(optimizer, optimizer.param_groups, initial_accumulator_value=value)
 
-    Else a scheduler replaces ``optimizer.step`` with a wrapper around the class's function (torch 2.11 to 2.15).
+
+def count_for_schedulers(step: Any) -> None:
+    """Mark a step function as wrapped by an LR scheduler; it must then call :func:`note_step`.
+
+    Otherwise a scheduler replaces ``optimizer.step`` with a wrapper around the class's function (torch 2.11 to 2.15).
     """
     step._wrapped_by_lr_sched = True
 
 
 def counts_for_schedulers(step: Any) -> bool:
-    """Whether ``optimizer.step`` is an LR scheduler's wrapper, or marked as one."""
+    """Return whether ``optimizer.step`` is an LR scheduler's wrapper, or marked as one."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def note_step(optimizer: Any) -> None:
-    """What the wrapper of an LR scheduler does besides stepping; else the scheduler warns of a wrong order."""
+    """Do what an LR scheduler's wrapper does besides stepping; otherwise the scheduler warns of a wrong order."""
     optimizer._opt_called = True
 
 
-# optim: GradScaler leaves finding infs to a step of this mark, where it otherwise asserts that there were gradients.
+# optim: with this attribute GradScaler leaves infs to the step; otherwise it asserts that there were gradients.
 SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
-# optim: torch 2.11 copies the gradient of an offloaded shard to pinned memory without waiting, although a hook on it
-# reads it at once; 2.13 waits where there is such a hook (``foreach_reduce`` in ``_fsdp_collectives.py``).
+# optim: torch 2.11 copies the gradient of an offloaded shard to pinned memory without waiting, although a hook reads it
+# at once; 2.13 waits if there is such a hook (``foreach_reduce`` in ``_fsdp_collectives.py``).
 OFFLOAD_WAITS_FOR_HOOKS = torch_version() >= (2, 13)
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Whether ``optimizer_in_backward`` steps any of the parameters, so that they never keep a gradient. Local, pure.
+    """Return whether ``optimizer_in_backward`` steps any of the parameters, so that they never keep a gradient.
 
-    The hook itself says so; torch has no public way to list hooks (2.11 to 2.15).
+    Its hook has an attribute for this; torch has no public way to list hooks (2.11 to 2.15).
     """
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
 
 
-# checkpoint: whether a tensor has torch.compile's ``__tensor_flatten__`` and ``__tensor_unflatten__``; DTensors do too.
+# checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors do too.
 is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
-# optim, grads: as ``DTensor.placements``, a property, at a third of its time; and what holds the mesh too.
+# optim, grads: ``DTensor.placements`` without the property, in a third of the time; and the spec, with the mesh.
 placements: Callable[[DTensor], tuple[Any, ...]] = operator.attrgetter("_spec.placements")
 layout_of: Callable[[DTensor], Any] = operator.attrgetter("_spec")
 
@@ -349,9 +357,9 @@ amp_unscale_ = _private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` whose subclass says how gradients are unscaled and where an inf is found.
+    """``torch.amp.GradScaler`` whose subclasses implement :meth:`unscale_grads`.
 
-    ``unscale_`` and ``step`` go through this method (torch 2.11 to 2.15); torch has no public way to replace it.
+    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.11 to 2.15); torch has no public way to replace it.
     """
 
     def _unscale_grads_(
@@ -362,13 +370,5 @@ class UnscalingGradScaler(torch.amp.GradScaler):
     def unscale_grads(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Tensor:
-        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has one that is not finite, else 0.0."""
+        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has a non-finite one, else 0.0."""
         raise NotImplementedError
-
-
-def saves_through_hooks() -> bool:
-    """Whether what autograd saves now goes to someone's hooks, as inside of a checkpoint; the inner ones win.
-
-    memory: ``torch.autograd.graph.saved_tensors_hooks`` has no public way to ask (torch 2.11 to 2.13).
-    """
-    return _private("torch._C._autograd._top_saved_tensors_default_hooks")(False) is not None

@@ -1,4 +1,4 @@
-"""Floating-point operations of single calls, by the formulas that torch registers, and two that it lacked."""
+"""Count the floating-point operations of aten calls, by torch's registered formulas and two that it lacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Floating-point operations of one aten call. Local, pure.
+    """Return the floating-point operations of one aten call.
 
-    torch's public FlopCounterMode runs as a mode of its own and follows modules; one number per call is all we need.
+    torch's public FlopCounterMode is a dispatch mode of its own that follows modules.
     """
     packet = getattr(op, "overloadpacket", None)
     if packet in _ATTENTION_ON_CPU:

@@ -1,4 +1,4 @@
-"""The machine around a pretended accelerator: what torch asks of a backend's module, and what a Python one lacks."""
+"""The pretended accelerator: the backend module that torch expects, and patches for what a Python backend lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardkit._torch.pretend_streams import syncs as syncs
 _on = False
 
 
-# ---- what torch asks of ``torch.<accelerator>`` ------------------------------------------------------------------
+# ---- what torch expects of ``torch.<accelerator>`` ---------------------------------------------------------------
 
 
 def _memory_stats(*args: Any) -> dict[str, int]:
@@ -34,17 +34,13 @@ def _reset_peak(*args: Any) -> None:
     memory.peak = memory.allocated()
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
 class Module:
     """``torch.pretend``, as ``torch.cuda`` is for CUDA."""
 
     Stream, Event, current_stream, synchronize = Stream, Event, staticmethod(current_stream), staticmethod(synchronize)
     is_available = is_initialized = staticmethod(lambda: _on)
     device_count, current_device = staticmethod(lambda: 1), staticmethod(lambda: 0)
-    set_device = empty_cache = _lazy_init = _is_in_bad_fork = staticmethod(_nothing)
+    set_device = empty_cache = _lazy_init = _is_in_bad_fork = staticmethod(lambda *args: None)
     memory_allocated = staticmethod(lambda *args: memory.allocated())
     max_memory_allocated = max_memory_reserved = staticmethod(lambda *args: memory.peak)
     reset_peak_memory_stats = staticmethod(_reset_peak)
@@ -53,20 +49,20 @@ class Module:
     device = staticmethod(lambda index: contextlib.nullcontext())
 
     def __init__(self) -> None:
-        generator = torch.Generator()  # of the CPU: the hooks for Python have no generators (torch 2.13)
+        generator = torch.Generator()  # of the CPU: Python backends have no generators (torch 2.13)
         self.default_generators = (generator,)
         self.manual_seed = self.manual_seed_all = generator.manual_seed
         self.get_rng_state: Callable[..., Tensor] = lambda *args: generator.get_state()
         self.set_rng_state: Callable[..., object] = lambda state, *args: generator.set_state(state)
 
 
-# ---- what a Python backend cannot register, replaced while the machine is on -------------------------------------
+# ---- what a Python backend cannot register, patched while the device is there ------------------------------------
 
 _data: Any = torch._C.TensorBase.data
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """``tensor.data = value`` across devices, which real accelerators take and PrivateUse1 does not (torch 2.13)."""
+    """``tensor.data = value`` across devices, which real accelerators accept and PrivateUse1 does not (torch 2.13)."""
     if is_here(tensor) == is_here(value):
         _data.__set__(tensor, value)
         return
@@ -85,7 +81,7 @@ _empty_function, _empty_like = torch.empty, torch.empty_like
 
 
 def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
-    """FSDP2 frees memory so. Ours is kept and poisoned, so that a use behind it shows."""
+    """Resize as FSDP2 does to free memory; here it is kept and poisoned, so that a use after it shows."""
     if storage.device.type != NAME:
         return _resize(storage, size)
     at = storage.data_ptr()
@@ -97,7 +93,7 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
         memory.freed.discard(at)
     elif size != _nbytes(storage):
         raise NotImplementedError(
-            f"{NAME}: a storage of {_nbytes(storage)} bytes resized to {size}; it goes to 0 and back"
+            f"{NAME}: cannot resize a storage of {_nbytes(storage)} bytes to {size}, only to 0 and back"
         )
     return storage
 
@@ -144,8 +140,8 @@ _registered: list[torch.library.Library] = []
 
 
 def _register() -> None:
-    """Once in a process: PrivateUse1 gets its name, its operators and its module for good."""
-    importlib.import_module("torch._dynamo")  # compares what is replaced here with copies of its own when imported
+    """Give PrivateUse1 its name, operators and module, once for the process."""
+    importlib.import_module("torch._dynamo")  # on import it compares what is patched here with copies of its own
     from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
 
     class Hook(_DummyPrivateUse1Hook):
@@ -160,7 +156,7 @@ def _register() -> None:
 
 @contextlib.contextmanager
 def pretended() -> Iterator[None]:
-    """The device is there inside, and not behind."""
+    """Make the device available inside of the block."""
     global _on
     if not _registered:
         _register()

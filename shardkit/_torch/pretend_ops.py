@@ -1,15 +1,15 @@
-"""A pretended accelerator: torch's PrivateUse1 device in Python, with memory of the host below and real values.
+"""The operators and memory of the pretended accelerator: torch's PrivateUse1 device in Python, over host memory.
 
-A tensor on it is a plain ``torch.Tensor`` whose storage says that device; each operator runs on CPU tensors over the
-same memory. What a GPU would refuse (operators on tensors of two devices) is refused, what would stop the host is
-counted. torch documents the Python backend only in its tests (``_setup_privateuseone_for_python_backend``, torch 2.13).
+A tensor on it is a plain ``torch.Tensor`` whose storage is on that device; each operator runs on CPU tensors over the
+same memory. Operators on tensors of two devices raise, as on a GPU, and operators that make the host wait are counted.
+torch documents the Python backend only in its tests (``_setup_privateuseone_for_python_backend``, torch 2.13).
 """
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardkit._torch import no_torch_function, schema
+from shardkit._torch import no_torch_function, schema, tree_leaves, tree_map
 from shardkit._torch.pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
 
 NAME = "pretend"
 
-# CUDA takes indices that lie on the CPU; copies are what crosses.
+# CUDA accepts indices on the CPU.
 _CROSSES = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
-# The host waits for these, since a shape or a Python value depends on what the device computed.
+# The host waits for these, since a shape or a Python value depends on the result.
 _WAITS = {"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class _Memory:
-    """The host memory below each of the device's storages, kept while the storage lives."""
+    """The host memory under each of the device's storages, kept while the storage lives."""
 
     def __init__(self) -> None:
         self.host: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
         self.freed: set[int] = set()  # addresses whose storage was resized to 0
         self.pinned: dict[int, StorageWeakRef] = {}
         self.peak = 0
-        self._at_most = 0  # bytes, without what was freed since they were last counted
+        self._at_most = 0  # bytes, before subtracting what was freed since the last count
 
     def allocated(self) -> int:
-        """Bytes of the device's storages that are alive and not freed."""
+        """Return the bytes of the device's storages that are alive and not freed."""
         gone = [at for at, (storage, _) in self.host.items() if storage.expired()]
         for at in gone:
             self.freed.discard(at)
@@ -50,7 +50,7 @@ class _Memory:
         return self._at_most
 
     def on_device(self, host: torch.UntypedStorage) -> Any:
-        """A storage of the device over host memory."""
+        """Return a storage of the device over host memory."""
         at, size = host.data_ptr(), host.nbytes()
         storage: Any = torch._C._construct_storage_from_data_pointer(at, device(), size)
         if size:
@@ -62,7 +62,7 @@ class _Memory:
         return storage
 
     def below(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor over the same memory."""
+        """Return a CPU tensor over the same memory."""
         at = address(tensor)
         if at not in self.host:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -70,12 +70,12 @@ class _Memory:
         return plain.set_(self.host[at][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether CPU memory was pinned."""
+        """Return whether the memory of a CPU tensor is marked as pinned."""
         known = self.pinned.get(address(tensor))
         return known is not None and not known.expired()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Take a CPU tensor's memory for pinned."""
+        """Mark a CPU tensor's memory as pinned."""
         self.pinned = {at: storage for at, storage in self.pinned.items() if not storage.expired()}
         if tensor.untyped_storage().nbytes():
             self.pinned[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
@@ -87,7 +87,6 @@ memory = _Memory()
 
 
 def device() -> torch.device:
-    """The one device there is."""
     return torch.device(NAME, 0)
 
 
@@ -96,7 +95,6 @@ def is_here(value: Any) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Where its storage lies."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -104,10 +102,10 @@ def address(tensor: Tensor) -> int:
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on the memory below, and give back tensors of the device."""
+    """Run an operator on the host memory, and return tensors of the device."""
     with no_torch_function():
         _check_devices(op, args, kwargs)
-        if not op.is_view:  # which touches no memory
+        if not op.is_view:  # a view touches no memory
             written = _tensors([*args, *kwargs.values()] if op.namespace == "c10d" else _written(op, args, kwargs))
             use(op.name(), _addresses(_tensors([*args, *kwargs.values()])), _addresses(written))
         if op.name().partition(".")[0] in _WAITS:
@@ -123,7 +121,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
                 above[id(below[id(tensor)])] = tensor
             return below[id(tensor)]
 
-        args, kwargs = _mapped(go_below, args), {name: _mapped(go_below, each) for name, each in kwargs.items()}
+        args, kwargs = tree_map(lambda leaf: go_below(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         if "device" in kwargs:
             kwargs |= {"device": "cpu", "pin_memory": False}
         before = {at: (address(plain), plain.shape) for at, plain in below.items()}
@@ -132,22 +130,11 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         for at, plain in below.items():
             if before[at] != (address(plain), plain.shape):  # resize_, set_, out= of another size
                 _become(above[id(plain)], plain, above.values())
-        return _mapped(lambda plain: _go_above(plain, above), result)
+        return tree_map(lambda leaf: _go_above(leaf, above) if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those of arguments or results, which may be in lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_mapped(change, each) for each in value)
-    return change(value) if isinstance(value, Tensor) else value
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -155,13 +142,13 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to, by its schema; collectives do not say."""
+    """Return the arguments that an operator writes to, by its schema, which collectives do not fill in."""
     given = dict(zip((each.name for each in schema(op).arguments), args, strict=False)) | kwargs
     return [given.get(each.name) for each in schema(op).arguments if each.alias_info and each.alias_info.is_write]
 
 
 def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
-    """Raise as CUDA does: a CPU tensor joins only as a scalar, and not in a list."""
+    """Raise as CUDA does: a CPU tensor may take part only as a scalar, and not in a list."""
     direct = [*args, *kwargs.values()]
     tensors = list(_tensors(direct))
     odd = [each for each in tensors if each.device.type != NAME]
@@ -180,27 +167,27 @@ def _go_above(plain: Tensor, above: dict[int, Tensor]) -> Tensor:
     if id(plain) in above:
         return above[id(plain)]
     base = _sharing(plain, above.values())
-    # A view under inference_mode is an inference tensor only where its base is one; autograd marks the others.
+    # A view under inference_mode is an inference tensor only if its base is one; autograd marks the others.
     with contextlib.nullcontext() if base is None else torch.inference_mode(base.is_inference()):
         fresh: Tensor = torch._C._acc.create_empty_tensor((0,), plain.dtype)
         return _become(fresh, plain, above.values())
 
 
 def _sharing(plain: Tensor, known: Iterable[Tensor]) -> Tensor | None:
-    """The one of the known tensors of the device that is in the same memory."""
+    """Return the known tensor of the device that has the same memory, if any."""
     at = address(plain)
     return next((each for each in known if at and address(each) == at), None)
 
 
 def _become(tensor: Tensor, plain: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Put a tensor of the device over the memory of ``plain``, in the storage of a known one that is there too."""
+    """Put a tensor of the device over the memory of ``plain``, sharing the storage of a known tensor over it."""
     base = _sharing(plain, known)
     storage = memory.on_device(plain.untyped_storage()) if base is None else base.untyped_storage()
     return _set_storage(tensor, storage, plain.storage_offset(), plain.shape, plain.stride())
 
 
 def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: Any = ()) -> Tensor:
-    # The CPU's kernel sets what any dense tensor has; the meta one refuses a storage that cannot grow.
+    # The CPU's kernel works for any dense tensor; the meta kernel refuses a storage that cannot grow.
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     found: Tensor = _set.redispatch(cpu, tensor, storage, offset, size, stride)
     return found
@@ -208,7 +195,7 @@ def _set_storage(tensor: Tensor, storage: Any, offset: Any, size: Any, stride: A
 
 @contextlib.contextmanager
 def _own_random_numbers(op: Any) -> Iterator[None]:
-    """The device's generator in place of the CPU's while an operator draws."""
+    """Use the device's generator in place of the CPU's while a random operator runs."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         yield
         return
@@ -230,7 +217,7 @@ def _empty(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """A copy to, from or on the device. The host waits where it blocks, or where its memory is pageable."""
+    """Copy to, from or on the device. The host waits if the copy blocks or the host memory is pageable."""
     with no_torch_function():
         outside = next((each for each in (source, target) if not is_here(each)), None)
         waits = outside is not None and not (non_blocking and memory.is_pinned(outside))
@@ -256,7 +243,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
     **_: Any,
 ) -> Tensor:
-    """``tensor.to(...)``: as torch's, a copy to the host that does not block goes to pinned memory."""
+    """``tensor.to(...)``: as in torch, a non-blocking copy to the host goes to pinned memory."""
     with no_torch_function():
         kind, where = dtype or tensor.dtype, device or tensor.device
         made = torch.empty_like(tensor, dtype=kind, device=where, memory_format=memory_format or torch.preserve_format)
@@ -288,7 +275,7 @@ def register_operators() -> list[torch.library.Library]:
     aten.impl("set_.source_Storage", _set_source_storage)
     c10d = torch.library.Library("c10d", "IMPL", "PrivateUse1")
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
-        if name.startswith("c10d::"):  # the collectives that take tensors, which torch registers for every device
+        if name.startswith("c10d::"):  # the collectives on tensors, which torch registers for every device
             name = name.removeprefix("c10d::")
             c10d.impl(name, partial(_run, _overload("c10d", name)), allow_override=True)
     return [everything, aten, c10d]

@@ -1,7 +1,7 @@
-"""Streams and events of the pretended accelerator: who has waited for whom.
+"""Streams and events of the pretended accelerator, which track what has waited for what.
 
-All operators run at once, in the program's order. Each stream counts what it runs and knows how far into every stream
-it has waited, so that a use that nothing orders behind what it depends on raises, although its values are right here.
+All operators run at once, in program order. Each stream numbers what it runs and records how far into every stream it
+has waited, so that an operator that is not ordered after what it depends on raises, although its values are right here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers = itertools.count(1)
 
 
 class Use(NamedTuple):
-    """One operator of a stream, by its place in that stream."""
+    """One operator, by its stream and its place in the stream."""
 
     stream: int
     place: int
@@ -29,7 +29,7 @@ class Use(NamedTuple):
 
 
 class Stream:
-    """A stream, and how far into each stream it has waited, by number; into itself, how far it has run."""
+    """A stream, and how far into each stream it has waited; for itself, how far it has run."""
 
     device_index, device_type = 0, 20  # of PrivateUse1, as torch.Stream has them; FSDP2 reads them (torch 2.15)
 
@@ -38,7 +38,7 @@ class Stream:
         self.seen: dict[int, int] = {}
 
     def wait(self, seen: dict[int, int]) -> None:
-        """Order what runs here from now on behind all that ``seen`` has."""
+        """Order what runs here from now on after everything in ``seen``."""
         for stream, place in seen.items():
             self.seen[stream] = max(place, self.seen.get(stream, 0))
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 class Event:
-    """What a stream had run, and waited for, when the event was recorded."""
+    """What a stream had run and waited for when the event was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: dict[int, int] = {}
@@ -89,21 +89,21 @@ class Event:
 
 
 def poison(host: torch.UntypedStorage) -> None:
-    """Memory that nobody wrote: NaN in floating point, so that its use shows."""
+    """Fill memory with a pattern that is NaN in floating point, so that a use before a write shows."""
     if host.nbytes():
         with no_torch_function():
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).fill_(0xFF)
 
 
 _host = Stream()
-_current = [Stream()]  # of all threads: autograd's run what their caller has begun
+_current = [Stream()]  # for all threads: autograd's threads use the caller's streams
 _ran: dict[int, int] = {}  # by stream: how far it has run
-_last: dict[int, tuple[Use | None, dict[int, Use]]] = {}  # by address: who wrote there last, and who has read since
-_under_way: list[tuple[Use, Tensor, Tensor]] = []  # copies to pinned memory: where to, and what
+_last: dict[int, tuple[Use | None, dict[int, Use]]] = {}  # by address: the last writer, and the readers since
+_under_way: list[tuple[Use, Tensor, Tensor]] = []  # copies to pinned memory: target and value
 
 
 def reset() -> None:
-    """Forget what was counted, used and under way."""
+    """Clear what was counted, used and in flight."""
     for each in (syncs, _last, _under_way):
         each.clear()
 
@@ -113,7 +113,7 @@ def current_stream(*args: Any) -> Stream:
 
 
 def use(operator: str, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Use:
-    """Run an operator on the current stream, on memory at these addresses.
+    """Record an operator of the current stream on memory at these addresses.
 
     Raises:
         RuntimeError: another stream uses that memory, and this one has not waited for it.
@@ -128,7 +128,7 @@ def use(operator: str, reads: Iterable[int] = (), writes: Iterable[int] = ()) ->
             if earlier is not None and not _has_seen(stream.seen, earlier):
                 raise RuntimeError(
                     f"pretend: {operator} on stream {now.stream} uses memory that {earlier.operator} on stream "
-                    f"{earlier.stream} uses, and has not waited for it. Call wait_stream or wait_event in between"
+                    f"{earlier.stream} uses, and has not waited for it. Call wait_stream or wait_event first"
                 )
         _last[at] = (now, {}) if at in written else (writer, {**readers, now.stream: now})
     return now
@@ -139,13 +139,13 @@ def _has_seen(seen: dict[int, int], earlier: Use) -> bool:
 
 
 def allocated(at: int) -> None:
-    """Memory at this address is new, and belongs to the current stream."""
+    """Record that memory at this address was allocated on the current stream."""
     stream = current_stream().stream_id
     _last[at] = Use(stream, _ran.get(stream, 0), "its allocation"), {}
 
 
 def copy_to_pinned(now: Use, target: Tensor, value: Tensor) -> None:
-    """Copy once the host has waited for it; until then the target reads as NaN."""
+    """Copy when the host waits for it; until then the target reads as NaN."""
     _under_way.append((now, target, value.clone()))
     nothing = torch.empty_like(value)
     poison(nothing.untyped_storage())
@@ -153,7 +153,7 @@ def copy_to_pinned(now: Use, target: Tensor, value: Tensor) -> None:
 
 
 def host_waits(what: str, seen: dict[int, int] | None = None) -> None:
-    """Count that the host waits for what ``seen`` has; None is all that the current stream has."""
+    """Record that the host waits for everything in ``seen``; None is everything on the current stream."""
     syncs.append(what)
     _arrive(current_stream().seen if seen is None else seen)
 
@@ -164,7 +164,7 @@ def synchronize(*args: Any) -> None:
 
 
 def deliver(at: int) -> None:
-    """Finish copies to pinned memory at this address, which a stream reads again."""
+    """Finish copies to pinned memory at this address, which a stream reads."""
     _finish(lambda _, target: target.untyped_storage().data_ptr() == at)
 
 

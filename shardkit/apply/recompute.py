@@ -1,10 +1,10 @@
-"""Activation checkpointing of one module's forward that leaves what forward changes as one forward leaves it."""
+"""Activation checkpointing of one module's forward, where recomputing changes no buffer or attribute a second time."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from shardkit.errors import ShardkitError, message
 
 
 def recomputed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[..., Any]:
-    """The module's forward, recomputed in backward instead of keeping its activations.
+    """Return the module's forward, recomputed in backward instead of keeping its activations.
 
-    The recomputed forward starts from the buffers and attributes that the first one started from, and what it writes to
-    them is dropped: running statistics, counters and power iterations advance once. What a forward changes inside of
-    lists, or of objects that it is given, is not undone.
+    The recomputation starts from the same buffers and attributes as the first forward, and what it writes to them is
+    dropped: running statistics, counters and power iterations advance once. What a forward changes inside lists or in
+    objects that it is given is not undone.
 
     Args:
         module: its present ``forward`` is what runs.
@@ -28,7 +28,7 @@ def recomputed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[..., A
         to_compile: it will be compiled, and has no buffers. The compiler takes no contexts, and runs eagerly with them.
 
     Raises:
-        ShardkitError: in forward, where the module is given a key-value cache, which it would fill twice.
+        ShardkitError: in forward, if the module is given a key-value cache, which it would fill twice.
     """
     forward = module.forward
     settings: dict[str, Any] = {"use_reentrant": False}
@@ -50,54 +50,47 @@ def _refuse_caches(fqn: str, arguments: tuple[Any, ...]) -> None:
     for each in arguments:
         if hasattr(each, "get_seq_length") and hasattr(each, "update"):
             problem = f"is recomputed in backward, and was called with a {type(each).__name__}"
-            rule = "A block that is recomputed would append to the cache twice"
+            rule = "A recomputed block would append to the cache twice"
             fix = "Pass use_cache=False to the model, or set model.config.use_cache = False"
             raise ShardkitError(message(fqn, problem, rule, fix))
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What to run the forward in, and its recomputation, which a graph that is retained enters several times."""
-    start = _Start(module)
-    return start, _Again(start)
+    """The contexts of the first forward and of its recomputation, which a retained graph enters several times."""
+    recomputation = _Recomputation(module)
+    return recomputation.first_forward(), recomputation
 
 
-class _Start(AbstractContextManager[None]):
-    """The buffers and plain attributes of a module and all below it, as a forward begins."""
+class _Recomputation(AbstractContextManager[None]):
+    """Gives a module the buffers and attributes that a forward started from, and restores the present ones after."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.mappings = [mapping for each in module.modules() for mapping in (vars(each), each._buffers)]
-        self._before = [_values(mapping) for mapping in self.mappings]
+        self._mappings = [mapping for each in module.modules() for mapping in (vars(each), each._buffers)]
+        self._start = [_values(mapping) for mapping in self._mappings]
         self._buffers = {id(each): (each, version_of(each), each.detach().clone()) for each in module.buffers()}
-
-    def __exit__(self, *error: object) -> None:
-        """The forward is over: copies are only needed of those buffers that it wrote to."""
-        for key, (buffer, before, _) in self._buffers.items():
-            if version_of(buffer) == before:
-                self._buffers[key] = buffer, before, buffer
-
-    def values(self) -> list[dict[str, Any]]:
-        """The content of the mappings, with new copies of the buffers, to be written to."""
-        new = {key: copy.detach().clone() for key, (*_, copy) in self._buffers.items()}
-        return [{name: new.get(id(value), value) for name, value in before.items()} for before in self._before]
-
-
-class _Again(AbstractContextManager[None]):
-    """Runs the forward from the same start, and then leaves all as it was before that."""
-
-    def __init__(self, start: _Start) -> None:
-        self._start = start
         self._now: list[dict[str, Any]] = []
 
+    @contextmanager
+    def first_forward(self) -> Iterator[None]:
+        """Run the first forward, and then keep copies only of buffers that it wrote to."""
+        try:
+            yield
+        finally:
+            for key, (buffer, before, _) in self._buffers.items():
+                if version_of(buffer) == before:
+                    self._buffers[key] = buffer, before, buffer
+
     def __enter__(self) -> None:
-        self._now = [_values(mapping) for mapping in self._start.mappings]
-        self._put(self._start.values())
+        self._now = [_values(mapping) for mapping in self._mappings]
+        new = {key: copy.detach().clone() for key, (*_, copy) in self._buffers.items()}  # will be written to
+        self._put([{name: new.get(id(value), value) for name, value in start.items()} for start in self._start])
 
     def __exit__(self, *error: object) -> None:
         self._put(self._now)
         self._now = []
 
     def _put(self, contents: list[dict[str, Any]]) -> None:
-        for mapping, values in zip(self._start.mappings, contents, strict=True):
+        for mapping, values in zip(self._mappings, contents, strict=True):
             for name in _values(mapping).keys() - values.keys():
                 del mapping[name]
             mapping.update(values)

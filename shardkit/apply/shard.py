@@ -1,9 +1,11 @@
-"""Carrying out a plan: the only module that calls ``fully_shard``. No decisions are made here."""
+"""Applying a plan: the only module that calls ``fully_shard``. Nothing is decided here.
+
+:func:`apply_decided` is the whole way in order: agree, compare, build the mesh, broadcast, shard, prepare to run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn as nn
@@ -12,16 +14,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
-from shardkit.apply.carry import Carried
+from shardkit.apply.carry import Original
 from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group
 from shardkit.apply.recompute import recomputed
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
-from shardkit.apply.undo import Undo
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, raise_together
+from shardkit.ranks import Groups, device_type, together
 from shardkit.sharded.entry import attend
 from shardkit.sharded.outside import refuse_calls_outside
 from shardkit.sharded.replicated import replicate
@@ -33,11 +34,10 @@ from shardkit.sharded.stepping import replacing
 def apply_plan(
     model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None = None, *, sync_module_states: bool = False
 ) -> nn.Module:
-    """Shards ``model`` as ``plan`` says, in place, and returns it.
+    """Shard ``model`` as ``plan`` says, in place, and return it.
 
-    Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their plans, in one
-    all-gather of 32 bytes, and a sample of their values, in one all-reduce of 24 bytes for each tensor. Parameters on
-    the meta device stay there, for ``materialize``.
+    Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their plans and a sample
+    of their values, in two all-gathers of 32 bytes. Parameters on the meta device stay there, for ``materialize``.
 
     Args:
         model: the model that the plan was made for; its parameters become DTensors, its classes FSDPModules.
@@ -46,17 +46,22 @@ def apply_plan(
         sync_module_states: broadcast the first rank's parameters and buffers, as for ``shard_model``.
 
     Raises:
-        PlanError: the plan does not hold, does not fit the model or the mesh, or differs between ranks, as do the
-            values that they start from. Raised on every rank, with the model unchanged.
+        PlanError: the plan is not consistent, does not fit the model or the mesh, or differs between ranks, or ranks
+            start from different values. Raised on every rank, with the model unchanged.
     """
     return apply_decided(model, lambda: given_plan(model, plan, mesh), mesh, sync_module_states)
 
 
-def given_plan(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None) -> tuple[ShardingPlan, ModelTree]:
-    """A plan that was not decided from ``model`` just now, and the model's tree; PlanError where they do not fit."""
+def given_plan(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, apart: Collection[str] = ()
+) -> tuple[ShardingPlan, ModelTree]:
+    """Return a plan that was not just made from ``model``, and the model's tree; raise PlanError if they do not fit.
+
+    ``apart`` are FQNs of modules that are sharded already on purpose, and whose parameters the plan ignores.
+    """
     check_is_plan(plan)
     tree = ModelTree(model)
-    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
+    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None, apart)
     check_made_for(tree, plan)
     return plan, tree
 
@@ -67,7 +72,7 @@ def apply_decided(
     mesh: DeviceMesh | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
-    """``apply_plan`` of what ``decide`` returns, where an error that it raises on one rank is raised by all.
+    """Apply the plan that ``decide`` returns, as ``apply_plan``; an error on one rank is raised by all.
 
     ``decide`` returns a plan and the tree of ``model`` that it was made from, or checked against.
     """
@@ -80,7 +85,7 @@ def apply_decided(
         check_fit(tree, plan, mesh.device_type if mesh else device_type())
         return plan
 
-    with real_tensors():  # what ranks tell each other is real, also where the model is made of fake tensors
+    with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
         plan = agree_on_plan(decide_and_check, groups, lambda: facts_of(model, sync_module_states))
         check_same_start(model, plan.ignored, groups, sync_module_states)
         mesh = mesh or build_mesh(plan.mesh)
@@ -95,24 +100,6 @@ def apply_decided(
     return model
 
 
-def check_applicable(
-    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | None, device: str, apart: Collection[str] = ()
-) -> None:
-    """Raises PlanError when ``plan`` cannot be applied to ``model`` on a device of that type; local and pure.
-
-    Args:
-        model: what the plan will be applied to.
-        plan: what will be applied.
-        mesh: the mesh, where there is one already; parameters may be DTensors on its other axes.
-        device: the device type of the mesh.
-        apart: FQNs of modules that are sharded on purpose, and whose parameters the plan ignores.
-    """
-    tree = ModelTree(model)
-    check_unsharded(tree, mesh, apart)
-    check_made_for(tree, plan)
-    check_fit(tree, plan, device)
-
-
 def carry_out(
     model: nn.Module,
     plan: ShardingPlan,
@@ -120,20 +107,19 @@ def carry_out(
     before: Callable[[ShardUnit], object] | None = None,
     groups: Groups | None = None,
 ) -> None:
-    """Shards ``model`` as ``plan`` says, on which all ranks agree. Collective; in place.
+    """Shard ``model`` as ``plan`` says, which is the same on all ranks. Collective; in place.
 
     Args:
         model: the model.
-        plan: checked by ``check_applicable``.
+        plan: checked against the model.
         mesh: of the plan's shape.
         before: called with each unit right before it is sharded; collective; may replace the unit's parameters.
-        groups: whose ranks raise together; None is the mesh's, and with none of them the call is local.
+        groups: their ranks raise together; None is the mesh's, and with none of them the call is local.
 
     Raises:
         PlanError: on every rank, with the model as it was: torch could not shard it on one of them.
     """
-    carried = Carried(model, plan)
-    undo = Undo(model, mesh.device_type, carried)
+    original = Original(model, plan, mesh.device_type)
     groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
@@ -141,106 +127,75 @@ def carry_out(
         for units in batches:
             if before is not None:
                 before(units[0])
-            last = partial(_finish, model, plan, mesh, carried) if units[-1] is plan.units[-1] else None
-            _together(partial(_shard_units, model, plan, units, mesh, undo, last), groups)
+            with together(groups, PlanError):
+                ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
+                for unit in units:
+                    _shard_unit(model, unit, mesh, ignored, original)
+                if units[-1] is plan.units[-1]:
+                    _finish(model, plan, mesh, original)
     except BaseException:
-        undo.restore()
+        original.restore()
         raise
 
 
-def _together(body: Callable[[], None], groups: Groups) -> None:
-    """As ``ranks.together``, where the body may be about fake tensors."""
-    problem = None
-    try:
-        body()
-    except Exception as error:  # whatever it is, the other ranks must not go on without this one
-        problem = error
-    with real_tensors():
-        raise_together(problem, groups, PlanError)
-
-
-def _shard_units(
-    model: nn.Module,
-    plan: ShardingPlan,
-    units: Sequence[ShardUnit],
-    mesh: DeviceMesh,
-    undo: Undo,
-    last: Callable[[], None] | None,
+def _shard_unit(
+    model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter], original: Original
 ) -> None:
-    ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-    for unit in units:
-        params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
-        try:
-            _shard_unit(model, unit, mesh, ignored)
-        except Exception as error:
-            raise PlanError(_failure(model, unit, params, undo, error)) from error
-        undo.settle(params.values())
-    if last is not None:
-        last()
-
-
-def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
-    _make_contiguous(model, unit)
-    _prepare(modules, unit)
-    fully_shard(
-        modules if len(modules) > 1 else modules[0],
-        mesh=mesh,
-        reshard_after_forward=unit.reshard_after_forward,
-        mp_policy=unit.mp_policy,
-        offload_policy=unit.offload_policy,
-        ignored_params=ignored or None,
-    )
+    try:
+        for param in params.values():
+            if not param.is_contiguous():  # torch refuses to shard it, such as a channels_last weight
+                param.data = param.data.contiguous()
+        for fqn, module in zip(unit.modules, modules, strict=True):
+            _replace_forward(module, fqn, unit)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=unit.mp_policy,
+            offload_policy=unit.offload_policy,
+            ignored_params=ignored or None,
+        )
+    except Exception as error:
+        # torch replaces the parameters of a unit one after the other: the first that is still there failed.
+        failed = next((fqn for fqn, param in params.items() if model.get_parameter(fqn) is param), unit.name)
+        state = "The model was restored" if original.is_whole else "The model cannot be used any more; build it again"
+        problem = f"torch could not shard it: {type(error).__name__}: {error}"
+        raise PlanError(message(failed, problem, state, "See the cause, or pass it in ignored_params")) from error
+    original.release(params.values())
 
 
-def _failure(model: nn.Module, unit: ShardUnit, params: dict[str, nn.Parameter], undo: Undo, error: Exception) -> str:
-    """Which parameter it was: torch replaces those of a unit one after the other."""
-    failed = next((fqn for fqn, param in params.items() if model.get_parameter(fqn) is param), unit.name)
-    whole = "The model is as it was" if undo.is_whole else "The model cannot be used any more; build it again"
-    fix = "Pass it as ignored_params, or see the cause"
-    return message(failed, f"torch could not shard it: {type(error).__name__}: {error}", whole, fix)
+def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
+    """Checkpoint, then compile, and then shard; a module with buffers is compiled first.
+
+    The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
+    ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
+    ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
+    """
+    # torch's compiler takes checkpointing into its graph, and then advances buffers twice (torch 2.13).
+    first = unit.compile and unit.checkpoint_activations and any(True for _ in module.buffers())
+    if first:
+        module.forward = torch.compile(module.forward)
+    if unit.checkpoint_activations:
+        module.forward = recomputed(module, fqn, to_compile=unit.compile and not first)
+    if unit.compile and not first:
+        module.forward = torch.compile(module.forward)
 
 
-def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, carried: Carried) -> None:
-    carried.hand_over(model)
+def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Original) -> None:
+    original.carry_over(model)
     if plan.replicated:
         replicate(model, plan.replicated, mesh)
-    _prefetch(model, plan)
+    if plan.prefetch:
+        _prefetch(model, plan)
     refuse_fsdp1_statics(model)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         register_fsdp_forward_method(model.get_submodule(fqn), method)
 
 
-def _prepare(modules: Sequence[nn.Module], unit: ShardUnit) -> None:
-    """What must come before sharding, in this order: checkpointing, then compilation; the other way round with buffers.
-
-    The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
-    ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
-    ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
-    """
-    for fqn, module in zip(unit.modules, modules, strict=True):
-        # torch's compiler takes checkpointing into its graph, and then advances buffers twice (torch 2.13).
-        first = unit.compile and unit.checkpoint_activations and any(True for _ in module.buffers())
-        if first:
-            module.forward = torch.compile(module.forward)
-        if unit.checkpoint_activations:
-            module.forward = recomputed(module, fqn, to_compile=unit.compile and not first)
-        if unit.compile and not first:
-            module.forward = torch.compile(module.forward)
-
-
-def _make_contiguous(model: nn.Module, unit: ShardUnit) -> None:
-    """torch refuses to shard a parameter that is not contiguous, as channels_last weights are."""
-    for fqn in unit.params:
-        param = model.get_parameter(fqn)
-        if not param.is_contiguous():
-            param.data = param.data.contiguous()
-
-
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
-    if not plan.prefetch:
-        return
     units = [model.get_submodule(unit.modules[0]) for unit in plan.execution_order() if unit.modules != ("",)]
     sharded: list[FSDPModule] = [module for module in units if isinstance(module, FSDPModule)]
     for index, module in enumerate(sharded):

@@ -1,4 +1,4 @@
-"""State on disk: one standard file that all ranks write and read at once, and the life of a checkpoint around it."""
+"""Save and load model and optimizer state on disk: standard files that all ranks write and read in parallel."""
 
 from shardkit.checkpoint.asynchronous import SaveHandle as SaveHandle
 from shardkit.checkpoint.convert import convert_checkpoint as convert_checkpoint

@@ -1,4 +1,4 @@
-"""Who takes part in a save or a load, and that all ranks pass the same."""
+"""Find the process groups of a save or a load, and check that all ranks pass the same arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST = 5  # differences of one argument that a message shows
 
 
 def axes_of(tensors: Iterable[Tensor]) -> Groups:
-    """The process groups of the axes of all meshes of these tensors, of more than one rank. Local."""
+    """Return the process groups of all mesh axes of these tensors that have more than one rank. Local."""
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
 
 def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
-    """Groups that reach each rank of the tensors' meshes once: the largest mesh's axes, if it has all, or the world."""
+    """Return groups that reach each rank of the tensors once: the axes of a mesh with all ranks, or the world."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     ranks = {rank for mesh in {each.device_mesh for each in sharded} for rank in mesh.mesh.flatten().tolist()}
     widest = max(sharded, key=lambda tensor: tensor.device_mesh.size(), default=None)
@@ -35,11 +35,11 @@ def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
 
 
 def world(group: dist.ProcessGroup | None = None) -> Groups:
-    """The group that was passed, which this rank must be in, or the default group; none where that is one rank."""
+    """Return the group that was passed, which must contain this rank, or the default group; none for one rank."""
     if not dist.is_initialized():
         return []
     if group is not None and dist.get_rank(group) < 0:
-        rule = "Only the ranks of the group take part"
+        rule = "Only the ranks of the group make this call"
         problem = f"rank {dist.get_rank()} is not in it"
         raise CheckpointError(message("group", problem, rule, "Pass each rank a group that it is in"))
     return [group] if dist.get_world_size(group) > 1 else []
@@ -47,37 +47,39 @@ def world(group: dist.ProcessGroup | None = None) -> Groups:
 
 @contextmanager
 def connected(groups: Groups, call: str) -> Iterator[None]:
-    """Raise one CheckpointError where a collective fails, since a rank died or its group was destroyed."""
+    """Raise a CheckpointError if a collective fails because a rank died or its group was destroyed."""
     try:
         yield
     except RuntimeError as error:
         if not groups:
             raise
-        rule = "All ranks take part until the end"
-        fix = "See the first error of the rank that is gone, and load again: what was loaded may be there in part"
+        rule = "All ranks must stay in the call until its end"
+        fix = "See the first error of the lost rank, and load again: values may be partly loaded"
         raise CheckpointError(message(call, f"the connection to a rank was lost ({error})", rule, fix)) from error
 
 
 def agree(values: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
-    """Check that all ranks have the same values; whether this rank is the first of them. Collective over ``groups``.
+    """Check that all ranks have the same values, and return whether this rank is the first. Collective.
 
-    One all-gather of 40 bytes; values, which JSON can write, are sent only when they differ. Then every rank raises
-    which arguments differ, on which ranks, and how.
+    One all-gather of 40 bytes for each group; values, which JSON must be able to write, are sent only if they differ.
+    Then every rank raises which arguments differ, on which ranks, and how.
     """
     own = hashlib.sha256(json.dumps(values).encode()).digest()
     first, differ = dist.get_rank() if groups else 0, False
     for group in groups:
         found = all_gather_bytes(own + first.to_bytes(8, "little"), group)
         differ |= any(each[:-8] != own for each in found)
-        own = bytes(len(own)) if differ else own  # so that the next group hears of it
+        own = bytes(len(own)) if differ else own  # so that the ranks of the next group differ too
         first = min(int.from_bytes(each[-8:], "little") for each in found)
     if differ:
-        raise CheckpointError(message(subject, _differences(values, first, groups), "All ranks pass the same", fix))
+        raise CheckpointError(
+            message(subject, _differences(values, first, groups), "All ranks must pass the same arguments", fix)
+        )
     return not groups or first == dist.get_rank()
 
 
 def _differences(values: Mapping[str, Any], first: int, groups: Groups) -> str:
-    """Which arguments differ from the first rank's, on which ranks, and how. Collective; the same on every rank."""
+    """Describe which arguments differ from the first rank's, on which ranks, and how. Collective."""
     is_first = dist.get_rank() == first
     model = gather_by_rank(dict(values) if is_first else None, groups)[first]
     own = json.loads(json.dumps(values))
@@ -93,17 +95,15 @@ def _differences(values: Mapping[str, Any], first: int, groups: Groups) -> str:
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
-    """How two values differ, shortly: of dicts up to a few keys."""
+    def short(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text if len(text) <= 200 else f"{text[:200]}..."
+
     if not (isinstance(one, dict) and isinstance(other, dict)):
-        yield f"{_short(other)} instead of {_short(one)}"
+        yield f"{short(other)} instead of {short(one)}"
         return
     keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
     if not keys:
         yield "in another order"
     for key in keys[: _MOST + 1]:
-        yield f"{key}: {_short(other.get(key, 'absent'))} instead of {_short(one.get(key, 'absent'))}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+        yield f"{key}: {short(other.get(key, 'absent'))} instead of {short(one.get(key, 'absent'))}"

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of the state, a thread that writes it, and a handle to wait for."""
+"""Save in the background: a copy of the state, a thread that writes it, and a handle to wait for."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger("shardkit")
 
 
 class SaveHandle:
-    """A save that may still be going on.
+    """A save that may still be running.
 
-    There is at most one in a process: the next save, or a load, waits for it. The interpreter's exit waits for it too.
-    Wait for it before ``destroy_process_group()``.
+    A process has at most one: the next save or load waits for it, and so does the exit of the interpreter. Call
+    :meth:`wait` before ``destroy_process_group()``.
     """
 
     def __init__(self) -> None:
-        self._future: Future[None] | None = None  # until its error was raised
+        self._future: Future[None] | None = None  # None when its error has been raised
 
     def start(self, write: Callable[[], None]) -> SaveHandle:
-        """Run ``write`` in a thread. The interpreter's exit waits for it: the last checkpoint must not be lost."""
+        """Run ``write`` in a thread, for which the exit of the interpreter waits."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
         self._future = executor.submit(write)
         executor.shutdown(wait=False)
@@ -49,27 +49,27 @@ class SaveHandle:
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            CheckpointError: the save failed, on any rank; raised once, here or at the next save. What was there
-                before is untouched.
-            TimeoutError: it is not done in time, and goes on.
+            CheckpointError: the save failed on some rank; raised once, here or at the next save. An earlier
+                checkpoint is unchanged.
+            TimeoutError: the save is not done in time, and continues.
         """
         self.finish(timeout)
 
     def finish(self, timeout: float | None = None, *, keep_group: bool = False) -> None:
-        """As :meth:`wait`; may leave the group of the background to the next save."""
+        """As :meth:`wait`; may keep the background's process group for the next save."""
         if self._future is None:
             return
         if wait([self._future], timeout).not_done:
-            raise TimeoutError(message("save_checkpoint", f"not done after {timeout} s", "It goes on", "Wait again"))
+            problem, rule = f"not done after {timeout} s", "The save continues in the background"
+            raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
         if not keep_group and _pending in (self, None):
             release_groups()
         future, self._future = self._future, None
         future.result()
 
     def report_unseen(self) -> None:
-        """Log the error that nobody was told."""
-        error = None if self._future is None else self._future.exception()
-        if error is not None:
+        """Log the error of a save that nobody waited for."""
+        if self._future is not None and (error := self._future.exception()) is not None:
             logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
 
 
@@ -77,11 +77,7 @@ _pending: SaveHandle | None = None
 
 
 def finish_pending(*, keep_group: bool = False) -> None:
-    """Wait for the save that is going on, if any, and raise if it failed. Local.
-
-    Args:
-        keep_group: leave the group that it used to the next save in the background.
-    """
+    """Wait for the pending save, if any, and raise if it failed; may keep its group for the next one. Local."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
@@ -89,7 +85,7 @@ def finish_pending(*, keep_group: bool = False) -> None:
 
 
 def start_pending(write: Callable[[], None]) -> SaveHandle:
-    """Start a save that the next one will wait for."""
+    """Start a save in the background."""
     global _pending
     _pending = SaveHandle().start(write)
     return _pending
@@ -101,60 +97,56 @@ def _report_unseen() -> None:
         _pending.report_unseen()
 
 
-# Where the ranks of a background save meet. Collectives of two threads on one group would be matched with each other.
+# Of background saves: collectives of two threads on one group would be matched with each other.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def background_groups(groups: Groups) -> Groups:
-    """A gloo group of the same ranks for background saves; none for a rank alone. Collective the first time.
+    """Return a gloo group of the same ranks for background saves; none for one rank. Collective the first time.
 
     Raises:
-        CheckpointError: on every rank; torch could not name the group alike on all of them.
+        CheckpointError: on every rank: torch cannot give the group the same name on all of them.
     """
     if not groups:
         return []
     base = groups[0] or dist.group.WORLD
     assert base is not None, "ranks that save together are in a group"
-    if base not in _groups:
-        _groups[base] = _new_group(base)
-    return [_groups[base]]
-
-
-def _new_group(base: dist.ProcessGroup) -> dist.ProcessGroup:
+    if base in _groups:
+        return [_groups[base]]
     if base is dist.group.WORLD:
-        return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
+        _groups[base] = dist.new_group(backend="gloo")
+        return [_groups[base]]
     counts = [int(each) for each in all_gather_bytes(str(len(process_groups.pg_names)).encode(), base)]
     if len(set(counts)) > 1:
         problem = f"its ranks are in {listing(map(str, counts))} process groups"
-        rule = "async_=True makes a group of these ranks alone, which torch names by how many there are"
-        raise CheckpointError(message("group", problem, rule, "Pass async_=False, or make as many groups on each rank"))
+        rule = "async_=True creates a group of these ranks, and torch names it by the number of groups on each rank"
+        fix = "Pass async_=False, or create as many groups on each rank"
+        raise CheckpointError(message("group", problem, rule, fix))
     ranks = dist.get_process_group_ranks(base)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+    _groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return [_groups[base]]
 
 
 def release_groups() -> None:
-    """Destroy the groups of background saves, none of which is going on, with their threads and descriptors. Local."""
+    """Destroy the groups of finished background saves, with their threads and descriptors. Local."""
     for base in list(_groups):
         group = _groups.pop(base)
-        with contextlib.suppress(ValueError, AssertionError):  # destroyed before, with the world
+        with contextlib.suppress(ValueError, AssertionError):  # already destroyed, with the world
             dist.destroy_process_group(group)
 
 
-class Staging:
-    """CPU memory for a copy of a state, pinned where that comes from an accelerator, and used again by later saves."""
+class HostCopies:
+    """CPU memory for copies of a state, pinned for copies from an accelerator, and reused by later saves."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with this rank's part copied; waits for the device. Local.
-
-        The result is valid until the next call.
-        """
+        """Return the tensors with this rank's part copied; waits for the device. Valid until the next call. Local."""
         first = {id(tensors[name]): name for name in reversed(list(tensors))}
         made = {key: self._copy(name, tensors[name]) for key, name in first.items()}
-        copies = {name: made[id(tensor)] for name, tensor in tensors.items()}  # tied ones stay one object
+        copies = {name: made[id(tensor)] for name, tensor in tensors.items()}  # ties stay
         if any(tensor.device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()
         for name in self._copies.keys() - set(first.values()):
@@ -171,9 +163,9 @@ class Staging:
         return with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer
 
 
-_stagings: weakref.WeakKeyDictionary[nn.Module, Staging] = weakref.WeakKeyDictionary()
+_host_copies: weakref.WeakKeyDictionary[nn.Module, HostCopies] = weakref.WeakKeyDictionary()
 
 
-def staging_of(model: nn.Module) -> Staging:
-    """The staging memory of a model, which lives as long as the model does."""
-    return _stagings.setdefault(model, Staging())
+def copies_of(model: nn.Module) -> HostCopies:
+    """Return the memory for copies of a model, which lives as long as the model."""
+    return _host_copies.setdefault(model, HostCopies())

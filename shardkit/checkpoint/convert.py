@@ -1,4 +1,4 @@
-"""From one kind of checkpoint to another, in one process, tensor by tensor; ``python -m shardkit convert``."""
+"""Convert checkpoints from one kind to another, in one process, tensor by tensor; ``python -m shardkit convert``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.own import OwnDirectory
 from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.plain import encode
-from shardkit.checkpoint.progress import Progress
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, entries_of
-from shardkit.checkpoint.source import Contents, Source, Stored, by_name
+from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.transfer import Meter
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, make_files, write_parts, written_files
+from shardkit.checkpoint.transfer import Meter, ProgressLine
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, write_files, write_parts
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
+from shardkit.state.names import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
-Names: TypeAlias = dict[str, dict[str, Any]]  # what goes into which group of files, by its name there
+Names: TypeAlias = dict[str, dict[str, Any]]  # the tensors of each group of files, by name
 
 
 def convert_checkpoint(
@@ -42,18 +42,18 @@ def convert_checkpoint(
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Write the checkpoint at ``src`` once more, as another kind, to ``dst``. Local: one process, without a model.
+    """Convert the checkpoint at ``src`` to another kind, at ``dst``. Local: one process, without a model.
 
-    Nothing is held but one tensor at a time, and for DCP the pieces it is stored in; what goes to DCP or to
-    ``torch.save`` and cannot be mapped into memory is first written as safetensors beside ``dst``.
+    Holds one tensor at a time, and for DCP the pieces it is stored in. For output to DCP or ``torch.save``, input that
+    cannot be mapped into memory is first written as safetensors beside ``dst``.
 
     Args:
         src: anything that :func:`load_checkpoint` reads.
         dst: a directory, or for ``"full"`` a file.
-        to: ``"safetensors"`` and ``"dcp"`` as of :func:`save_checkpoint`; ``"full"``, a file of ``torch.save`` with
+        to: ``"safetensors"`` and ``"dcp"`` as for :func:`save_checkpoint`; ``"full"``, a file of ``torch.save`` with
             ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which FSDP1 loads as FULL_STATE_DICT. None:
             ``"full"`` for a ``dst`` that ends in .pt, .pth, .bin or .ckpt, else ``"safetensors"``.
-        overwrite: replace a checkpoint or file that is there.
+        overwrite: replace an existing checkpoint or file.
         allow_pickle: as for :func:`load_checkpoint`: unpickle whatever ``src`` holds, which can run code.
 
     Raises:
@@ -61,12 +61,14 @@ def convert_checkpoint(
     """
     place = Path(dst).absolute()
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
+    replaces = overwrite
     if kind not in KINDS:
-        raise CheckpointError(message("to", f"is {to!r}", f"It is one of {', '.join(KINDS)}", "Use one"))
+        rule = f"It is one of {', '.join(KINDS)}"
+        raise CheckpointError(message("to", f"is {to!r}", rule, 'Use to="safetensors"'))
     if kind != "full":
-        check_destination(place, kind, overwrite, None)
+        replaces = check_destination(place, kind, overwrite, None)
     elif place.is_dir() or (place.exists() and not overwrite):
-        rule = "A file is replaced only when that is asked for, and a directory never"
+        rule = "A file is replaced only on request, and a directory never"
         raise CheckpointError(message("dst", f"{place} exists", rule, "Use another path, or pass overwrite=True"))
     with ExitStack() as held:
         source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
@@ -75,26 +77,32 @@ def convert_checkpoint(
         if source.contents.no_optimizer:
             raise CheckpointError(source.contents.no_optimizer)
         if kind == "safetensors":
-            _to_safetensors(source, place, overwrite)
-        else:
-            _refuse_quantised(source.contents)
-            _to_mapped(source, place, kind, overwrite)
-
-
-def _refuse_quantised(contents: Contents) -> None:
-    state = (contents.optimizer or {"state": {}})["state"]
-    found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
-    if found:
-        rule = "It is in blocks of the shards that made it: it has no full tensors, and dcp.load would not find it"
-        fix = "Convert to safetensors, or save the model alone"
-        raise CheckpointError(message("to", f"quantised state of {listing(map(str, found))}", rule, fix))
+            _to_safetensors(source, place, replaces)
+            return
+        state = (source.contents.optimizer or {"state": {}})["state"]
+        found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
+        if found:
+            rule = "It is in blocks of the shards that made it: it has no full tensors, and dcp.load would not find it"
+            fix = "Convert to safetensors, or save the model alone"
+            raise CheckpointError(message("to", f"quantised state of {listing(map(str, found))}", rule, fix))
+        if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":
+            _to_mapped(source, place, kind, replaces)
+            return
+        between = place.with_name(f".{place.name}.converting-{directory.new_token()}")
+        try:
+            _to_safetensors(source, between)
+            mapped = open_checkpoint(between, held)
+            assert isinstance(mapped, OwnDirectory), "it was just written"
+            _to_mapped(mapped, place, kind, replaces)
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
 
 
 # ---- to safetensors, tensor by tensor ---------------------------------------------------------------------------
 
 
-def _to_safetensors(source: Source, place: Path, overwrite: bool = False) -> None:
-    content, names = _plan(source.contents)
+def _to_safetensors(source: Source, place: Path, replaces: bool = False) -> None:
+    content, names = _plan(source)
 
     def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
         return {
@@ -103,79 +111,56 @@ def _to_safetensors(source: Source, place: Path, overwrite: bool = False) -> Non
             for file, entry in _copy(source, temporary, section, tensors).items()
         }
 
-    commit_checkpoint(place, "safetensors", content, [], overwrite=overwrite, writer=write)
+    commit_checkpoint(place, "safetensors", content, [], replaces=replaces, writer=write)
 
 
-def _plan(contents: Contents) -> tuple[Content, Names]:
-    """What is plain, encoded, and which tensors go where."""
-    model = {name: value for name, value in contents.model.items() if isinstance(value, Stored)}
-    others, other_tensors = encode({name: v for name, v in contents.model.items() if name not in model}, "model")
-    optimizer = None if contents.optimizer is None else by_name(contents.optimizer, _parameters(contents))
+def _plan(source: Source) -> tuple[Content, Names]:
+    """Return the plain values, encoded, and the tensors of each group of files."""
+    contents = source.contents
+    model = {name: value for name, value in contents.model.items() if is_stored(value) and not is_extra(name)}
+    others = read_values(source, {name: value for name, value in contents.model.items() if name not in model})
+    others, other_tensors = encode(others, "model")
+    optimizer = contents.optimizer
+    if optimizer is not None:
+        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        if any(type(number) is int for number in numbers) and len(numbers) != len(model):
+            problem = f"its {len(numbers)} parameters are numbered, and the model has {len(model)} tensors"
+            rule = "Without the model, numbers can be resolved only if each of its tensors is a parameter"
+            fix = "Load it into the model with load_checkpoint, and save that"
+            raise CheckpointError(message("optimizer", problem, rule, fix))
+        optimizer = by_name(optimizer, list(model))
     encoded, tensors = encode(optimizer, "")
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
     states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
     plain = {"model": others, "optimizer": encoded, **rest, "random": states, "ties": contents.ties}
     about: Any = {"trainable_only": contents.trainable_only, "config": contents.config}
     content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, **about)
-    names: Names = {"model": model, "optimizer": tensors}
-    return content, {section: found for section, found in names.items() if found or section == "model"}
-
-
-def _parameters(contents: Contents) -> list[str]:
-    """The names that an optimizer's numbers count, as far as shapes can tell.
-
-    Raises:
-        CheckpointError: the model has other tensors beside its parameters, and which are which shows nowhere.
-    """
-    assert contents.optimizer is not None, "asked for its parameters"
-    names = [name for name, value in contents.model.items() if isinstance(value, Stored)]
-    numbers = [number for group in contents.optimizer["param_groups"] for number in group["params"]]
-    if any(type(number) is int for number in numbers) and len(numbers) != len(names):
-        problem = f"its {len(numbers)} parameters are numbered, and the model has {len(names)} tensors"
-        rule = "Without the model, numbers can be read only where every tensor of it is a parameter"
-        fix = "Load it into the model with load_checkpoint, and save"
-        raise CheckpointError(message("optimizer", problem, rule, fix))
-    return names
+    return content, {"model": model} | ({"optimizer": tensors} if tensors else {})
 
 
 def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Any]) -> dict[str, FileEntry]:
-    """One group of safetensors files, with one tensor in memory at a time; options may be tensors already."""
+    """Write one group of safetensors files, with one tensor in memory at a time; options may be tensors already."""
     specs = {name: each if isinstance(each, Stored) else Spec(each.dtype, each.shape) for name, each in tensors.items()}
-    layout = lay_out(specs, section, MAX_SHARD_SIZE, {"format": "pt"})
-    make_files(temporary, layout, flush=False)
-    progress, sums = Progress(f"convert {section}"), dict[str, int]()
+    files = lay_out(specs, section, MAX_SHARD_SIZE, {"format": "pt"})
+    write_files(temporary, files, [], [], is_first=True, flush=False)
+    progress, sums = ProgressLine(f"convert {section}"), dict[str, int]()
     meter = Meter(progress, sum(spec.bytes for spec in specs.values()))
     room = torch.empty(max((spec.bytes for spec in specs.values()), default=0), dtype=torch.uint8)
     for name, spec in specs.items():
         full = room[: spec.bytes].view(spec.dtype).view(spec.shape)
         source.read([(spec.key, full)]) if isinstance(spec, Stored) else full.copy_(tensors[name].detach())
-        write_parts(temporary, layout, [(name, (full, whole(spec.shape)))], sums=sums)
+        write_parts(temporary, files, [(name, (full, whole(spec.shape)))], sums=sums)
         meter.add(spec.bytes)
     progress.close()
-    for name in layout.names:
-        directory.flush_file(temporary / name)
-    return entries_of(temporary, written_files(layout), sums)
+    for file in files:
+        directory.flush_file(temporary / file.name)
+    return entries_of(files, sums)
 
 
-# ---- to what takes all tensors at once: mapped from files, they are no memory of this process --------------------
+# ---- to formats that need all tensors at once: they are mapped from files, and take no memory of this process ----
 
 
-def _to_mapped(source: Source, place: Path, kind: str, overwrite: bool) -> None:
-    if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":
-        _write_mapped(source, place, kind, overwrite)
-        return
-    between = place.with_name(f".{place.name}.converting-{directory.new_token()}")
-    try:
-        _to_safetensors(source, between)
-        with ExitStack() as held:
-            found = open_checkpoint(between, held)
-            assert isinstance(found, OwnDirectory), "it was just written"
-            _write_mapped(found, place, kind, overwrite)
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
-
-
-def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool) -> None:
+def _to_mapped(source: OwnDirectory, place: Path, kind: str, replaces: bool) -> None:
     maps: dict[Path, mmap.mmap] = {}
     contents = source.contents
 
@@ -188,10 +173,11 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
     if contents.optimizer is not None:
         tree["optimizer"] = tree_map(value, {key: contents.optimizer[key] for key in ("state", "param_groups")})
     if kind == "dcp":
-        content, _ = _plan(contents)
-        commit_checkpoint(
-            place, "dcp", content, [], overwrite=overwrite, writer=lambda to, _, groups: dcp.write(to, tree, groups)
-        )
+
+        def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
+            return dcp.write(temporary, tree, groups)
+
+        commit_checkpoint(place, "dcp", _plan(source)[0], [], replaces=replaces, writer=write)
         return
     beside = {"scheduler": contents.scheduler, "extra": contents.extra}
     tree |= {name: value for name, value in beside.items() if value is not None}
@@ -206,7 +192,7 @@ def _write_mapped(source: OwnDirectory, place: Path, kind: str, overwrite: bool)
 
 
 def _mapped(source: OwnDirectory, key: str, maps: dict[Path, mmap.mmap]) -> Tensor:
-    """A stored tensor as memory that is the file's, until it is written to."""
+    """Return a stored tensor as memory that is mapped from its file, copy on write."""
     file, entry = source.located[key].file, source.located[key].entry
     if not entry.bytes:
         return torch.empty(entry.shape, dtype=entry.dtype)
@@ -221,24 +207,24 @@ def _mapped(source: OwnDirectory, key: str, maps: dict[Path, mmap.mmap]) -> Tens
 
 
 def add_parser(commands: Any) -> Any:
-    """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+    """Add the parser of the command to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
     parser = commands.add_parser(
         "convert",
-        help="write a checkpoint once more, as another kind",
+        help="convert a checkpoint to another kind",
         description="Read a checkpoint of any kind that shardkit knows (its own, DCP directories such as FSDP1's "
         "sharded ones, files of torch.save, safetensors) and write it as another, in one process, tensor by tensor.",
     )
     parser.add_argument("src", metavar="SRC", help="a checkpoint: directory or file")
     parser.add_argument("dst", metavar="DST", help="where to write: a directory, or a file for --to full")
     kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"
-    parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the ending of DST)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the suffix of DST)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing DST")
     parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SRC holds, which can run code")
     return parser
 
 
 def run(options: Any) -> int:
-    """Run it and return its exit code."""
+    """Run the command and return its exit code."""
     given = {name: getattr(options, name) for name in ("to", "overwrite", "allow_pickle")}
     convert_checkpoint(options.src, options.dst, **given)
     print(f"{options.src} -> {options.dst}")

@@ -1,10 +1,9 @@
-"""Directories of torch.distributed.checkpoint (DCP), written by shardkit, by FSDP1's SHARDED_STATE_DICT, or by hand.
+"""Directories of torch.distributed.checkpoint (DCP), written by shardkit, by FSDP1's SHARDED_STATE_DICT, or directly.
 
-Each rank reads on its own: unlike ``dcp.load`` that needs no collectives, and reads only what is asked for. DCP's
-``.metadata`` is a pickle: it is read without running anything, and checked before anything follows it. torch writes a
-handful of data classes into it; here their names stand for empty shells that are filled with what the pickle says,
-nothing of torch or Python is called, and no other name is admitted. So a file that anyone may have written does no more
-than a JSON file would.
+Each rank reads on its own: unlike ``dcp.load`` this needs no collectives, and reads only what is asked for. DCP's
+``.metadata`` is a pickle, but reading it runs no code: the names of the few data classes that torch writes stand for
+empty shells, which are filled with the attributes in the pickle, and no other name is admitted. Everything in it is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.owners import fingerprint
 from shardkit.checkpoint.pieces import whole
-from shardkit.checkpoint.read import Piece, fill, within
+from shardkit.checkpoint.read import fill, within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress, opened, read_all
 from shardkit.errors import CheckpointError, message
@@ -41,8 +40,8 @@ from shardkit.shards import Box
 NAME = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _DEEPEST = 64  # dims, as torch has them
-_PACKED = 16  # bytes that one in a file may stand for: float64 in four bits, as quantised tensors are stored
-# What torch 2.0 to 2.15 writes. A path is in there as the class of the system that saved.
+_PACKED = 16  # bytes of a tensor per byte of a file, at most: float64 in four bits, of quantised tensors
+# What torch 2.0 to 2.15 writes. Paths are of the class of the system that saved.
 _ADMITTED = {
     *((_CLASSES, name) for name in torchs.__all__),
     (_CLASSES, "_MEM_FORMAT_ENCODING"),
@@ -57,12 +56,12 @@ class DcpDirectory:
     """A DCP directory.
 
     Args:
-        directory: which has a ``.metadata``.
+        directory: has a ``.metadata``.
         listed: the names of the files that may be read; None: all in the directory.
-        allow_pickle: unpickle what is not plain data, which can run code.
+        allow_pickle: unpickle other objects than plain data, which can run code.
 
     Raises:
-        CheckpointError: it holds what torch does not write, or does not fit its files.
+        CheckpointError: it has contents that torch does not write, or that do not fit its files.
     """
 
     def __init__(self, directory: Path, listed: Collection[str] | None = None, *, allow_pickle: bool = False) -> None:
@@ -80,7 +79,7 @@ class DcpDirectory:
     def _plain(self, key: str, allow_pickle: bool) -> Any:
         try:
             return self._load(self._places[key][0][1], weights_only=not allow_pickle)
-        except Exception as error:  # whatever is in there: it is of use to the program that wrote it only
+        except Exception as error:  # any object of the program that wrote it, and perhaps of no use here
             return Unreadable(key, str(error).strip().splitlines()[0])
 
     def _load(self, place: Place, weights_only: bool = True) -> Any:
@@ -93,17 +92,12 @@ class DcpDirectory:
             return torch.load(stream, map_location="cpu", weights_only=weights_only)
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
-        """Fill each target from the tensor of its key; a DTensor reads the chunks that it has a part of. Local."""
-
-        def pieces(key: str) -> Iterator[Piece]:
-            for box, place in self._places[key]:
-                yield box, partial(self._load, place)
-
-        fill(targets, pieces, progress)
+        """Fill each target from the tensor with its key; a DTensor loads only the chunks it has a part of. Local."""
+        fill(targets, lambda key: [(box, partial(self._load, place)) for box, place in self._places[key]], progress)
 
 
 class _Slice(io.RawIOBase):
-    """Some bytes of an open file, as a file for torch.load."""
+    """A range of bytes of an open file, as a file for torch.load."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
@@ -126,7 +120,7 @@ class _Slice(io.RawIOBase):
 
 
 class Unreadable:
-    """An object that a checkpoint holds pickled, and that is not plain data."""
+    """A pickled object in a checkpoint that is not plain data."""
 
     def __init__(self, key: str, reason: str) -> None:
         self.key, self.reason = key, reason
@@ -136,12 +130,11 @@ class Unreadable:
 
 
 def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, FileEntry]:
-    """Save nested dicts with ``dcp.save`` and return the entries of all its files. Collective over ``groups``.
+    """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``.
 
-    What it writes, ``dcp.load`` of the same nested dicts reads. torch sends plans between ranks as pickles, for which
-    it needs numpy.
+    ``dcp.load`` of the same nested dicts reads them. torch needs numpy to send plans between ranks as pickles.
     """
-    # Across ranks, dcp.save gathers what each rank met and raises on all of them; alone it warns of being alone.
+    # Across ranks, dcp.save gathers errors and raises on all ranks; in one process it warns that it is alone.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         group = groups[0] if groups else None
@@ -149,7 +142,7 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
     rank = dist.get_rank(groups[0]) if groups else 0
     with together(groups, CheckpointError):
         if rank == 0:
-            read_metadata(directory, None, allow_pickle=False)  # which checks that the pieces fill every tensor
+            read_metadata(directory, None, allow_pickle=False)  # checks that the pieces fill every tensor
         own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
         found = {file.name: entry_of(file) for file in own}
     data = json.dumps({name: [entry.bytes, entry.head, entry.crc32] for name, entry in found.items()}).encode()
@@ -163,7 +156,7 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece lies in which file."""
+    """A range of bytes in a file."""
 
     file: str
     offset: int
@@ -173,33 +166,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a DCP directory says that it holds, by key.
-
-    Attributes:
-        tensors: what they are.
-        places: the pieces of tensors, each with its box; everything else is one piece.
-        paths: in the nested dicts that were saved.
-    """
+    """The contents of a DCP directory, by key."""
 
     tensors: dict[str, Stored]
-    places: dict[str, list[tuple[Box, Place]]]
-    paths: dict[str, tuple[str | int, ...]]
+    places: dict[str, list[tuple[Box, Place]]]  # the chunks of tensors; any other value is one chunk
+    paths: dict[str, tuple[str | int, ...]]  # in the nested dicts that were saved
 
 
 def read_metadata(directory: Path, listed: Collection[str] | None, allow_pickle: bool) -> Metadata:
-    """What a DCP directory says that it holds; arguments and errors are those of :class:`DcpDirectory`. Local."""
+    """Read ``.metadata``; arguments and errors are those of :class:`DcpDirectory`. Local."""
     try:
         if listed is not None and NAME not in listed:
             raise ValueError("the manifest does not list it")
         data = within(directory, NAME).read_bytes()
         return _checked(pickle.loads(data) if allow_pickle else _Shells(io.BytesIO(data)).load(), directory, listed)
     except _NotAdmittedError as error:
-        fix = "If you trust who wrote it pass allow_pickle=True, which runs any code that is in it"
+        fix = "If you trust the author, pass allow_pickle=True, which runs any code that is in it"
         rule = "Only the data classes that torch itself writes are read without running code"
         raise CheckpointError(message(str(directory), f"{NAME} holds a pickled {error}", rule, fix)) from None
     except CheckpointError:
         raise
-    except Exception as error:  # unpickling raises whatever it likes
+    except Exception as error:  # unpickling can raise anything
         rule = "A DCP directory has the metadata that dcp.save writes last"
         problem = f"{NAME} cannot be read ({type(error).__name__}: {error})"
         raise CheckpointError(message(str(directory), problem, rule, "Use another checkpoint")) from None
@@ -210,28 +197,28 @@ class _NotAdmittedError(Exception):
 
 
 class Shell:
-    """What a pickle says of one object: attributes, and nothing that could be called."""
+    """The attributes of a pickled object, without its class."""
 
     def __new__(cls, *args: Any) -> Shell:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of slots; or TensorProperties, of which the first is the dtype
+        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
             state = state[1] if len(state) == 2 else {"dtype": state[0]}
         self.__dict__.update(state)
 
 
 class _Shells(pickle.Unpickler):
-    """Makes a shell for each object. Classes are new ones each time, since a pickle may set their attributes."""
+    """Loads objects as shells, with new classes each time, since a pickle may set attributes of classes."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._shells: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called for each name in the pickle."""
+        """Return the class that a name in the pickle stands for."""
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)  # of which nothing can be changed
+            return getattr(torch, name)  # immutable
         if (module, name) not in _ADMITTED:
             raise _NotAdmittedError(f"{module}.{name}")
         base = dict if name == "OrderedDict" else Shell
@@ -239,16 +226,19 @@ class _Shells(pickle.Unpickler):
 
 
 def _checked(found: Any, directory: Path, listed: Collection[str] | None) -> Metadata:
-    """What it says, after checking all of it; with torch's own classes or shells of them."""
+    """Check all metadata, of torch's own classes or shells of them."""
     places = dict(_places(found.storage_data, directory, listed))
-    left = len(places)  # each chunk is stored somewhere; a list that is shared by many tensors would be no end of work
+    left = len(places)  # each chunk is stored; one list of chunks that many tensors share would take forever
     result = Metadata({}, {}, {})
     paths = getattr(found, "planner_data", None) or {}
     for key, value in found.state_dict_metadata.items():
         _check(isinstance(key, str), f"{key!r} is not a name")
-        result.paths[key] = _path(key, paths.get(key, (key,)))
+        path = paths.get(key, (key,))
+        _check(type(path) is tuple and 0 < len(path) <= len(key) + 1, f"{key} is at {type(path).__name__} of the dict")
+        _check(all(type(step) in (str, int) for step in path), f"{key} has a path of other than names and numbers")
+        result.paths[key] = path
         if not hasattr(value, "chunks"):
-            _check((key, None) in places, f"{key} is stored nowhere")
+            _check((key, None) in places, f"{key} is not stored")
             result.places[key] = [((), places[key, None])]
             continue
         left -= len(value.chunks)
@@ -262,16 +252,16 @@ def _checked(found: Any, directory: Path, listed: Collection[str] | None) -> Met
 def _places(
     found: Any, directory: Path, listed: Collection[str] | None
 ) -> Iterator[tuple[tuple[str, torch.Size | None], Place]]:
-    """Where each piece lies, by name and offsets."""
+    """Yield where each chunk is stored, by name and offsets."""
     sizes: dict[str, int] = {}
     for index, info in found.items():
         name, at = info.relative_path, (info.offset, info.length)
         if name not in sizes:
             _check(listed is None or name in listed, f"the manifest does not list {name!r}")
             sizes[name] = os.stat(within(directory, name)).st_size
-        _check(_are_sizes(at) and sum(at) <= sizes[name], f"{index.fqn} lies at {at} of {name}")
+        _check(_are_sizes(at) and sum(at) <= sizes[name], f"{index.fqn} is at {at} of {name}")
         start, transforms = getattr(index, "offset", None), getattr(info, "transform_descriptors", None) or ()
-        _check(all(isinstance(each, str) for each in transforms), "transforms have names")
+        _check(all(isinstance(each, str) for each in transforms), "transforms must be names")
         yield (index.fqn, None if start is None else _size(start)), Place(name, *at, tuple(transforms))
 
 
@@ -282,7 +272,7 @@ def _tensor(
     _check(isinstance(dtype, torch.dtype), f"{key} has no dtype")
     pieces: dict[Box, Place] = {}
     for start, size in ((_size(each.offsets), _size(each.sizes)) for each in found.chunks):
-        _check((key, start) in places, f"{key} at {tuple(start)} is stored nowhere")
+        _check((key, start) in places, f"{key} at {tuple(start)} is not stored")
         place = places[key, start]
         fits = place.transforms or math.prod(size) * dtype.itemsize <= _PACKED * place.length
         _check(len(start) == len(size) == len(shape) and fits, f"{key} at {tuple(start)} does not fit its file")
@@ -292,15 +282,8 @@ def _tensor(
     return Stored(dtype, shape, key), list(pieces.items())
 
 
-def _path(key: str, path: Any) -> tuple[str | int, ...]:
-    _check(type(path) is tuple and 0 < len(path) <= len(key) + 1, f"{key} is at {type(path).__name__} of the dict")
-    _check(all(type(step) in (str, int) for step in path), f"{key} has a path of other than names and numbers")
-    return path  # type: ignore[no-any-return]
-
-
 def _size(found: Any) -> torch.Size:
-    is_size = isinstance(found, torch.Size) and len(found) <= _DEEPEST and _are_sizes(found)
-    _check(is_size, "sizes are whole numbers")
+    _check(isinstance(found, torch.Size) and len(found) <= _DEEPEST and _are_sizes(found), "sizes must be integers")
     return found  # type: ignore[no-any-return]
 
 

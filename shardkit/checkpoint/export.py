@@ -1,4 +1,4 @@
-"""save_pretrained: a model as the hub has it, written by all ranks at once."""
+"""save_pretrained: write a model in the hub's layout, from all ranks in parallel."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import agree, world
-from shardkit.checkpoint.format import Layout, Spec, lay_out
+from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import exported
 from shardkit.checkpoint.moved import Moved
 from shardkit.checkpoint.owners import check_written, owned
 from shardkit.checkpoint.pieces import Part, inside, whole
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, make_files, write_parts, written_dtype
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, write_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.state.names import model_state
 from shardkit.state.routes import routes_of
 from shardkit.state.transfer import Want, gathered
 
-# What a save writes into a directory; of an older one of more files too.
+# The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
 )
@@ -42,25 +42,26 @@ def save_pretrained(
 ) -> None:
     """Save a model of transformers 5 or peft as its own ``save_pretrained`` does, without gathering it.
 
-    **Collective**: every rank of the world, or of ``group``, calls it, with its shards of the same model. In the
-    directory: ``model.safetensors`` under the hub's names, with the conversions of ``from_pretrained`` undone, or
-    several files with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``. Of a peft model
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model. The directory
+    gets ``model.safetensors`` in the hub's names, with the conversions of ``from_pretrained`` undone, or several files
+    with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``; for a peft model
     ``adapter_model.safetensors`` and ``adapter_config.json``. ``from_pretrained``, peft and inference engines read
-    them. Every rank writes its own bytes, at once; weights that a conversion permutes in other ways than by stacking,
-    splitting and transposing are gathered, one at a time. The directory is renamed into its place when all ranks have
-    succeeded; files in it that are none of these stay. The model is unchanged.
+    them. Each rank writes its own bytes; weights that a conversion does more with than stack, split and transpose are
+    gathered, one at a time. The directory is renamed into its place when all ranks have succeeded; other files in it
+    stay. The model is unchanged.
 
     Args:
-        model: sharded by FSDP2, by whomever, or plain.
+        model: plain, or sharded by any ``fully_shard`` calls.
         path: the directory.
-        max_shard_size: bytes of tensors in a file; a larger tensor has one to itself.
-        dtype: what floating-point tensors are converted to on the way, such as ``torch.bfloat16``; None: as they are.
+        max_shard_size: bytes of tensors in a file; a larger tensor has a file to itself.
+        dtype: convert floating-point tensors to this dtype while writing, such as ``torch.bfloat16``; None keeps
+            theirs.
         overwrite: replace the model that is there.
         group: the ranks that hold the model; None: all.
 
     Raises:
-        CheckpointError: on every rank; it is another kind of model, a tensor cannot be saved, a model or a checkpoint
-            is there, ranks pass different arguments, or writing failed on some rank. What was there is untouched.
+        CheckpointError: on every rank: it is another kind of model, a tensor cannot be saved, a model or a checkpoint
+            is there, ranks pass different arguments, or writing failed on some rank. Existing files are unchanged.
 
     Example:
         >>> save_pretrained(model, "out", dtype=torch.bfloat16)
@@ -75,9 +76,14 @@ def save_pretrained(
         checked_layout(sources, export.name, max_shard_size, {}, dtype)
         specs = {name: Spec(written_dtype(each, dtype), each.shape) for name, each in export.tensors.items()}
         layout = lay_out(specs, export.name, max_shard_size, {"format": "pt"})
-    said = {name: described(tensor) for name, tensor in sources.items()}
-    files = {"files": layout.names, "dtype": str(dtype)}
-    agree({"path": str(place), "overwrite": overwrite, "model": said} | files, groups, "save_pretrained")
+    compared = {
+        "path": str(place),
+        "overwrite": overwrite,
+        "dtype": str(dtype),
+        "files": [file.name for file in layout],
+    }
+    compared["model"] = {name: described(tensor) for name, tensor in sources.items()}
+    agree(compared, groups, "save_pretrained")
     with directory.temporary_directory(place, groups) as draft:
         _write(draft, layout, export.tensors, sources, groups)
         with together(groups, CheckpointError):
@@ -92,44 +98,41 @@ def save_pretrained(
 
 def _check_place(place: Path, overwrite: bool) -> None:
     if place.exists() and not place.is_dir():
-        raise CheckpointError(message("path", f"{place} is a file", "It is a directory", "Use another path"))
+        raise CheckpointError(message("path", f"{place} is a file", "It must be a directory", "Use another path"))
     if (place / manifest.NAME).exists():
-        rule = "A checkpoint stays what its manifest says"
+        rule = "A model is never written into a checkpoint, whose manifest lists all of its files"
         raise CheckpointError(message("path", f"{place} is a checkpoint", rule, "Use another path"))
     there = sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)) if place.exists() else []
     if there and not overwrite:
-        rule, fix = "A model is replaced only when that is asked for", "Use another path, or pass overwrite=True"
+        rule, fix = "A model is replaced only on request", "Use another path, or pass overwrite=True"
         raise CheckpointError(message("path", f"{place} has {listing(there)}", rule, fix))
 
 
 def _write(
     draft: directory.Draft,
-    layout: Layout,
+    files: list[File],
     tensors: Mapping[str, Moved],
     sources: Mapping[str, Tensor],
     groups: Groups,
 ) -> None:
-    """Write all files, each rank what its own pieces of the sources become. Collective."""
+    """Write all files, each rank what its own parts of the sources become. Collective."""
     (place, _, is_first), mine = draft, owned(sources, groups)
     with together(groups, CheckpointError):
-        if is_first:
-            make_files(place, layout, flush=True)
-    with together(groups, CheckpointError):
         parts = [(name, part) for name, tensor in tensors.items() for part in _parts(tensor, mine)]
-        write_parts(place, layout, parts, flush=True)
         done = [(name, box) for name, (_, box) in parts]
+    write_files(place, files, parts, groups, is_first, flush=True)
     for name, tensor in tensors.items():
         if tensor.is_computed:
             full = tensor.value(lambda source: _gathered(source, sources))
             with together(groups, CheckpointError):
                 if is_first:
-                    write_parts(place, layout, [(name, (full, whole(full.shape)))], flush=True)
+                    write_parts(place, files, [(name, (full, whole(full.shape)))], flush=True)
                     done.append((name, whole(full.shape)))
     check_written(tensors, done, {}, groups)
 
 
 def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:
-    """What this rank's pieces of the sources are of a tensor; none of what is computed."""
+    """Yield what this rank's parts of the sources become in a tensor that is not computed."""
     for piece in () if tensor.is_computed else tensor.pieces:
         if piece.source in mine:
             values, box = mine[piece.source]
@@ -138,6 +141,6 @@ def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:
 
 
 def _gathered(name: str, sources: Mapping[str, Tensor]) -> Tensor:
-    """A whole source, on every rank. Collective."""
+    """Gather a source on every rank. Collective."""
     want = Want(everywhere=True, device=torch.device("cpu"))
     return dict(gathered([(name, sources[name])], routes_of(sources.values()), want))[name]

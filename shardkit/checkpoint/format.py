@@ -1,8 +1,8 @@
-"""The safetensors format: eight bytes that say how long the header is, the header in JSON, then the tensors' bytes.
+"""The safetensors format: eight bytes with the header's length, the header in JSON, then the bytes of the tensors.
 
-All of it is pure: bytes in, bytes out. The rules are those of the reference implementation
-(https://github.com/huggingface/safetensors, ``tensor.rs``), which the tests hold this one against. The package itself
-reads and writes whole tensors through its own memory; shardkit's ranks need byte ranges, from and into their shards.
+Everything here is pure: bytes in, bytes out. The rules are those of the reference implementation
+(https://github.com/huggingface/safetensors, ``tensor.rs``), and the tests compare the two. shardkit does not use the
+package because it reads and writes whole tensors through its own memory, and ranks need byte ranges of their shards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from shardkit.errors import CheckpointError, message
 from shardkit.state.plan import Spec as Spec
 
-# In the reference's order, that of alignment: files begin with the last ones, so that every tensor lies at a multiple
-# of its element's size.
+# In the reference's order, by alignment: a file starts with the last ones, so that every tensor's offset is a multiple
+# of its element size.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -42,222 +42,184 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPES.values())}
 
-LENGTH = 8  # bytes in front of the header, its length as a little-endian integer
-ALIGNMENT = 8  # bytes; the header is filled up with spaces to a multiple of it
-MAX_HEADER = 100_000_000  # bytes, the reference's limit
+LENGTH = 8  # bytes before the header: its length as a little-endian integer
+ALIGNMENT = 8  # bytes; the header is padded with spaces to a multiple of this
+MAX_HEADER = 100_000_000  # bytes; the reference's limit
 METADATA = "__metadata__"
 INDEX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
-_PICKLES = (b"PK\x03\x04", b"\x80")  # how zip files and pickles begin; no header is as long as these say
+_PICKLES = (b"PK\x03\x04", b"\x80")  # first bytes of zip files and pickles; no header has the length that they encode
 
 
 @dataclass(frozen=True)
 class Entry(Spec):
-    """A tensor in a file, ``start`` bytes from the file's beginning."""
+    """A tensor that starts ``start`` bytes into its file."""
 
     start: int
 
 
 @dataclass(frozen=True)
 class Header:
-    """Attributes:
-    tensors: by name, in the order of the file.
-    metadata: the file's own texts, such as ``{"format": "pt"}``.
-    bytes: where the tensors begin.
-    file_bytes: how long the whole file is.
-    """
+    """A parsed header."""
 
-    tensors: dict[str, Entry]
-    metadata: dict[str, str]
-    bytes: int
-    file_bytes: int
+    tensors: dict[str, Entry]  # in the order of the file
+    metadata: dict[str, str]  # such as {"format": "pt"}
+    bytes: int  # of everything before the first tensor
+    file_bytes: int  # of the whole file
 
 
 def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """What a file of these tensors begins with, and where they lie in it. Pure.
+    """Return the bytes before the first tensor of a file with these tensors, and the header they encode. Pure.
 
     Raises:
-        CheckpointError: the header would be longer than the format allows.
+        CheckpointError: the header would exceed the format's limit.
     """
     names = sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
     table: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].bytes
-        table[name] = {
-            "dtype": NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
+        spec, start = tensors[name], end
+        end += spec.bytes
+        table[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        rule = f"A header has at most {MAX_HEADER:,} bytes"
+        problem = f"{len(tensors):,} tensors need a header of {len(text):,} bytes"
+        rule = f"A safetensors header has at most {MAX_HEADER:,} bytes"
         fix = "Pass a smaller max_shard_size, so that there are more files"
-        raise CheckpointError(message("tensors", f"{len(tensors):,} names make {len(text):,}", rule, fix))
+        raise CheckpointError(message("tensors", problem, rule, fix))
     begin = LENGTH + len(text)
-    entries = {
-        name: Entry(tensors[name].dtype, tensors[name].shape, begin + table[name]["data_offsets"][0]) for name in names
-    }
+    entries = {n: Entry(tensors[n].dtype, tensors[n].shape, begin + table[n]["data_offsets"][0]) for n in names}
     return len(text).to_bytes(LENGTH, "little") + text, Header(entries, dict(metadata), begin, begin + end)
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
-    """How many bytes of header follow the file's first eight. Pure; nothing of that size is allocated.
+    """Return the length of the header from a file's first eight bytes. Pure; allocates nothing of that size.
 
     Raises:
-        ValueError: they are not the beginning of a safetensors file of ``file_bytes``.
+        ValueError: these are not the first bytes of a safetensors file of ``file_bytes`` bytes.
     """
     if len(first) < LENGTH:
-        raise ValueError(f"it has {file_bytes} bytes, fewer than the {LENGTH} that say how long the header is")
+        raise ValueError(f"it has {file_bytes} bytes, and the length of the header alone takes {LENGTH}")
     length = int.from_bytes(first[:LENGTH], "little")
     if length > MAX_HEADER and first.startswith(_PICKLES):
-        raise ValueError("it is a pickle, as torch.save writes, which can run code when it is read")
+        raise ValueError("it is a pickle, as written by torch.save, and unpickling can run code")
     if length > MAX_HEADER:
-        raise ValueError(f"its header would have {length:,} bytes, and at most {MAX_HEADER:,} are allowed")
+        raise ValueError(f"its header claims {length:,} bytes, and at most {MAX_HEADER:,} are allowed")
     if LENGTH + length > file_bytes:
-        raise ValueError(f"its header would have {length:,} bytes, and the file has {file_bytes:,}: it is cut off")
+        raise ValueError(f"its header claims {length:,} bytes, and the file has {file_bytes:,}: it is truncated")
     return length
 
 
 def parse_header(text: bytes, file_bytes: int) -> Header:
-    """The header of a file, after checking that its tensors cover the rest of the file without gap or overlap. Pure.
+    """Parse a header, and check that its tensors cover the rest of the file without gaps or overlaps. Pure.
 
     Args:
-        text: the header, without the eight bytes in front.
-        file_bytes: how long the whole file is.
+        text: the header, without the eight bytes before it.
+        file_bytes: the size of the whole file.
 
     Raises:
-        ValueError: it breaks a rule of the format.
+        ValueError: the header breaks a rule of the format.
     """
-    table = _table(text)
-    metadata = _metadata(table.pop(METADATA, None))
+    if not text.startswith(b"{"):
+        raise ValueError("its header is not a JSON object")
+    try:
+        table = strict_json(text)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    metadata = table.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{METADATA} does not map names to strings")
     begin, end = LENGTH + len(text), 0
     entries = {}
-    rows = [(name, *_row(name, info)) for name, info in table.items()]
+    rows = [(name, *_parse_entry(name, info)) for name, info in table.items()]
     for name, spec, (start, stop) in sorted(rows, key=lambda row: row[2]):
         if start != end or stop - start != spec.bytes:
             raise ValueError(
-                f"{name} of {spec.bytes} bytes lies at [{start}, {stop}]: each tensor begins where the one before "
+                f"{name} of {spec.bytes} bytes is at [{start}, {stop}]: each tensor starts where the previous one "
                 f"ends, here at {end}, and takes the bytes of its shape and dtype"
             )
         entries[name] = Entry(spec.dtype, spec.shape, begin + start)
         end = stop
     if begin + end != file_bytes:
-        raise ValueError(f"by its header it has {begin + end:,} bytes, and it has {file_bytes:,}")
+        raise ValueError(f"its header describes {begin + end:,} bytes, and the file has {file_bytes:,}")
     return Header(entries, metadata, begin, file_bytes)
 
 
-def _table(text: bytes) -> Any:
-    if not text.startswith(b"{"):
-        raise ValueError("its header is not a JSON object")
-    try:
-        return strict_json(text)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
+def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
+    def are_sizes(value: Any) -> bool:
+        return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
-
-def strict_json(text: bytes) -> Any:
-    """A JSON text, without what Python allows beyond JSON, and without repeated keys. Pure.
-
-    Raises:
-        ValueError: it is not such a text.
-        RecursionError: it is nested too deeply.
-    """
-    return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key appears twice in its header")
-    for key in table:
-        key.encode()  # half a surrogate pair, which JSON can escape, is not text
-    return table
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError(f"{METADATA} is not a map of texts")
-    return value
-
-
-def _row(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise ValueError(f"{name} has no dtype, shape and data_offsets")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}, and torch's are {', '.join(DTYPES)}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name} has the shape {shape!r} at {offsets!r}: both are lists of sizes")
+        raise ValueError(f"{name} has the dtype {dtype!r}, and torch has {', '.join(DTYPES)}")
+    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the shape {shape!r} at {offsets!r}: both must be lists of sizes")
     return Spec(DTYPES[dtype], torch.Size(shape)), (offsets[0], offsets[1])
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+def strict_json(text: bytes) -> Any:
+    """Parse JSON, without Python's extensions and without repeated keys. Pure.
+
+    Raises:
+        ValueError: it is not JSON in this sense.
+        RecursionError: it is nested too deeply.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a key appears twice in its header")
+        for key in table:
+            key.encode()  # raises for half a surrogate pair, which JSON can escape
+        return table
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
 
 
 # ---- which tensor goes into which file ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """Attributes:
-    name: of the file.
-    head: what it begins with.
-    header: where its tensors lie.
-    """
+class File:
+    """A safetensors file, or an index."""
 
     name: str
-    head: bytes
-    header: Header
+    head: bytes  # everything before the first tensor; the whole text of an index
+    tensors: dict[str, Entry]
+    bytes: int  # of the whole file
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Attributes:
-    files: in order.
-    index: name and text of the index; None for a single file, which needs none.
+def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> list[File]:
+    """Assign tensors to files, in order, as transformers does; the index of several files comes last. Pure.
+
+    A file is closed before it would exceed ``max_shard_size``, so a larger tensor has a file to itself. Without
+    tensors there is one file, with a header alone.
     """
-
-    files: tuple[FileLayout, ...]
-    index: tuple[str, bytes] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Of all files, the index last."""
-        return [file.name for file in self.files] + ([] if self.index is None else [self.index[0]])
-
-
-def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> Layout:
-    """Lay tensors out as transformers does: in order, a file is closed before it would exceed ``max_shard_size``. Pure.
-
-    A tensor that is larger than that has a file to itself. Without any tensor there is one file, of a header alone.
-    """
-    shares = _shares(tensors, max_shard_size)
-    if len(shares) == 1:
-        return Layout((FileLayout(name + SUFFIX, *build_header(shares[0], metadata)),))
-    names = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
-    files = [FileLayout(name, *build_header(share, metadata)) for name, share in zip(names, shares, strict=True)]
-    weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
-    total = {"total_size": sum(spec.bytes for spec in tensors.values())}
-    index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
-    return Layout(tuple(files), (name + INDEX, index.encode()))
-
-
-def _shares(tensors: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
     shares: list[dict[str, Spec]] = [{}]
     filled = 0
-    for name, spec in tensors.items():
-        if shares[-1] and filled + spec.bytes > most:
+    for tensor, spec in tensors.items():
+        if shares[-1] and filled + spec.bytes > max_shard_size:
             shares.append({})
             filled = 0
-        shares[-1][name] = spec
+        shares[-1][tensor] = spec
         filled += spec.bytes
-    return shares
+    names = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
+    if len(shares) == 1:
+        names = [name + SUFFIX]
+    files = []
+    for file, share in zip(names, shares, strict=True):
+        head, header = build_header(share, metadata)
+        files.append(File(file, head, header.tensors, header.file_bytes))
+    if len(files) > 1:
+        weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
+        total = {"total_size": sum(spec.bytes for spec in tensors.values())}
+        index = (json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n").encode()
+        files.append(File(name + INDEX, index, {}, len(index)))
+    return files

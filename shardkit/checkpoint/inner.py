@@ -1,8 +1,8 @@
-"""Tensor subclasses on disk: saved as the plain tensors that they are made of, and rebuilt from them.
+"""Save tensor subclasses as their inner plain tensors, and rebuild them.
 
 The protocol is torch's own, which torch.compile uses: ``__tensor_flatten__`` and ``__tensor_unflatten__``. Blocks of
-quantised values follow the shards of the ranks that made them. So an inner tensor of a shard is written as a row of a
-tensor that has one row for each shard, with the dims of the mesh axes that cut in front: a DTensor like any other.
+quantised values depend on how the tensor was sharded. So each inner tensor is saved as an ordinary DTensor with one row
+for each shard: its first dims are the mesh axes that shard the tensor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from shardkit.ranks import Groups, gather_by_rank, together
 from shardkit.shards import around, as_sharded, local_value
 from shardkit.state.optimizer import tensor_leaves, with_leaves
 
-MARK = "__tensor_flatten__"  # the key of a subclass's description, beside its inner tensors
-_PLAIN = "plain"  # the inner name of a shard that is a plain tensor where others are not, as small ones are
+MARK = "__tensor_flatten__"  # the key of a subclass's description, next to its inner tensors
+_PLAIN = "plain"  # the inner name of a shard that is a plain tensor while others are not, such as a small one
 
-Records = dict[str, list[int]]  # descriptions of shards, in JSON, each with the numbers of the shards that are so
+Records = dict[str, list[int]]  # descriptions in JSON, each with the numbers of the shards that it describes
 
 
 # ---- one shard ------------------------------------------------------------------------------------------------
 
 
 def _parts(tensor: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """The plain tensors inside of a subclass, by attribute; of one inside of another by a dotted path."""
+    """Return the plain tensors inside a subclass, by attribute, or by dotted path if subclasses are nested."""
     if not _torch.is_wrapper(tensor):
         return {prefix or _PLAIN: tensor}
     found: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ def _parts(tensor: Tensor, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _context(tensor: Tensor, path: str) -> Any:
-    """What a subclass is besides its inner tensors: class, shape, stride, its own context, and those inside of it."""
+    """Return a subclass's class, shape, stride and context, and the same of its inner tensors."""
     if not _torch.is_wrapper(tensor):
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def _context(tensor: Tensor, path: str) -> Any:
 
 
 def _rebuilt(context: Any, parts: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """The subclass again. Nothing is imported: its class is one that the program has."""
+    """Rebuild a subclass, of a class that the program has imported."""
     if context is None:
         return parts[prefix or _PLAIN]
     name, shape, stride, own, inner = context
@@ -72,7 +72,7 @@ def _loaded_class(name: str) -> type[Tensor]:
         if f"{cls.__module__}.{cls.__qualname__}" == name and hasattr(cls, "__tensor_unflatten__"):
             return cls
     rule = "A tensor subclass is rebuilt by its own class, and loading a checkpoint imports nothing"
-    raise CheckpointError(message("optimizer", f"it has state of {name}", rule, "Import the library that it is of"))
+    raise CheckpointError(message("optimizer", f"it has state of {name}", rule, "Import the library of this class"))
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------
@@ -80,26 +80,27 @@ def _loaded_class(name: str) -> type[Tensor]:
 
 @dataclass(frozen=True)
 class _Grid:
-    """How the shards of a tensor lie.
+    """How a tensor is sharded."""
 
-    Attributes:
-        axes: of its mesh, those that cut it.
-        sizes: ranks along each.
-        cuts: the placements on these axes.
-        number: of this rank's shard, counted row by row.
-    """
+    axes: tuple[int, ...]  # the axes of its mesh that shard it
+    sizes: tuple[int, ...]  # ranks along each
+    cuts: tuple[str, ...]  # the placements on these axes
+    number: int  # of this rank's shard, in row-major order
 
-    axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    cuts: tuple[str, ...]
-    number: int
+    def __str__(self) -> str:
+        return _cuts_text(self.sizes, self.cuts)
+
+
+def _cuts_text(sizes: Iterable[int], cuts: Iterable[str]) -> str:
+    return " and ".join(f"{cut} on {size} ranks" for cut, size in zip(cuts, sizes, strict=True)) or "whole"
 
 
 def _grid(name: str, tensor: Tensor) -> _Grid:
     if not isinstance(tensor, DTensor):
         return _Grid((), (), (), 0)
     if any(place.is_partial() for place in tensor.placements):
-        raise CheckpointError(message(name, "Partial", "A sum over ranks has no value of its own", "Redistribute it"))
+        rule = "A sum over ranks has no values of its own"
+        raise CheckpointError(message(name, "it is Partial", rule, "Redistribute it to Shard or Replicate"))
     axes = [axis for axis, place in enumerate(tensor.placements) if hasattr(place, "dim")]
     number = 0
     for axis in axes:
@@ -108,17 +109,8 @@ def _grid(name: str, tensor: Tensor) -> _Grid:
     return _Grid(tuple(axes), sizes, tuple(str(tensor.placements[axis]) for axis in axes), number)
 
 
-def _row(part: Tensor, shapes: list[list[int]]) -> Tensor:
-    """An inner tensor as its row: as it is where all shards have its shape, else flat and filled up. No copy if so."""
-    if len(shapes) == 1 and list(part.shape) == shapes[0]:
-        return part
-    flat = part.new_zeros(max(torch.Size(shape).numel() for shape in shapes))
-    flat[: part.numel()] = part.reshape(-1)
-    return flat
-
-
 def _stacked(row: Tensor, like: Tensor, grid: _Grid) -> Tensor:
-    """The tensor of all rows, of which this rank has one. A view."""
+    """Return the tensor of all rows, of which this rank has one. A view."""
     if not isinstance(like, DTensor):
         return row
     places = [
@@ -132,25 +124,23 @@ def _stacked(row: Tensor, like: Tensor, grid: _Grid) -> Tensor:
 def _all_records(
     tensors: Mapping[str, Tensor], groups: Groups, describe: Callable[[str, Tensor], Any]
 ) -> dict[str, Records]:
-    """For each name under which any rank has a subclass, what all its shards are. Collective."""
-    wrapped = _merged({name: {} for name, each in tensors.items() if _torch.is_wrapper(local_value(each))}, groups)
-    own: dict[str, Records] = {}
+    """Return the descriptions of all shards, for each name under which any rank has a subclass. Collective."""
+
+    def gathered(own: Any) -> list[Any]:
+        return list(gather_by_rank(own, groups).values()) if groups else [own]
+
+    wrapped = [name for name, tensor in tensors.items() if _torch.is_wrapper(local_value(tensor))]
+    names = {name for of_rank in gathered(wrapped) for name in of_rank}
+    own: dict[str, tuple[str, int]] = {}
     with together(groups, CheckpointError):
-        for name in sorted(wrapped.keys() & tensors.keys()):
+        for name in sorted(names & tensors.keys()):
             text = json.dumps(describe(name, local_value(tensors[name])))
-            own[name] = {text: [_grid(name, tensors[name]).number]}
-    return _merged(own, groups)
-
-
-def _merged(own: dict[str, Records], groups: Groups) -> dict[str, Records]:
-    """The records of all ranks that the groups reach together. Collective."""
-    merged: dict[str, dict[str, set[int]]] = {}
-    for of_rank in gather_by_rank(own, groups).values() if groups else [own]:
-        for name, records in of_rank.items():
-            found = merged.setdefault(name, {})
-            for text, numbers in records.items():
-                found.setdefault(text, set()).update(numbers)
-    return {name: {text: sorted(each[text]) for text in sorted(each)} for name, each in sorted(merged.items())}
+            own[name] = (text, _grid(name, tensors[name]).number)
+    records: dict[str, dict[str, set[int]]] = {}
+    for of_rank in gathered(own):
+        for name, (text, number) in of_rank.items():
+            records.setdefault(name, {}).setdefault(text, set()).add(number)
+    return {name: {text: sorted(each[text]) for text in sorted(each)} for name, each in sorted(records.items())}
 
 
 def _parts_spec(local: Tensor) -> dict[str, Any]:
@@ -158,7 +148,7 @@ def _parts_spec(local: Tensor) -> dict[str, Any]:
 
 
 def _rows(name: str, tensor: Tensor, records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each inner tensor of any shard: this rank's own (empty where it has none) and its row."""
+    """Return, for each inner tensor of any shard, this rank's (empty if it has none) and its row."""
     local, found = local_value(tensor), list(records)
     parts = _parts(local)
     rows = {}
@@ -166,12 +156,15 @@ def _rows(name: str, tensor: Tensor, records: Iterable[Mapping[str, Any]]) -> di
         specs = [each.get(key) for each in found]
         dtypes = [spec[0] for spec in specs if spec is not None]
         if any(each != dtypes[0] for each in dtypes):
-            rule = "The shards of a tensor hold the same kinds of inner tensors"
+            rule = "An inner tensor must have the same dtype in all shards"
             raise CheckpointError(message(name, f"{key} has several dtypes", rule, "Leave it out"))
         shapes = [[0] if spec is None else spec[1] for spec in specs]
-        distinct = [shape for at, shape in enumerate(shapes) if shape not in shapes[:at]]
         part = parts[key] if key in parts else torch.empty(0, dtype=decode(dtypes[0], {}), device=local.device)
-        rows[key] = (part, _row(part.detach(), distinct))
+        part = row = part.detach()
+        if any(shape != list(part.shape) for shape in shapes):  # then rows are flat and padded copies
+            row = part.new_zeros(max(torch.Size(shape).numel() for shape in shapes))
+            row[: part.numel()] = part.reshape(-1)
+        rows[key] = (part, row)
     return rows
 
 
@@ -180,38 +173,28 @@ def _rows(name: str, tensor: Tensor, records: Iterable[Mapping[str, Any]]) -> di
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors as files have them.
+    """Tensors as files have them."""
 
-    Attributes:
-        tensors: plain ones and DTensors of plain ones; those inside of a subclass under ``name.attribute``.
-        copies: inner tensors that are in rows of other shapes, with these.
-    """
-
-    tensors: dict[str, Tensor]
-    copies: list[tuple[Tensor, Tensor]]
+    tensors: dict[str, Tensor]  # without subclasses, whose inner tensors are under ``name.attribute``
+    copies: list[tuple[Tensor, Tensor]]  # inner tensors with their rows, where these are copies
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Put what was read into rows where it belongs. Local."""
+        """Copy the values that were read into rows back into the inner tensors. Local."""
         for part, row in self.copies:
             part.copy_(row[: part.numel()].view(part.shape))
 
 
 def has_subclass(tensors: Iterable[Tensor]) -> bool:
-    """Whether any is of a subclass on this rank. Local."""
-    return any(_is_wrapped(tensor) for tensor in tensors)
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return _torch.is_wrapper(local)
+    """Whether any tensor is a subclass on this rank. Local."""
+    locals_ = (_torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return any(map(_torch.is_wrapper, locals_))
 
 
 def flattened(tensors: Mapping[str, Tensor], groups: Groups) -> Flat:
-    """The tensors of a model by what they are made of; live memory. Collective over ``groups``.
+    """Replace a model's subclasses by their inner tensors, in live memory. Collective over ``groups``.
 
-    The same object under several names stays one under several names. Needless where no rank has a subclass. Raises a
-    CheckpointError on every rank for partial sums.
+    Ties stay. Not needed if no rank has a subclass. Raises a CheckpointError on every rank for partial sums.
     """
     records = _all_records(tensors, groups, lambda _, local: _parts_spec(local))
     made: dict[int, dict[str, Tensor]] = {}
@@ -221,33 +204,37 @@ def flattened(tensors: Mapping[str, Tensor], groups: Groups) -> Flat:
             made[id(tensor)] = {"": _bare(tensor)}
         elif id(tensor) not in made:
             rows, grid = _rows(name, tensor, map(json.loads, records[name])), _grid(name, tensor)
-            flat.copies.extend((part, row) for part, row in rows.values() if row.shape != part.shape)
+            flat.copies.extend((part, row) for part, row in rows.values() if row is not part)
             made[id(tensor)] = {f".{key}": _stacked(row, tensor, grid) for key, (_, row) in rows.items()}
         flat.tensors.update({f"{name}{suffix}": each for suffix, each in made[id(tensor)].items()})
     return flat
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """The tensor itself, unless it wraps a plain one."""
-    if not _is_wrapped(tensor):
+    """Return the plain tensor that a tensor wraps, or the tensor itself."""
+    if not has_subclass([tensor]):
         return tensor
     return _torch.with_local(tensor, local_value(tensor)) if isinstance(tensor, DTensor) else local_value(tensor)
 
 
-# ---- optimizers: by description, made again -------------------------------------------------------------------
+# ---- optimizers: by description, rebuilt ----------------------------------------------------------------------
 
 
 def flattened_tree(tree: Any, groups: Groups) -> Any:
-    """Nested dicts with a dict in the place of each subclass: its inner tensors and, under ``MARK``, what it is.
+    """Replace each subclass in nested dicts by a dict of its inner tensors, described under ``MARK``.
 
-    **Collective** over ``groups``. Needless where no rank has one. Raises a CheckpointError on every rank for a
+    **Collective** over ``groups``. Not needed if no rank has a subclass. Raises a CheckpointError on every rank for a
     subclass whose context is not plain data, and for partial sums.
     """
-    leaves = {_dotted(path): leaf for path, leaf in tensor_leaves(tree).items()}
+
+    def dotted(path: str) -> str:
+        return path.strip("/").replace("/", ".")
+
+    leaves = {dotted(path): leaf for path, leaf in tensor_leaves(tree).items()}
     records = _all_records(leaves, groups, lambda path, local: [_context(local, path), _parts_spec(local)])
 
     def change(path: str, tensor: Tensor) -> Any:
-        if (found := records.get(path := _dotted(path))) is None:
+        if (found := records.get(path := dotted(path))) is None:
             return _bare(tensor)
         grid, rows = _grid(path, tensor), _rows(path, tensor, (json.loads(text)[1] for text in found))
         about = {"shape": list(tensor.shape), "grid": grid.sizes, "cuts": grid.cuts, "shards": found}
@@ -256,28 +243,17 @@ def flattened_tree(tree: Any, groups: Groups) -> Any:
     return with_leaves(tree, change)
 
 
-def _dotted(path: str) -> str:
-    return path.strip("/").replace("/", ".")
-
-
 @dataclass(frozen=True)
 class Pending:
-    """A subclass that is rebuilt once its inner tensors are read.
+    """A subclass that is rebuilt when its inner tensors have been read."""
 
-    Attributes:
-        like: the parameter that it is state of, and lies as.
-        context: what it is on this rank.
-        shapes: of its inner tensors.
-        rows: to be read, by inner name.
-    """
-
-    like: Tensor
-    context: Any
-    shapes: dict[str, list[int]]
-    rows: dict[str, Tensor]
+    like: Tensor  # the parameter that it belongs to, and is placed as
+    context: Any  # on this rank
+    shapes: dict[str, list[int]]  # of its inner tensors
+    rows: dict[str, Tensor]  # to be read, by inner name
 
     def tensor(self) -> Tensor:
-        """The subclass, or the DTensor of it."""
+        """Rebuild the subclass, or the DTensor of it."""
         sizes = {key: torch.Size(shape) for key, shape in self.shapes.items()}
         parts = {key: self.rows[key].reshape(-1)[: size.numel()].view(size) for key, size in sizes.items()}
         local = _rebuilt(self.context, parts)
@@ -285,7 +261,7 @@ class Pending:
 
 
 def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending, list[tuple[str, Tensor]]]:
-    """What a description of :func:`flattened_tree` stands for, and the tensors to fill for it, with their keys. Local.
+    """Return a subclass that :func:`flattened_tree` described, and the tensors to fill for it, with keys. Local.
 
     Args:
         value: the description, with :class:`Stored` for tensors.
@@ -293,7 +269,7 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
         path: of the state, for messages.
 
     Raises:
-        CheckpointError: it was saved in other shards than this parameter's, or is damaged, or of an unknown class.
+        CheckpointError: the parameter was sharded differently, or the description is damaged or of an unknown class.
     """
     try:
         about = json.loads(value[MARK])
@@ -301,7 +277,10 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
         is_whole = not any(size > 1 for size in (*grid.sizes, *about["grid"]))
         lies_alike = (tuple(about["grid"]), tuple(about["cuts"])) == (grid.sizes, grid.cuts)
         if about["shape"] != list(like.shape) or not (is_whole or lies_alike):
-            raise CheckpointError(_other_shards(path, about, grid))
+            problem = f"saved as {_cuts_text(about['grid'], about['cuts'])}, here {grid}"
+            rule = "Quantised state depends on how it was sharded, so it can only be loaded in the same shards"
+            fix = "Load on the layout that saved, or load the model alone and start with a fresh optimizer"
+            raise CheckpointError(message(path, problem, rule, fix))
         text = next(text for text, numbers in about["shards"].items() if grid.number in numbers)
         context, specs = json.loads(text)
         if context is not None:
@@ -313,16 +292,7 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
             rows[key] = row
             targets.append((stored.key, row[(None,) * len(about["grid"])] if is_whole else _stacked(row, like, grid)))
     except (ValueError, KeyError, TypeError, IndexError, StopIteration, AttributeError) as error:
-        problem = f"a description that no save writes ({type(error).__name__}: {error})"
-        raise CheckpointError(message(path, problem, "It was changed since", "Use another checkpoint")) from None
+        problem = f"its description cannot be read ({type(error).__name__}: {error})"
+        rule = "A save does not write such a description, so it was changed"
+        raise CheckpointError(message(path, problem, rule, "Use another checkpoint")) from None
     return Pending(like, context, {key: spec[1] for key, spec in specs.items()}, rows), targets
-
-
-def _other_shards(path: str, about: Mapping[str, Any], grid: _Grid) -> str:
-    def words(sizes: Iterable[int], cuts: Iterable[str]) -> str:
-        return " and ".join(f"{cut} on {size} ranks" for cut, size in zip(cuts, sizes, strict=True)) or "whole"
-
-    saved, here = words(about["grid"], about["cuts"]), words(grid.sizes, grid.cuts)
-    rule = "Quantised state is in blocks of its shards, so it is loaded in the shards that it was saved in"
-    fix = "Load on the layout that saved, or load the model alone and start with a fresh optimizer"
-    return message(path, f"saved as {saved}, here {here}", rule, fix)

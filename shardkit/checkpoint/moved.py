@@ -1,7 +1,8 @@
-"""Tensors that stand for boxes of others: what stacking, splitting and transposing would move, without moving it.
+"""Tensors without values that record which boxes of which sources stacking, splitting and transposing move where.
 
-On a :class:`Moved`, another library's conversion reads and writes nothing; what comes out says which box of which
-source lies where. So a rank reads what its part of the result comes from, or writes what its part of a source becomes.
+Another library's conversion of :class:`Moved` tensors reads and writes nothing. Its results say which box of which
+source lies where, so a rank reads only what its part of a result comes from, or writes what its part of a source
+becomes.
 """
 
 from __future__ import annotations
@@ -22,32 +23,28 @@ from shardkit.shards import Box
 _aten = torch.ops.aten
 _JOINS = (_aten.cat.default, _aten.stack.default)
 _COPIES = (_aten.clone.default, _torch.TO_COPY)
-Fetch: TypeAlias = Callable[[Any], Tensor]  # gives a whole source
+Fetch: TypeAlias = Callable[[Any], Tensor]  # returns a full source
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Attributes:
-    where: it lies in the result.
-    source: what it is a box of: whatever the caller names its tensors by, or a :class:`Computed`.
-    box: in the source.
-    dims: the source's dim of each dim of the result; None for a new one, of size 1. A dim that is not among them has
-        one element in the box.
-    """
+    """A box of a source, and where it lies in a result."""
 
     where: Box
-    source: Any
-    box: Box
+    source: Any  # the caller's name of the source, or a computed Moved
+    box: Box  # in the source
+    # The source's dim of each dim of the result; None for a new one, of size 1. In the box, the other dims of the
+    # source have one element.
     dims: tuple[int | None, ...]
 
     @property
     def inverse(self) -> Piece:
-        """The same with the result as the source."""
+        """Result and source exchanged."""
         dims = (self.dims.index(dim) if dim in self.dims else None for dim in range(len(self.box)))
         return Piece(self.box, self.source, self.where, tuple(dims))
 
     def within(self, box: Box) -> Piece | None:
-        """What of it lies in a box of the result."""
+        """Return the part of it that is in a box of the result."""
         if (where := common(self.where, box)) is None:
             return None
         cut = list(self.box)
@@ -57,71 +54,54 @@ class Piece:
         return replace(self, where=where, box=tuple(cut))
 
     def as_result(self, view: Tensor) -> Tensor:
-        """A view of the shape of ``box`` as one of the shape of ``where``."""
+        """Return a view of the shape of ``box`` in the shape of ``where``."""
         old = [dim for dim in self.dims if dim is not None]
         view = view.permute([*old, *(dim for dim in range(len(self.box)) if dim not in old)])
-        return view.view([length for _, length in self.where])  # which differs in dims of size 1 only
-
-
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """A tensor that is more than moved boxes: computed when it is needed, from whole sources."""
-
-    tensor: Moved
-
-    def value(self, fetch: Fetch) -> Tensor:
-        """The whole result."""
-        return self.tensor.value(fetch)
+        return view.view([length for _, length in self.where])  # differs only in dims of size 1
 
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """What a tensor and its views would lie in, one element after the other.
-
-    Attributes:
-        shape: of all of it.
-        value: gives it.
-        inputs: the tensors that it comes from.
-        key: the source that it is.
-        parts: where which input lies in it, where it is these.
-    """
+    """The contiguous memory of a tensor and its views."""
 
     shape: torch.Size
-    value: Callable[[Fetch], Tensor]
-    inputs: tuple[Moved, ...] = ()
-    key: Any = None
-    parts: tuple[tuple[Box, Moved], ...] = ()
+    value: Callable[[Fetch], Tensor]  # returns all of it
+    inputs: tuple[Moved, ...] = ()  # the tensors that it is computed from
+    key: Any = None  # the source that it is, if it is one
+    parts: tuple[tuple[Box, Moved], ...] = ()  # the inputs and their boxes, if it consists of them
 
 
 class Moved(Tensor):
-    """A tensor on meta, and the memory that it is a view of. Its dtype is its sources': casting does nothing."""
+    """A tensor on meta, with the memory that it is a view of. Its dtype is its sources': casting does nothing."""
 
     plain: Tensor
     memory: _Memory
 
     @staticmethod
     def of(source: Any, dtype: torch.dtype, shape: Sequence[int]) -> Moved:
-        """All of a source."""
-        memory = _Memory(torch.Size(shape), lambda fetch: fetch(source), key=source)
-        return _view(torch.empty(memory.shape, dtype=dtype, device="meta"), memory)
+        """Return a tensor that is all of a source."""
+        return _new(_Memory(torch.Size(shape), lambda fetch: fetch(source), key=source), dtype)
 
     def value(self, fetch: Fetch) -> Tensor:
-        """The whole tensor; ``fetch`` gives a whole source."""
+        """Compute the full tensor; ``fetch`` returns a full source."""
         full = self.memory.value(fetch).contiguous()
         return full.as_strided(self.plain.shape, self.plain.stride(), self.plain.storage_offset())
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The boxes that it is made of."""
+        """The boxes that it consists of; all of itself if it is computed."""
         found = _box_of(self.plain, self.memory.shape)
         if found is None or not (self.memory.parts or self.memory.key is not None):
             every = whole(self.shape)
-            return [Piece(every, Computed(self), every, tuple(range(self.ndim)))]
+            return [Piece(every, self, every, tuple(range(self.ndim)))]
         box, dims = found
         if self.memory.key is not None:
             return [Piece(whole(self.shape), self.memory.key, box, dims)] if self.numel() else []
-        moved = (_shifted(piece, at) for at, part in self.memory.parts for piece in part.pieces)
-        inner = (piece.within(box) for piece in moved)
+        moved = []
+        for by, part in self.memory.parts:
+            for piece in part.pieces:
+                where = ((start + first, n) for (start, n), (first, _) in zip(piece.where, by, strict=True))
+                moved.append(replace(piece, where=tuple(where)))
         return [
             Piece(
                 tuple((0, 1) if dim is None else (at.where[dim][0] - box[dim][0], at.where[dim][1]) for dim in dims),
@@ -129,24 +109,24 @@ class Moved(Tensor):
                 at.box,
                 tuple(None if dim is None else at.dims[dim] for dim in dims),
             )
-            for at in inner
-            if at is not None
+            for piece in moved
+            if (at := piece.within(box)) is not None
         ]
 
     @property
     def is_computed(self) -> bool:
-        """Whether a part of it is not moved but computed."""
-        return any(isinstance(piece.source, Computed) for piece in self.pieces)
+        """Whether a part of it is computed rather than moved."""
+        return any(isinstance(piece.source, Moved) for piece in self.pieces)
 
     def origins(self) -> Iterator[Any]:
-        """The sources that it comes from."""
+        """Yield the sources that it comes from."""
         if self.memory.key is not None:
             yield self.memory.key
         for tensor in self.memory.inputs:
             yield from tensor.origins()
 
     def sources_of(self, part: Part) -> Iterator[tuple[Any, Part]]:
-        """What to read into a part of this tensor: each source, and its box with the memory that it goes to."""
+        """Yield the sources to read into a part of this tensor, each with its box and the memory to read it into."""
         values, box = part
         for piece in self.pieces:
             if (found := piece.within(box)) is not None:
@@ -189,10 +169,9 @@ def _new(memory: _Memory, dtype: torch.dtype) -> Moved:
 
 
 def _joined(tensors: Sequence[Any], dim: int) -> Moved:
-    """Tensors one after the other along a dim."""
-    shape = list(tensors[0].shape)
     ends = list(itertools.accumulate(each.shape[dim] for each in tensors))
-    shape[dim], dtype = ends[-1], tensors[0].dtype
+    shape, dtype = list(tensors[0].shape), tensors[0].dtype
+    shape[dim] = ends[-1]
     boxes = [
         (*whole(each.shape)[:dim], (end - each.shape[dim], each.shape[dim]), *whole(each.shape)[dim + 1 :])
         for each, end in zip(tensors, ends, strict=True)
@@ -206,20 +185,15 @@ def _joined(tensors: Sequence[Any], dim: int) -> Moved:
 
 
 def _each(args: Iterable[Any], change: Callable[[Any], Any]) -> list[Any]:
-    """The arguments of an operation with its tensors changed; they may be in lists."""
+    """Return the arguments of an operation with ``change`` applied to its tensors, which may be in lists."""
     return [
         change(arg) if isinstance(arg, Moved) else _each(arg, change) if isinstance(arg, (list, tuple)) else arg
         for arg in args
     ]
 
 
-def _shifted(piece: Piece, by: Box) -> Piece:
-    where = ((start + first, length) for (start, length), (first, _) in zip(piece.where, by, strict=True))
-    return replace(piece, where=tuple(where))
-
-
 def _box_of(view: Tensor, shape: torch.Size) -> tuple[Box, tuple[int | None, ...]] | None:
-    """Which box a view is of memory of this shape, and its dim of each dim of the view; None where it is no box."""
+    """Return the box that a view is of memory of this shape, and the memory's dim of each dim, or None."""
     starts, sizes, dims, at = [], [1] * len(shape), [], view.storage_offset()
     strides = torch.empty(shape, device="meta").stride()
     for stride in strides:

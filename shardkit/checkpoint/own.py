@@ -1,4 +1,4 @@
-"""Checkpoints of shardkit: a directory with a manifest."""
+"""Safetensors files as a source, and checkpoints of shardkit: directories with a manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardkit.checkpoint.owners import added
 from shardkit.checkpoint.pieces import MASK, part_of, run_sum
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import Located, locate, read_parts
-from shardkit.checkpoint.source import Contents, Source, Stored, checked_optimizer
+from shardkit.checkpoint.source import Contents, Stored, checked_optimizer
 from shardkit.checkpoint.transfer import Progress, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
@@ -28,35 +28,33 @@ _CHUNK = 1 << 24  # bytes of a file that are summed at a time
 
 
 class Safetensors:
-    """Safetensors files as a source: tensors by section and name."""
+    """Safetensors files as a source; keys are ``section/name``."""
 
     def __init__(self, files: Mapping[str, Mapping[str, Located]]) -> None:
         self.located = {f"{section}/{name}": at for section, part in files.items() for name, at in part.items()}
         self.contents = Contents(self.stored("model"))
 
     def stored(self, section: str) -> dict[str, Any]:
-        """The tensors of a section by their own names."""
+        """Return the tensors of a section by their own names."""
         return {
             key.partition("/")[2]: Stored(at.entry.dtype, at.entry.shape, key)
             for key, at in self.located.items()
             if key.startswith(f"{section}/")
         }
 
+    def describe(self, key: str) -> str:
+        """Return what must be equal on all ranks that read a tensor."""
+        return repr(self.located[key].entry)
+
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
-        """Fill each target from the tensor of its key, straight from the file. Local."""
+        """Fill each target from the tensor with its key, straight from the file. Local."""
         wanted = list(targets)
         read_parts([(self.located[key], part_of(tensor)) for key, tensor in wanted], progress)
         torch.autograd.graph.increment_version([tensor for _, tensor in wanted])
 
 
-class OwnDirectory:
-    """A checkpoint that ``save_checkpoint`` wrote, of either format.
-
-    Attributes:
-        manifest: of it.
-        located: where the tensors of its safetensors files lie, by key.
-        contents: as of any source.
-    """
+class OwnDirectory(Safetensors):
+    """A checkpoint that ``save_checkpoint`` wrote, in either format."""
 
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
@@ -64,12 +62,12 @@ class OwnDirectory:
         check_sizes(directory, self.manifest)
         # Headers, indexes and the state, which are small; the tensors are left to verify().
         self._check_crc32([name for name in sorted(self.manifest.files) if not name.endswith(".distcp")])
-        files = Safetensors({section: self._section(section) for section in ("model", "optimizer", "state")})
-        self.located = files.located
-        self._source: Source = files
+        super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
+        self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
-            self._source = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
-        self.contents = self._contents(files, self._source.contents)
+            self._dcp = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
+            self.contents = self._dcp.contents
+        self._read_state()
 
     def _section(self, name: str) -> dict[str, Located]:
         for file in (name + SUFFIX, name + INDEX):
@@ -77,43 +75,45 @@ class OwnDirectory:
                 found = locate(self._directory / file)
                 unexpected = {at.file.name for at in found.values()} - self.manifest.files.keys()
                 if unexpected:
-                    raise self._refused(f"{file} names {listing(sorted(unexpected))}, which the manifest does not list")
+                    raise self._refused(f"{file} lists {listing(sorted(unexpected))}, which the manifest does not list")
                 return found
         if name == "model" and self.manifest.format == "safetensors":
-            raise self._refused("the manifest lists no model")
+            raise self._refused("the manifest does not list a model")
         return {}
 
-    def _contents(self, files: Safetensors, contents: Contents) -> Contents:
-        """What the source of its format has, with what is in the state beside it."""
-        rest = files.stored("state")
-        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
-        files.read((rest[name].key, tensor) for name, tensor in tensors.items())
+    def _read_state(self) -> None:
+        """Add the values of ``state.json`` to the contents."""
+        contents, stored = self.contents, self.stored("state")
+        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.items()}
+        super().read((stored[name].key, tensor) for name, tensor in tensors.items())
         contents.trainable_only = self.manifest.trainable_only
         try:
             if STATE not in self.manifest.files:
                 raise ValueError("the manifest does not list it")
             state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
-            if self.manifest.format == "safetensors":
-                contents.optimizer = checked_optimizer(decode(state["optimizer"], files.stored("optimizer")))
+            if self._dcp is None:
+                contents.optimizer = checked_optimizer(decode(state["optimizer"], self.stored("optimizer")))
             contents.model |= decode(state["model"], tensors)
             contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
             random = decode(state["random"], tensors)
             contents.random = {kind: [bytes(each.tolist()) for each in of_ranks] for kind, of_ranks in random.items()}
-            ties = state.get("ties", {})  # not in those of the first saves
+            ties = state.get("ties", {})  # the first saves did not write it
             contents.ties = {name: first for name, first in ties.items() if first in contents.model}
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-            raise self._refused(f"{STATE} is not what a save writes ({type(error).__name__}: {error})") from None
+            raise self._refused(f"{STATE} cannot be read ({type(error).__name__}: {error})") from None
         config = self._directory / CONFIG
         contents.config = config.read_text() if CONFIG in self.manifest.files and config.is_file() else ""
-        return contents
 
     def _refused(self, problem: str) -> CheckpointError:
-        rule = "A checkpoint holds what its save wrote, and nothing else is read"
+        rule = "A checkpoint holds the files that its save wrote, and no others are read"
         return CheckpointError(message(str(self._directory), problem, rule, "Use another checkpoint"))
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
-        """As the source of its format."""
-        self._source.read(targets, progress)
+        """Fill each target from the tensor with its key. Local."""
+        if self._dcp is not None:
+            self._dcp.read(targets, progress)
+        else:
+            super().read(targets, progress)
 
     def verify(self, groups: Groups, rank: int, world_size: int) -> None:
         """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective over ``groups``."""
@@ -132,11 +132,12 @@ class OwnDirectory:
 
     def _check(self, damaged: set[str]) -> None:
         if damaged:
-            problem, fix = f"damaged: {listing(sorted(damaged))}", "Use another checkpoint; nothing was changed"
-            raise CheckpointError(message(str(self._directory), problem, "Every byte is as it was written", fix))
+            problem = f"damaged: {listing(sorted(damaged))}"
+            rule, fix = "Checksums must match those in the manifest; nothing was changed", "Use another checkpoint"
+            raise CheckpointError(message(str(self._directory), problem, rule, fix))
 
     def _own_sums(self, rank: int, world_size: int) -> dict[str, int]:
-        """What this rank's share of the bytes of each tensor adds to its checksum, in the same order on all ranks."""
+        """Return what this rank's share of each tensor adds to its checksum, in the same order on all ranks."""
         buffer, sums = torch.empty(_CHUNK, dtype=torch.uint8), {}
         for key, at in self.located.items():
             share = -(-at.entry.bytes // world_size)

@@ -1,4 +1,4 @@
-"""A part of a tensor as runs of bytes: where it lies when the whole tensor is written row by row; and its checksum."""
+"""Parts of a tensor as runs of bytes in the whole tensor, which is written row by row; and their checksums."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.shards import Box, local_box, local_value
 
-Part: TypeAlias = "tuple[Tensor, Box]"  # what a rank has of a tensor, and where that lies in it
+Part: TypeAlias = "tuple[Tensor, Box]"  # a rank's part of a tensor, and where it lies in the whole
 
 WORD = 8  # bytes
 MASK = (1 << 64) - 1
-_CHUNK = 1 << 17  # bytes that are summed byte by byte at a time; each takes 8 bytes of memory for that
+_CHUNK = 1 << 17  # bytes that are summed byte by byte at a time; each takes 8 bytes of memory meanwhile
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Attributes:
-    starts: where each run begins in the whole tensor, in elements, ascending; in the order of the part's own elements.
-    length: of every run, in elements.
-    """
+    """Contiguous elements of the whole tensor, in the order of the part's own elements."""
 
-    starts: Sequence[int]
-    length: int
+    starts: Sequence[int]  # of each run in the whole tensor, in elements, ascending
+    length: int  # of every run, in elements
 
     @property
     def span(self) -> int:
-        """Elements from the first run's beginning to the last one's end."""
+        """Elements from the start of the first run to the end of the last one."""
         return self.starts[-1] + self.length - self.starts[0] if self.starts else 0
+
+    def bytes(self, itemsize: int) -> Iterator[tuple[int, int, int]]:
+        """For each run its first byte and its end in the part, and its first byte in the whole tensor."""
+        step = self.length * itemsize
+        for number, start in enumerate(self.starts):
+            yield number * step, (number + 1) * step, start * itemsize
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Runs:
-    """The longest contiguous runs of a part; a part of whole rows is one. Pure; an empty part has none."""
+    """Return the longest contiguous runs of a part. Pure; a part of whole rows is one run, an empty part none."""
     if any(size == 0 for _, size in box):
         return Runs((), 0)
-    rows = len(shape)  # the dims from here on are whole, so that a run spans them and a range of the one before
+    rows = len(shape)  # a run spans all of the dims from here on, and a range of the dim before
     while rows > 0 and box[rows - 1] == (0, shape[rows - 1]):
         rows -= 1
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -56,9 +59,9 @@ def runs_of(box: Box, shape: Sequence[int]) -> Runs:
 
 
 def blocks(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Cut a part into ones whose span is at most ``limit`` elements, in the order of elements. Pure.
+    """Cut a part into blocks with a span of at most ``limit`` elements, in the order of elements. Pure.
 
-    The span includes what lies between the runs, so that a block can be read in one piece.
+    The span includes the elements between the runs, so that a block can be read in one piece.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not all(size for _, size in box):
@@ -76,17 +79,17 @@ def blocks(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The part that is all of a tensor."""
+    """Return the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """What this rank has of a tensor, and where that lies in it: all of a plain one. Local, no copy."""
+    """Return this rank's part of a tensor; a plain tensor is a part of its own. Local, no copy."""
     return local_value(tensor), local_box(tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common; None for nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     starts = [max(a, b) for (a, _), (b, _) in zip(one, other, strict=True)]
     stops = [min(a + m, b + n) for (a, m), (b, n) in zip(one, other, strict=True)]
     box = tuple((start, stop - start) for start, stop in zip(starts, stops, strict=True))
@@ -94,28 +97,28 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:
-    """The view of a block in a part that lies at ``box``."""
+    """Return the view of a block in a part that lies at ``box``."""
     for dim, ((start, size), (first, count)) in enumerate(zip(box, block, strict=True)):
-        if (start, size) != (first, count):  # quantised tensors can be taken whole, and often not be cut
+        if (start, size) != (first, count):  # most quantised tensors cannot be narrowed
             part = part.narrow(dim, first - start, count)
     return part
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in CPU memory one after the other, as files have them."""
+    """Whether a tensor's elements are in CPU memory in the order of the file."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 # ---- checksums --------------------------------------------------------------------------------------------------
 
-# The sum of a tensor's bytes, taken as little-endian 64-bit words, the last one filled up with zeros, mod 2**64. A sum
-# over parts is the sum over the whole, however ranks cut it, so each rank reads only what it has, nothing is gathered,
-# and another world size can check it. It detects what disks and networks do (flipped bits, lost pages, zeros at the
-# end) at the speed of memory. It does not detect tampering.
+# The sum of a tensor's bytes as little-endian 64-bit words, the last one padded with zeros, mod 2**64. The sums of the
+# parts add up to the sum of the whole, however it is cut: each rank reads only its own part, nothing is gathered, and
+# any other world size can verify it. It detects corruption by disks and networks (flipped bits, lost pages, zeros at
+# the end) at the speed of memory. It does not detect tampering.
 
 
 def part_sum(part: Tensor, box: Box, shape: torch.Size) -> int:
-    """What a part, of any dtype, device and strides, adds to the checksum of its tensor. Pure; waits for a GPU."""
+    """Return what a part adds to the checksum of its tensor. Pure; waits for the GPU."""
     if part.numel() == 0:
         return 0
     part = part.detach().resolve_conj().resolve_neg().contiguous()
@@ -126,11 +129,16 @@ def part_sum(part: Tensor, box: Box, shape: torch.Size) -> int:
     if len(runs.starts) == 1:
         return run_sum(data.flatten(), runs.starts[0] * size)
     starts = torch.tensor(runs.starts, device=data.device) * size
-    return _bytewise(data.reshape(len(starts), runs.length * size), starts)
+    rows, columns = data.reshape(len(starts), -1), torch.arange(runs.length * size, device=data.device)
+    total, step = 0, max(1, _CHUNK // len(columns))
+    for first in range(0, len(rows), step):
+        lanes = (starts[first : first + step, None] + columns) % WORD
+        total += int((rows[first : first + step].to(torch.int64) << (8 * lanes)).sum())
+    return total & MASK
 
 
 def run_sum(data: Tensor, start: int) -> int:
-    """What contiguous bytes add that lie ``start`` bytes into the tensor; uint8 of shape (bytes,)."""
+    """Return what contiguous bytes, as a uint8 tensor, add that start ``start`` bytes into the tensor."""
     head = min(-start % WORD, len(data))
     tail = head + (len(data) - head) // WORD * WORD
     total = _words(data[head:tail])
@@ -143,12 +151,3 @@ def _words(data: Tensor) -> int:
     if data.storage_offset() % WORD or data.data_ptr() % WORD:
         data = data.clone()
     return int(data.view(torch.int64).sum()) & MASK
-
-
-def _bytewise(rows: Tensor, starts: Tensor) -> int:
-    total, columns = 0, torch.arange(rows.shape[1], device=rows.device)
-    step = max(1, _CHUNK // rows.shape[1])
-    for first in range(0, len(rows), step):
-        lanes = (starts[first : first + step, None] + columns) % WORD
-        total += int((rows[first : first + step].to(torch.int64) << (8 * lanes)).sum())
-    return total & MASK

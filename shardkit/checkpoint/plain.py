@@ -1,7 +1,7 @@
-"""Plain data as JSON and back, exactly; tensors are taken out and named by where they were.
+"""Encode plain data as JSON, exactly; tensors are taken out and named by their paths.
 
-What JSON cannot say is an object with the one key ``"$"``, such as ``{"$": ["tuple", [1, 2]]}``. Numbers keep their
-type and every bit: JSON's floats are written by ``repr``, which round-trips, and integers have no limit.
+Values that JSON lacks are objects with the one key ``"$"``, such as ``{"$": ["tuple", [1, 2]]}``. Numbers keep their
+type and every bit: floats are written by ``repr``, which round-trips, and integers have no limit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardkit.checkpoint.source import Stored
 from shardkit.errors import CheckpointError, message
 
 TAG = "$"
-DEEPEST = 100  # levels of nesting; Python's own limit would be met first in the C code of json, with a crash of depth
+DEEPEST = 100  # levels of nesting; beyond Python's own limit the C code of json crashes
 _UTF8 = ("utf-8", "surrogatepass")
 
-# Exact type to tag, to JSON, from JSON. Types are compared exactly: a subclass may hold more than its base's value.
+# Type to tag, encoder and decoder. Types must match exactly: a subclass may hold more than its base's value.
 _ATOMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: ("float", lambda value: _hex(value), float),  # what is not finite
-    # Half a surrogate pair: os.fsdecode makes them of file names, and JSON would join two of them.
+    float: ("float", lambda value: _hex(value), float),  # only if not finite
+    # Only with half a surrogate pair, as in file names from os.fsdecode: JSON would join two of them.
     str: ("text", lambda text: text.encode(*_UTF8).hex(), lambda text: bytes.fromhex(_text(text)).decode(*_UTF8)),
     bytes: ("bytes", bytes.hex, lambda text: bytes.fromhex(_text(text))),
-    complex: ("complex", lambda value: [_hex(value.real), _hex(value.imag)], lambda pair: _complex(*pair)),
+    complex: ("complex", lambda v: [_hex(v.real), _hex(v.imag)], lambda pair: complex(*map(float.fromhex, pair))),
     torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), lambda name: _dtype(name)),
     torch.device: ("device", str, lambda name: torch.device(_text(name))),
 }
@@ -40,17 +40,17 @@ _CONTAINERS = {tag: kind for kind, tag in (_SEQUENCES | _MAPPINGS).items()}
 
 
 def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[str, Any]]:
-    """``value`` as what ``json.dumps`` takes, and its tensors by their paths in it. Local, pure.
+    """Return ``value`` as data for ``json.dumps``, and its tensors by their paths in it. Local, pure.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, torch.dtype, torch.device, plain tensors, and list, tuple,
             torch.Size, set, dict, OrderedDict, Counter and defaultdict (as a dict) of these. A :class:`Stored` counts
             as a tensor.
-        where: what the value is called in errors and in tensors' names; may be empty.
-        sharded: take DTensors too.
+        where: the name of the value in errors and in the names of tensors; may be empty.
+        sharded: accept DTensors too.
 
     Raises:
-        CheckpointError: naming the paths of all values of other types, of cycles, and of sharded tensors.
+        CheckpointError: with the paths of all values of other types, of cycles, and of sharded tensors.
     """
     encoder = _Encoder(sharded)
     encoded = encoder.encode(value, where, ())
@@ -60,22 +60,21 @@ def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What :func:`encode` was given.
+    """Return the value that :func:`encode` encoded.
 
     Raises:
-        CheckpointError: this is not what :func:`encode` writes, or a tensor is missing.
+        CheckpointError: :func:`encode` does not write this, or a tensor is missing.
     """
     try:
         return _decode(encoded, tensors)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         problem = f"a value that no save writes ({type(error).__name__}: {error})"
-        raise CheckpointError(
-            message("state.json", problem, "It was changed since", "Use another checkpoint")
-        ) from None
+        rule = "It was changed after the save"
+        raise CheckpointError(message("state.json", problem, rule, "Use another checkpoint")) from None
 
 
 def dumps(value: Any) -> bytes:
-    """The JSON text of encoded values."""
+    """Return encoded values as JSON."""
     return json.dumps(value, allow_nan=False, indent=1).encode()
 
 
@@ -86,7 +85,7 @@ class _Encoder:
         self._sharded = sharded
 
     def encode(self, value: Any, path: str, outer: tuple[int, ...]) -> Any:
-        """The JSON of a value inside of the containers ``outer``, given by their ids."""
+        """Encode a value inside the containers with the ids ``outer``."""
         kind = type(value)
         if value is None or kind in (bool, int) or (kind is str and _is_unicode(value)):
             return value
@@ -98,7 +97,7 @@ class _Encoder:
         if isinstance(value, (Tensor, Stored)):
             return self._tensor(value, path)
         if id(value) in outer or len(outer) > DEEPEST:
-            return self._refuse(path, "it contains itself" if id(value) in outer else f"{DEEPEST} levels deep")
+            return self._refuse(path, "it contains itself" if id(value) in outer else f"it is {DEEPEST} levels deep")
         return self._container(value, path, (*outer, id(value)))
 
     def _container(self, value: Any, path: str, outer: tuple[int, ...]) -> Any:
@@ -125,9 +124,9 @@ class _Encoder:
         return {TAG: ["tensor", name]}
 
     def _refuse(self, path: str, problem: str) -> None:
-        rule = "Saved are None, bool, int, float, complex, str, bytes, torch's dtypes and devices, plain tensors, and "
-        rule += "lists, tuples, sets and dicts of them; nothing is pickled"
-        fix = "Leave it out, or save what it is made of, such as its state_dict()"
+        rule = "A checkpoint holds None, bool, int, float, complex, str, bytes, torch's dtypes and devices, plain "
+        rule += "tensors, and lists, tuples, sets and dicts of these; nothing is pickled"
+        fix = "Leave it out, or save plain data instead, such as its state_dict()"
         self.problems.append(message(path, problem, rule, fix))
 
 
@@ -146,11 +145,11 @@ def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
         return _FROM_JSON[tag](content)
     if kind in _SEQUENCES:
         return kind(_decode(each, tensors) for each in content)
-    return kind({_decode(key, tensors): _decode(each, tensors) for key, each in content})  # a Counter counts pairs
+    return kind({_decode(key, tensors): _decode(each, tensors) for key, each in content})  # Counter(pairs) would count
 
 
 def leaves_of(encoded: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts and lists, encoded, by their paths."""
+    """Yield the values of nested dicts and lists, encoded, with their paths."""
     if isinstance(encoded, (dict, list)) and encoded and TAG not in encoded:
         for key, each in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
             yield from leaves_of(each, _join(path, key))
@@ -173,12 +172,8 @@ def _text(value: object) -> str:
 
 
 def _hex(value: float) -> str:
-    """What ``float.fromhex`` reads; Python writes NaN without its sign, which it reads."""
+    """Return a float for ``float.fromhex``; Python's own ``hex`` loses the sign of NaN."""
     return "-nan" if math.isnan(value) and math.copysign(1, value) < 0 else float.hex(value)
-
-
-def _complex(real: str, imaginary: str) -> complex:
-    return complex(float.fromhex(real), float.fromhex(imaginary))
 
 
 def _dtype(name: Any) -> torch.dtype:

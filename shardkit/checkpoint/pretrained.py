@@ -1,36 +1,26 @@
-"""load_pretrained: weights from safetensors files into a model, each rank reading only what it needs."""
+"""load_pretrained: load weights from safetensors files into a model; each rank reads only its own bytes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardkit.checkpoint.agreement import agree
-from shardkit.checkpoint.hub import USED, check_files, converted, unwrapped
+from shardkit.checkpoint.hub import USED, Converted, check_files, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.moved import Computed, Moved
-from shardkit.checkpoint.pieces import Part, inside, part_of, whole
-from shardkit.checkpoint.read import Located, locate, read_parts
-from shardkit.checkpoint.source import holds_same
+from shardkit.checkpoint.own import Safetensors
+from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.state.names import ModelState
 from shardkit.state.place import Room, live_state
-from shardkit.state.plan import (
-    IncompatibleKeys,
-    KeyMap,
-    LoadPlan,
-    Request,
-    Spec,
-    check_ties,
-    plan_load,
-)
+from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
 
 
 def load_pretrained(
@@ -44,42 +34,43 @@ def load_pretrained(
 ) -> IncompatibleKeys:
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
-    Each rank reads the byte ranges of its own shards, straight into them, so no rank ever holds the model, nor a whole
-    tensor of it. For a model of transformers 5, the conversions of its ``from_pretrained`` apply, such as experts that
-    are one by one in the files and fused in the model; what they permute beyond stacking, splitting and transposing
-    passes through memory tensor by tensor. They are left out with ``key_map``, and for what ``save_checkpoint`` wrote.
+    Each rank reads the bytes of its own shards, straight into them, so no rank ever holds the model or a full tensor.
+    For a model of transformers 5, the conversions of its ``from_pretrained`` apply, such as fusing experts that are
+    separate in the files; what they do besides stacking, splitting and transposing is computed in memory, one tensor
+    at a time. No conversions apply with ``key_map``, nor to files of ``save_checkpoint``.
 
-    Parameters stay the same objects. In place; **collective** over the ranks of the model's meshes, which
-    exchange one digest; local for a plain model.
+    Parameters stay the same objects. In place; **collective** over the ranks of the model's meshes, which exchange
+    one digest; local for a plain model.
 
-    A model on meta, sharded or not, is materialised: parameters and persistent buffers get what the files have, where
-    their mesh wants them (the CPU where offloaded). Other meta tensors, such as non-persistent buffers, get what the
-    construction computes that ``init_on_meta`` recorded, or the model's own initialisers, as by ``materialize``.
+    A model on meta, sharded or not, is materialized: parameters and persistent buffers get the values in the files, on
+    the device of their mesh (the CPU if offloaded). Other meta tensors, such as non-persistent buffers, get the values
+    that the construction computes, recorded by ``init_on_meta``, or else by the model's own initializers, as with
+    ``materialize``.
 
     Args:
-        model: plain, or sharded by anyone with ``fully_shard``, on meta or with values.
+        model: plain, or sharded by any ``fully_shard`` calls, on meta or with values.
         path: a safetensors file, an index (``*.safetensors.index.json``), or a directory that has either, such as a
             snapshot of the hub.
-        key_map: from names in the files to FQNs of the model: a function (None leaves the tensor out), a map of whole
-            names, or pairs of a regular expression and what replaces it, of which the first that is found in the name
-            is applied, such as ``[("^transformer\\\\.", "model.")]``.
-        dtype: what floating-point parameters and buffers that are loaded become; None: they keep the model's. Values
-            are converted on the way, 16 MiB at a time. A new dtype takes new memory, and belongs before the first
-            forward and the optimizer.
-        strict: every parameter and persistent buffer must be in the files, and everything in the files in the model.
-            Of tied ones any name is enough; where the files have several, their values must be equal. False leaves
+        key_map: from names in the files to FQNs of the model: a function (None leaves the tensor out), a dict of whole
+            names, or pairs of a regular expression and its replacement, of which the first match is applied, such as
+            ``[("^transformer\\\\.", "model.")]``.
+        dtype: the new dtype of floating-point parameters and buffers that are loaded; None keeps the model's. Values
+            are converted while they are read, 16 MiB at a time. A new dtype takes new memory, so pass it before the
+            first forward, and before the optimizer is built.
+        strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model.
+            One name of a tied tensor is enough; if the files have several, their values must be equal. False leaves
             names alone that only one side has, and takes the first of different values with a warning.
-        progress: called on each rank with its bytes read, and its total, every 64 MiB.
+        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when strict.
 
     Raises:
-        CheckpointError: on every rank, with nothing changed: the files break a rule of their format or are not there;
-            names, shapes or dtypes do not fit (all of them are listed); ranks do not see the same. Also when the disk
-            fails while values are read: then a model that had values may have some of the new ones.
-        ShardkitError: on every rank: meta tensors that neither the files nor the construction would give a value, or
-            a model whose ``state_dict()`` has hooks that replace tensors.
+        CheckpointError: on every rank, with nothing changed: files are missing or break a rule of their format; names,
+            shapes or dtypes do not fit (all are listed); or ranks see different files. Also if the disk fails while
+            values are read: then a model that had values may have some of the new ones.
+        ShardkitError: on every rank: neither the files nor the construction have a value for some meta tensors, or
+            hooks on the model's ``state_dict()`` replace tensors.
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
@@ -89,38 +80,26 @@ def load_pretrained(
     flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
     with together(groups, CheckpointError):
         load = _plan(model, state, flat, path, dtype, request)
-    agree(load.described(), groups, "load_pretrained")
+    source, plan, room = load.source, load.plan, load.room
+    keys = {name: source.contents.model[file_name].key for name, file_name in plan.copies.items()}
+    read = {name: source.describe(key) for name, key in keys.items()}
+    compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
+    agree(compared, groups, "load_pretrained")
     with together(groups, CheckpointError):
-        _read(load.jobs(), progress)
-        load.room.compute()
+        source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()], progress)
+        room.compute()
         flat.write_back()
-    in_place = [tensor for tensor in load.tensors.values() if load.room.of(tensor) is tensor]
-    torch.autograd.graph.increment_version(in_place)
-    load.room.install()
-    if load.used is not None:
-        setattr(unwrapped(model), USED, load.used)
-    return load.plan.keys
+    room.install()
+    if isinstance(source, Converted) and source.used is not None:
+        setattr(unwrapped(model), USED, source.used)
+    return plan.keys
 
 
-@dataclass(frozen=True)
-class _Load:
-    """What one load will do."""
-
-    found: Mapping[str, Located | Moved]  # what the files have
-    plan: LoadPlan  # which of it goes where
-    tensors: Mapping[str, Tensor]  # the model's, and those inside of its subclasses, that are read
-    room: Room  # the memory that is read into
-    used: Any  # transformers' note of what it converted
-
-    def jobs(self) -> Iterable[tuple[Located | Moved, Part]]:
-        """What to read into what."""
-        for name, tensor in self.tensors.items():
-            yield self.found[self.plan.copies[name]], part_of(self.room.of(tensor))
-
-    def described(self) -> dict[str, object]:
-        """What must be equal on all ranks."""
-        entries = {name: _said(self.found[source]) for name, source in self.plan.copies.items()}
-        return {"what is read": entries, "missing and unexpected": self.plan.keys, "the rest": self.room.digest}
+class _Load(NamedTuple):
+    source: Safetensors | Converted
+    plan: LoadPlan
+    tensors: Mapping[str, Tensor]  # the model's, and those inside its subclasses
+    room: Room  # the memory to read into
 
 
 def _plan(
@@ -131,11 +110,12 @@ def _plan(
     dtype: torch.dtype | None,
     request: Request,
 ) -> _Load:
-    """What to read into the model's own tensors, which may become another dtype, and into those of subclasses."""
+    """Plan what to read into the model's own tensors, which may change their dtype, and into those of subclasses."""
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(message("dtype", f"is {dtype}", "It is one of floating point", "Use torch.bfloat16"))
+        rule = "It must be a floating-point dtype"
+        raise CheckpointError(message("dtype", f"is {dtype}", rule, "Use torch.bfloat16, for example"))
     if meta := [name for name, each in flat.tensors.items() if each.is_meta and name not in state.tensors]:
-        rule = "Memory is made for plain tensors, not for what is inside of a subclass"
+        rule = "Tensors inside a subclass cannot be materialized while they are read"
         fix = "Call shardkit.materialize(model) before the model is quantised"
         raise CheckpointError(message(listing(meta), "on meta", rule, fix))
     tensors = {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
@@ -144,49 +124,11 @@ def _plan(
         check_files(files, tensors, request.where)
     is_plain = request.key_map is None and state.tensors.keys() == tensors.keys()
     hub = converted(model, tensors, files) if is_plain else None
-    found: Mapping[str, Located | Moved] = files if hub is None else hub.tensors
-    offered = {name: _spec(each) for name, each in found.items()} | ({} if hub is None else hub.others)
+    source: Safetensors | Converted = Safetensors({"model": files}) if hub is None else hub
+    offered = source.contents.model | ({} if hub is None else hub.others)
     own = {name: each for name, each in tensors.items() if name in state.tensors}
     dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in own.items()}
     plan = plan_load(tensors, offered, request, dtypes)
-
-    def are_equal(name: str, *names: str) -> bool:
-        sources = [found[each] for each in names]
-        return holds_same(tensors[name], lambda rooms: _read(zip(sources, map(part_of, rooms), strict=True)))
-
-    check_ties(plan, are_equal, request)
+    check_stored_ties(source, plan, tensors, request)
     room = Room(model, tensors, {name: dtypes[name] for name in plan.copies if name in own})
-    return _Load(found, plan, {name: tensors[name] for name in plan.copies}, room, hub and hub.used)
-
-
-# ---- what the files have, and what transformers makes of it ----------------------------------------------------
-
-
-def _spec(source: Located | Moved) -> Spec:
-    return Spec(source.dtype, source.shape) if isinstance(source, Moved) else source.entry
-
-
-def _said(source: Located | Moved) -> str:
-    if isinstance(source, Located):
-        return repr(source.entry)
-    return repr([(piece.where, piece.box, piece.dims, getattr(piece.source, "entry", None)) for piece in source.pieces])
-
-
-def _read(jobs: Iterable[tuple[Located | Moved, Part]], progress: Progress | None = None) -> None:
-    """Read parts of what the files have, and of what comes of it; of the latter only what they come from. Local."""
-    parts = [
-        each
-        for source, part in jobs
-        for each in (source.sources_of(part) if isinstance(source, Moved) else [(source, part)])
-    ]
-    read_parts([(source, part) for source, part in parts if isinstance(source, Located)], progress)
-    for source, (values, box) in parts:
-        if isinstance(source, Computed):
-            full = source.value(_whole)
-            values.copy_(inside(full, whole(full.shape), box))
-
-
-def _whole(source: Located) -> Tensor:
-    full = torch.empty(source.entry.shape, dtype=source.entry.dtype)
-    read_parts([(source, (full, whole(full.shape)))])
-    return full
+    return _Load(source, plan, tensors, room)

@@ -1,4 +1,4 @@
-"""The random generators of every rank: Python's, torch's on the CPU, and the accelerator's; bytes by their kind."""
+"""Save and restore the random generators of every rank: Python's, torch's on the CPU, and the accelerator's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardkit._torch import accelerator_state, default_generator
 
-Bytes = Sequence[bytes]  # of one generator, one for each rank
+Bytes = Sequence[bytes]  # of one kind of generator, for each rank
 
 
 def states() -> dict[str, bytes]:
-    """The generators of this process. Local, pure; reads the accelerator's state if it has been used."""
+    """Return the states of this process's generators, by kind; the accelerator's if it has been used. Local, pure."""
     found = {"python": json.dumps(random.getstate()).encode(), "cpu": bytes(torch.get_rng_state().tolist())}
     accelerator = torch.accelerator.current_accelerator()
     state = accelerator_state()
@@ -26,17 +26,16 @@ def states() -> dict[str, bytes]:
 
 
 def as_tensors(saved: Mapping[str, Bytes]) -> dict[str, list[Tensor]]:
-    """Generators as tensors of uint8."""
+    """Return states as uint8 tensors."""
     return {kind: [_tensor(each) for each in of_ranks] for kind, of_ranks in saved.items()}
 
 
 def resume(saved: Mapping[str, Bytes], rank: int, world_size: int) -> None:
     """Set this rank's generators from those of all ranks that saved. Local.
 
-    Where all ranks had the same state, every rank gets it. Else, in a world of the same size each rank gets its own;
-    in another one no rank can go on where one stopped, so each is seeded by its rank and rank 0's state: as different
-    from each other as before, and the same whenever this checkpoint is loaded into a world of this size. An
-    accelerator's state is left out where there is none of that kind.
+    If all ranks had the same state, every rank gets it. Else, in a world of the same size each rank gets its own; in
+    any other world each is seeded by its rank and rank 0's state: different on each rank, and the same whenever this
+    checkpoint is loaded into a world of this size. The state of an absent accelerator is skipped.
     """
     for kind, of_ranks in saved.items():
         if len(set(of_ranks)) == 1:
@@ -49,7 +48,6 @@ def resume(saved: Mapping[str, Bytes], rank: int, world_size: int) -> None:
 
 
 def _set(kind: str, to: bytes | int) -> None:
-    """Set one generator to a state, or to a seed."""
     accelerator = torch.accelerator.current_accelerator()
     if kind == "python":
         if isinstance(to, int):

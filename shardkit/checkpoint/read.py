@@ -1,7 +1,6 @@
-"""Read safetensors files into shards: each rank the byte ranges that it needs, straight into its memory.
+"""Read safetensors files into shards: each rank reads the byte ranges that it needs, straight into its memory.
 
-From a path to the tensors behind it: a safetensors file, an index of many, or a directory that has either. What is read
-here was written by anyone, so nothing in it is believed before it is checked.
+Anyone may have written the files, so everything in them is checked before it is used.
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ from shardkit.checkpoint.format import (
     MAX_HEADER,
     SUFFIX,
     Entry,
-    Header,
     header_length,
     parse_header,
     strict_json,
 )
-from shardkit.checkpoint.pieces import Part, Runs, blocks, common, inside, is_plain_memory, part_of, runs_of
-from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, raw_bytes, read_all
+from shardkit.checkpoint.pieces import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
+from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
 from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
 
-_PAGE = 4096  # bytes; the system reads no less, so shorter runs are read with what lies between them
+_PAGE = 4096  # bytes; the system reads no less, so shorter runs are read together with the bytes between them
 _RULE = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-Piece: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # where it lies in its tensor, and what gives its values
+Piece: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # where it lies in its tensor, and a function that loads it
 
 
 @dataclass(frozen=True)
 class Located:
-    """A tensor, and the file that has it."""
+    """A tensor, and the file that holds it."""
 
     file: Path
     entry: Entry
@@ -63,27 +61,27 @@ def read_tensors(
 ) -> IncompatibleKeys:
     """Fill tensors in place from safetensors files, each rank its own part of each.
 
-    **Collective** over ``groups``, but only to raise on all ranks what one of them met: nothing else is communicated.
-    Each rank reads the bytes of its shards, straight into them; what is on another device, of another dtype or not
-    contiguous goes through 16 MiB of memory. Names, shapes and dtypes are compared before anything is read.
+    **Collective** over ``groups``, which exchange only whether a rank failed. Each rank reads the bytes of its shards
+    straight into them; shards on another device, of another dtype or not contiguous go through a buffer of 16 MiB.
+    Names, shapes and dtypes are compared before anything is read.
 
     Args:
         path: see :func:`shardkit.checkpoint.read.locate`.
-        into: DTensor and plain, by name. The same object under several names is read once, from the first that is
-            there.
-        key_map: from names in the files to names in ``into``: a function (None: leave it out), a map of whole names,
-            or pairs of a regular expression and what replaces it, of which the first that is found is applied.
-        strict: names that are missing or unexpected are errors.
-        cast: floating-point values may be converted to the dtype of their tensor.
-        progress: called on each rank with its bytes read, and its total, every 64 MiB.
-        groups: which together reach all ranks that read; None: those of the tensors' meshes.
+        into: DTensors and plain tensors, by name. The same object under several names is read once, from the first
+            name that the files have.
+        key_map: from names in the files to names in ``into``: a function (None leaves the tensor out), a dict of whole
+            names, or pairs of a regular expression and its replacement, of which the first match is applied.
+        strict: raise for missing and unexpected names.
+        cast: convert floating-point values to the dtype of their tensor.
+        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
+        groups: process groups that together reach all ranks that read; None: those of the tensors' meshes.
 
     Returns:
-        what was left alone for ``strict=False``.
+        the names that were left alone with ``strict=False``.
 
     Raises:
-        CheckpointError: on every rank; the files break a rule of their format, or do not fit: nothing was changed.
-            Also when reading itself fails half-way, on a broken disk: then tensors are partly changed.
+        CheckpointError: on every rank; the files break a rule of their format or do not fit, and nothing was changed.
+            Also if reading itself fails, and then tensors may be partly changed.
     """
     groups = axes_of(into.values()) if groups is None else groups
     with together(groups, CheckpointError):
@@ -99,7 +97,7 @@ def read_tensors(
 
 
 def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None = None) -> None:
-    """Fill parts of tensors, converted to their dtype, from where the tensors lie in files. Local.
+    """Fill parts of tensors from files, converted to their dtype. Local.
 
     Raises OSError where the system refuses, or a file is shorter than it was.
     """
@@ -115,102 +113,92 @@ def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None =
 
 
 def _read_part(descriptor: int, part: Part, entry: Entry, staging: Staging, meter: Meter) -> None:
-    values, box = part
+    def read(values: Tensor, box: Box) -> None:
+        data = raw(values)
+        for low, high, start in runs_of(box, entry.shape).bytes(size):
+            read_all(descriptor, data[low:high], entry.start + start, meter)
+
+    (values, box), size = part, entry.dtype.itemsize
     runs = runs_of(box, entry.shape)
-    is_fine = len(runs.starts) > 1 and runs.length * entry.dtype.itemsize < _PAGE
+    is_fine = len(runs.starts) > 1 and runs.length * size < _PAGE
     if values.dtype == entry.dtype and is_plain_memory(values) and not is_fine:
-        _read_runs(descriptor, values, runs, entry, meter)
+        read(values, box)
         return
-    read = _read_span if is_fine else _read_block
-    for block in blocks(box, entry.shape, Staging.BYTES // entry.dtype.itemsize):
+    for block in blocks(box, entry.shape, Staging.BYTES // size):
         view = inside(values, box, block)
-        view.copy_(read(descriptor, view, runs_of(block, entry.shape), entry, staging, meter))
-
-
-def _read_block(descriptor: int, view: Tensor, runs: Runs, entry: Entry, staging: Staging, meter: Meter) -> Tensor:
-    """The values for a view, read run by run."""
-    staged = staging.take(view.shape, entry.dtype, view.device)
-    _read_runs(descriptor, staged, runs, entry, meter)
-    return staged
-
-
-def _read_span(descriptor: int, view: Tensor, runs: Runs, entry: Entry, staging: Staging, meter: Meter) -> Tensor:
-    """The values for a view, read in one piece with what lies between them."""
-    staged = staging.take((runs.span,), entry.dtype, view.device)
-    read_all(descriptor, raw(staged), entry.start + runs.starts[0] * entry.dtype.itemsize)
-    meter.add(view.numel() * entry.dtype.itemsize)
-    return staged.as_strided(view.shape, torch.empty(entry.shape, device="meta").stride())
-
-
-def _read_runs(descriptor: int, values: Tensor, runs: Runs, entry: Entry, meter: Meter) -> None:
-    data, size = raw(values), entry.dtype.itemsize
-    for number, start in enumerate(runs.starts):
-        run = data[number * runs.length * size : (number + 1) * runs.length * size]
-        read_all(descriptor, run, entry.start + start * size, meter)
+        if is_fine:  # in one piece, with the bytes between the runs
+            runs = runs_of(block, entry.shape)
+            staged = staging.take((runs.span,), entry.dtype, view.device)
+            read_all(descriptor, raw(staged), entry.start + runs.starts[0] * size)
+            meter.add(view.numel() * size)
+            staged = staged.as_strided(view.shape, torch.empty(entry.shape, device="meta").stride())
+        else:
+            staged = staging.take(view.shape, entry.dtype, view.device)
+            read(staged, block)
+        view.copy_(staged)
 
 
 @torch.no_grad()
 def fill(
     targets: Iterable[tuple[str, Tensor]], pieces: Callable[[str], Iterable[Piece]], progress: Progress | None = None
 ) -> None:
-    """Copy into each target, given with its key, what it has of the pieces of its tensor. Local; one at a time.
+    """Copy into each target, given with its key, its part of the pieces of that key. Local; one piece at a time.
 
-    Raises a CheckpointError for a piece that is quantised, where what it goes into is plain memory.
+    Raises a CheckpointError for a quantised piece whose target is plain memory.
     """
     wanted = [(key, *part_of(target)) for key, target in targets]
     meter = Meter(progress, sum(into.nbytes for _, into, _ in wanted))
     for key, into, box in wanted:
-        for at, values in pieces(key):
-            if (shared := common(box, at)) is not None:
-                _copy(inside(into, box, shared), inside(local_value(values()), at, shared), key)
+        for at, load in pieces(key):
+            if (shared := common(box, at)) is None:
+                continue
+            view, values = inside(into, box, shared), inside(local_value(load()), at, shared)
+            if _torch.is_wrapper(values) and not _torch.is_wrapper(view):
+                problem = f"it is stored as {type(values).__name__}, and the tensor that it is loaded into is plain"
+                rule = "Quantised tensors can only be loaded into tensors of the same class"
+                fix = "Load it with torch's dcp.load into an optimizer that has stepped, and save that with "
+                raise CheckpointError(message(key, problem, rule, f"{fix}save_checkpoint"))
+            view.copy_(values)
         meter.add(into.nbytes)
-
-
-def _copy(into: Tensor, values: Tensor, key: str) -> None:
-    if _torch.is_wrapper(values) and not _torch.is_wrapper(into):
-        problem = f"stored as {type(values).__name__}, where it goes is plain"
-        rule = "Quantised tensors are loaded as what they were"
-        fix = "Load it with torch's dcp.load into an optimizer that has stepped, and save that with save_checkpoint"
-        raise CheckpointError(message(key, problem, rule, fix))
-    into.copy_(values)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
 def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
-    """Every tensor behind a path, by name. Local; reads headers and indexes only.
+    """Return every tensor at a path, by name. Local; reads headers and indexes only.
 
     Args:
-        path: a safetensors file; an index (``*.index.json``), whose files lie beside it; or a directory, of which
-            ``model.safetensors``, else ``model.safetensors.index.json``, else its only index, else its only
-            safetensors file is taken. A snapshot in the hub's cache, with its links to blobs, is such a directory.
+        path: a safetensors file; an index (``*.index.json``) with its files beside it; or a directory, in which
+            ``model.safetensors`` is taken, else ``model.safetensors.index.json``, else its only index, else its only
+            safetensors file. A snapshot in the hub's cache, with its links to blobs, is such a directory.
 
     Raises:
-        CheckpointError: there is no such thing, or it breaks a rule of its format, or leads out of its directory.
+        CheckpointError: there is no such file, it breaks a rule of its format, or it leads out of its directory.
     """
     start = Path(path)
     try:
         file = within(start, _choice(start)) if start.is_dir() else start
         if file.suffix == ".json":
             return _by_index(file)
-        return {name: Located(file, entry) for name, entry in _read_header(file).tensors.items()}
-    except (OSError, RuntimeError, ValueError) as error:  # what may not be listed, links in a circle, a NUL in a name
+        return {name: Located(file, entry) for name, entry in _read_header(file).items()}
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
         reason = error.strerror if isinstance(error, OSError) and error.filename == str(start) else None
         raise _refused(start, reason or f"it cannot be read ({error})") from None
 
 
 def _choice(directory: Path) -> str:
     names = sorted(each.name for each in directory.iterdir())
-    indexes = [name for name in names if name.endswith(INDEX)]
     for choice in ("model" + SUFFIX, "model" + INDEX):
         if choice in names:
             return choice
+    indexes = [name for name in names if name.endswith(INDEX)]
     found = indexes or [name for name in names if name.endswith(SUFFIX)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise CheckpointError(message(str(directory), f"it has {listing(found)}", "One must be meant", "Pass its path"))
+        rule = "The directory must have one index, or one file without an index"
+        raise CheckpointError(message(str(directory), f"it has {listing(found)}", rule, "Pass the path of one of them"))
     pickles = [name for name in names if name.endswith(_PICKLES)]
     problem = f"it has pickles, {listing(pickles)}, and no safetensors" if pickles else "it has no safetensors"
     raise CheckpointError(message(str(directory), problem, _RULE, "Convert it, or pass another path"))
@@ -220,19 +208,22 @@ def _by_index(index: Path) -> dict[str, Located]:
     places = _weight_map(index)
     files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
     if absent := [name for name, file in files.items() if not file.exists()]:
-        problem = f"it names {listing(absent)}"
-        raise CheckpointError(message(str(index), problem, "Its files lie beside it", "Fetch what is missing"))
+        problem, rule = f"it lists {listing(absent)}, which do not exist", "Files of an index must be in its directory"
+        raise CheckpointError(message(str(index), problem, rule, "Fetch the missing files"))
     headers = {name: _read_header(file) for name, file in files.items()}
-    if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name].tensors]:
-        problem, rule = f"it names {listing(lost)}, not there", "Each tensor is in the file that the index says"
-        raise CheckpointError(message(str(index), problem, rule, "Fetch index and files again"))
-    return {key: Located(files[name], headers[name].tensors[key]) for key, name in places.items()}
+    if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name]]:
+        problem = f"it lists {listing(lost)}, which these files do not have"
+        rule = "Each tensor is in the file that the index says"
+        raise CheckpointError(message(str(index), problem, rule, "Fetch the index and the files again"))
+    return {key: Located(files[name], headers[name][key]) for key, name in places.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    text = _read(index, 0, _checked_size(index, MAX_HEADER))
+    size = _checked_size(index)
+    if size > MAX_HEADER:
+        raise _refused(index, f"it has {size:,} bytes, and an index may have at most {MAX_HEADER:,}")
     try:
-        table = strict_json(text)
+        table = strict_json(_read(index, 0, size))
     except (ValueError, RecursionError) as error:
         raise _refused(index, f"it is not JSON ({error})") from None
     found: Any = table.get("weight_map") if isinstance(table, dict) else None
@@ -242,39 +233,39 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def within(directory: Path, name: str) -> Path:
-    """A file of a directory, which must really be there, or in the blobs of the hub's cache that it belongs to."""
+    """Return the path of a file that is really in the directory, or in the blobs of the hub's cache it belongs to."""
     if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
         raise _refused(directory, f"{name!r} is not the name of a file in it")
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if not file.is_relative_to(root) and not file.is_relative_to(blobs):
-        rule = "What a directory or an index names lies in the directory, or in the blobs of the hub's cache"
+        rule = "Files of a directory or an index must be in the same directory, or in the blobs of the hub's cache"
         fix = "Copy it there, or pass the path of the one file"
         raise CheckpointError(message(str(directory / name), f"it is a link to {file}", rule, fix))
     return directory / name
 
 
-def _read_header(file: Path) -> Header:
-    size = _checked_size(file, None)
+def _read_header(file: Path) -> dict[str, Entry]:
+    size = _checked_size(file)
     try:
         length = header_length(_read(file, 0, min(LENGTH, size)), size)
-        return parse_header(_read(file, LENGTH, length), size)
+        return parse_header(_read(file, LENGTH, length), size).tensors
     except ValueError as error:
         raise _refused(file, str(error)) from None
 
 
-def _checked_size(file: Path, most: int | None) -> int:
+def _checked_size(file: Path) -> int:
     found = os.stat(file)
     if not stat.S_ISREG(found.st_mode):
         raise _refused(file, "it is not a regular file")
-    if most is not None and found.st_size > most:
-        raise _refused(file, f"it has {found.st_size:,} bytes, and an index at most {most:,}")
     return found.st_size
 
 
 def _read(file: Path, start: int, count: int) -> bytes:
+    data = bytearray(count)
     with opened(file, os.O_RDONLY) as descriptor:
-        return raw_bytes(descriptor, start, count)
+        read_all(descriptor, memoryview(data), start)
+    return bytes(data)
 
 
 def _refused(file: Path, problem: str) -> CheckpointError:

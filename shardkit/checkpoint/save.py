@@ -1,10 +1,11 @@
-"""save_checkpoint: everything that training goes on from, into one directory, written by all ranks at once."""
+"""save_checkpoint: write the full training state into one directory, from all ranks in parallel."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,14 +19,21 @@ from torch.optim import Optimizer
 from shardkit import _torch
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import agree, world
-from shardkit.checkpoint.asynchronous import SaveHandle, background_groups, finish_pending, staging_of, start_pending
+from shardkit.checkpoint.asynchronous import (
+    SaveHandle,
+    background_groups,
+    copies_of,
+    finish_pending,
+    start_pending,
+)
+from shardkit.checkpoint.format import File
 from shardkit.checkpoint.hub import config_text
 from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
 from shardkit.checkpoint.owners import owned
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
-from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.write import WrittenFile, described, write_shards
+from shardkit.checkpoint.transfer import ProgressLine
+from shardkit.checkpoint.write import described, write_shards
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.shards import local_value
@@ -38,30 +46,19 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Content:
-    """What one save writes.
+    """What one save writes."""
 
-    Attributes:
-        model: tensors by FQN, live or copied; tied ones are one object.
-        optimizer: tensors of the optimizer by path.
-        rest: tensors of the scheduler, of ``extra`` and of the random generators, which the first rank writes.
-        plain: everything else, encoded.
-        layout: digest of how the model's tensors lie on the ranks.
-        meshes: shapes and names of the meshes that they are on.
-        trainable_only: whether frozen parameters are left out.
-        config: the text of the model's ``config.json``, or nothing.
-    """
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    rest: dict[str, Tensor]
-    plain: dict[str, Any]
-    layout: str = ""
-    meshes: list[dict[str, Any]] = field(default_factory=list)
-    trainable_only: bool = False
-    config: str = ""
+    model: dict[str, Tensor]  # by FQN, live or copied; tied ones are one object
+    optimizer: dict[str, Tensor]  # by path in the state
+    rest: dict[str, Tensor]  # of the scheduler, of extra and of the random generators; the first rank writes them
+    plain: dict[str, Any]  # everything else, encoded
+    layout: str = ""  # digest of how the model's tensors lie on the ranks
+    meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
+    trainable_only: bool = False  # whether frozen parameters are left out
+    config: str = ""  # the text of the model's config.json
 
 
-# Writes the tensors of a content into a directory; returns the entries of its files. Collective.
+# Writes the tensors of a content into a directory, and returns the entries of its files. Collective.
 Writer: TypeAlias = Callable[[Path, Content, Groups], dict[str, FileEntry]]
 
 
@@ -79,50 +76,49 @@ def save_checkpoint(
     trainable_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
-    """Save a model, and what its training goes on from, into the directory ``path``; whole, or not at all.
+    """Save a model, its optimizer and the rest of the training state into the directory ``path``, atomically.
 
-    **Collective**: every rank of the world, or of ``group``, calls it, with its shards of the same model. Nothing is
-    gathered: every rank writes its own bytes, and the save fails unless together they wrote every element once. All
-    ranks must see the same file system. Everything goes into a hidden directory beside ``path`` that is flushed to the
-    disk and renamed last, when all ranks have succeeded; so ``path`` is whole whenever the processes were killed, and
-    what was there before stays until then.
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model. All ranks must
+    see the same file system. Nothing is gathered: each rank writes its own bytes, and the save fails unless together
+    they wrote every element once. The files are written into a hidden directory beside ``path`` and flushed, and the
+    directory is renamed when all ranks have succeeded. So ``path`` is complete whenever the processes were killed, and
+    an earlier checkpoint stays until then.
 
-    In the directory: ``model.safetensors`` (above 5 GB several, with an index, as Hugging Face has them), which
-    ``safetensors.torch.load_file`` and ``from_pretrained`` read, ``optimizer.safetensors``, ``state.safetensors`` and
-    ``state.json`` with the rest, ``config.json`` where the model has a ``config`` as those of transformers, and
-    ``manifest.json`` with sizes and checksums. None of them is a pickle. For
-    ``format="dcp"`` model and optimizer are in DCP's files, for ``torch.distributed.checkpoint.load``; quantised
-    optimizer state, which that would not find, is refused.
+    The directory has ``model.safetensors`` (above 5 GB several files with an index, as on Hugging Face), which
+    ``safetensors.torch.load_file`` and ``from_pretrained`` read; ``optimizer.safetensors``; ``state.safetensors`` and
+    ``state.json`` with the rest; ``config.json`` if the model has a transformers ``config``; and ``manifest.json`` with
+    sizes and checksums. None of them is a pickle. With ``format="dcp"`` model and optimizer are in DCP files, for
+    ``torch.distributed.checkpoint.load``; quantised optimizer state, which that would not find, is refused.
 
-    The random generators of Python and torch are saved with it, those of every rank.
+    The random generators of Python and torch are saved for every rank.
 
     Args:
-        path: of this one checkpoint, such as ``runs/step-100``.
-        model: any model: sharded by FSDP2, by whomever, or plain.
+        path: the directory of this one checkpoint, such as ``runs/step-100``.
+        model: plain, or sharded by any ``fully_shard`` calls.
         optimizer: one, or several of different parameters.
-        scheduler: anything with a ``state_dict()`` of plain data, as torch's schedulers.
+        scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors, such as ``{"step": 100}``; rank 0's is saved, and ``load_checkpoint``
             returns it.
         format: ``"safetensors"`` or ``"dcp"``.
-        async_: return as soon as the state is copied to CPU memory (as much as this rank's shards, kept for the next
+        async_: return as soon as the state is copied to CPU memory (as much as this rank's shards, reused by the next
             save), and write it in a thread.
-        overwrite: replace a checkpoint that is at ``path``: the files that shardkit wrote. What else is in the
-            directory is carried over; a name that the save itself needs is refused.
-        keep: delete all but the newest ``keep`` checkpoints beside this one that are named like it up to numbers, once
-            it is complete; never one that is being loaded, nor files that shardkit did not write.
-        trainable_only: leave out frozen parameters, such as an adapter's base: save what has ``requires_grad``, the
-            buffers and extra state of the modules that hold it directly, and its optimizer state. Nothing else is
-            read or copied. :func:`load_checkpoint` knows, and leaves the rest of the model as it is.
+        overwrite: replace the files that shardkit wrote if there is a checkpoint at ``path``. Other files in the
+            directory are carried over; it is an error if the save needs the name of one.
+        keep: after the save, delete all but the newest ``keep`` checkpoints beside this one whose names differ from
+            its own only in numbers; never one that is being loaded, nor files that shardkit did not write.
+        trainable_only: leave out frozen parameters, such as the base of an adapter: save only parameters with
+            ``requires_grad``, the buffers and extra state of the modules that hold them directly, and their optimizer
+            state. Frozen parameters are neither read nor copied, and :func:`load_checkpoint` leaves them unchanged.
         group: the ranks that hold the model; None: all. Ranks that hold different models, such as pipeline stages,
-            pass one group for each, and each its own ``path``, such as ``runs/stage-0/step-100``.
+            pass one group for each model, and each group its own ``path``, such as ``runs/stage-0/step-100``.
 
     Returns:
         a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without ``async_``.
 
     Raises:
-        CheckpointError: on every rank; something cannot be saved (nothing is written), ranks pass different arguments
-            or models (named, with the ranks), or writing failed on some rank (with its reason), now or in the
-            background save before. What was there before is untouched.
+        CheckpointError: on every rank: something cannot be saved (nothing is written), ranks pass different arguments
+            or models (listed by rank), or writing failed on some rank (with its reason), now or in the previous
+            background save. An earlier checkpoint is unchanged.
 
     Example:
         >>> save_checkpoint(f"runs/step-{step}", model, optimizer, scheduler, extra={"step": step}, keep=3)
@@ -130,48 +126,45 @@ def save_checkpoint(
     finish_pending(keep_group=async_)
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
-        check_destination(place, format, overwrite, keep)
-        state, named = model_state(model), None
-        if optimizer is not None:
-            named = sharded_optimizer_state_dict(model, optimizer)
-        if trainable_only:
-            state, named = trainable_state(state), _trainable(named, state)
-        check_complete(model, state)
-        if format == "dcp":
-            _refuse_quantised(tensor_leaves(named))
-        poll.own = has_subclass([*state.tensors.values(), *tensor_leaves(named).values()])
+        replaces = check_destination(place, format, overwrite, keep)
+        state, named = _live_state(model, optimizer, trainable_only)
+        leaves = tensor_leaves(named)
+        checked = leaves if format == "dcp" else {}
+        if quantised := [name for name, tensor in checked.items() if _torch.is_wrapper(local_value(tensor))]:
+            rule = "torch's dcp.load does not find quantised state, since it is saved by its inner tensors"
+            problem, fix = f"quantised optimizer state: {listing(quantised)}", 'Use format="safetensors"'
+            raise CheckpointError(message("format", problem, rule, f"{fix}, and load_checkpoint"))
+        poll.own = has_subclass([*state.tensors.values(), *leaves.values()])
         content = None if poll.own else _content(state, named, scheduler, extra)
     if poll.any:
         state = replace(state, tensors=flattened(state.tensors, groups).tensors)
         named = flattened_tree(named, groups)
         with together(groups, CheckpointError):
             content = _content(state, named, scheduler, extra)
-    assert content is not None, "made by one of the two"
+    assert content is not None, "set by one of the two"
     content = replace(content, trainable_only=trainable_only, config="" if trainable_only else config_text(model))
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
-    options["trainable_only"] = trainable_only
-    agree(options | _described(content), groups, "save_checkpoint", _SAME)
+    options |= {"trainable_only": trainable_only} | _compared(content)
+    fix = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
+    agree(options, groups, "save_checkpoint", fix)
     content = _with_random_states(content, groups)
     if not async_:
-        commit_checkpoint(place, format, content, groups, overwrite=overwrite, keep=keep)
+        commit_checkpoint(place, format, content, groups, replaces=replaces, keep=keep)
         return SaveHandle()
     background = background_groups(groups)
     with together(groups, CheckpointError):
         copy = _staged(content, model)
-    return start_pending(lambda: commit_checkpoint(place, format, copy, background, overwrite=overwrite, keep=keep))
+    return start_pending(lambda: commit_checkpoint(place, format, copy, background, replaces=replaces, keep=keep))
 
 
-_SAME = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
-
-
-def _described(content: Content) -> dict[str, Any]:
-    """What ranks must agree on of what is saved, by the argument that it is from."""
+def _compared(content: Content) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by argument."""
     plain = content.plain
+    optimizer = {name: described(tensor) for name, tensor in content.optimizer.items()}
     return {
         "model": {name: described(tensor) for name, tensor in content.model.items()},
         "meshes": content.meshes,
-        "optimizer": {name: described(tensor) for name, tensor in content.optimizer.items()}
-        | dict(leaves_of(plain["optimizer"])),
+        "optimizer": optimizer | dict(leaves_of(plain["optimizer"])),
         "scheduler": dict(leaves_of(plain["scheduler"])),
     }
 
@@ -179,83 +172,74 @@ def _described(content: Content) -> dict[str, Any]:
 # ---- what is saved ----------------------------------------------------------------------------------------------
 
 
-def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> None:
-    """Raise unless a checkpoint may be written to ``path``. Local."""
+def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> bool:
+    """Raise unless a checkpoint may be written to ``path``; return whether it may replace what is there. Local."""
     if format not in FORMATS:
-        raise CheckpointError(message("format", f"is {format!r}", f"It is one of {', '.join(FORMATS)}", "Use one"))
-    directory.check_keep(keep)
+        rule = f"It is one of {', '.join(FORMATS)}"
+        raise CheckpointError(message("format", f"is {format!r}", rule, 'Use format="safetensors"'))
+    if keep is not None and (type(keep) is not int or keep < 1):
+        rule = "It is the number of checkpoints to keep, including this one: 1 or more, or None for all"
+        raise CheckpointError(message("keep", f"is {keep!r}", rule, "Pass keep=3, for example"))
     if not path.name:
-        raise CheckpointError(message("path", f"is {path}", "It names the checkpoint's own directory", "Add a name"))
+        rule = "It is the directory of this one checkpoint"
+        raise CheckpointError(message("path", f"is {path}", rule, f"Pass {path / 'step-1'}, for example"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
+        return overwrite
     if not (path / manifest.NAME).is_file():
         rule = "Only a checkpoint of shardkit is ever replaced"
         raise CheckpointError(message("path", f"{path} is not a checkpoint", rule, "Use another path"))
-    if not overwrite:
-        rule = "A checkpoint is replaced only when that is asked for"
+    written = manifest.written_files(path) - {manifest.NAME}
+    # Rotation leaves a manifest alone beside files of others, which are carried over.
+    if not overwrite and any(os.path.lexists(path / name) for name in written):
+        rule = "A checkpoint is replaced only on request"
         raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
-    manifest.written_files(path)
+    return True
 
 
-def _trainable(named: Any, state: ModelState) -> Any:
-    """An optimizer's state without that of parameters that are frozen."""
-    if named is None:
-        return None
-    frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}
-    return {**named, "state": {name: entry for name, entry in named["state"].items() if name not in frozen}}
+def _live_state(model: nn.Module, optimizer: Any, trainable_only: bool) -> tuple[ModelState, Any]:
+    """Return the live state of the model and of its optimizer, if there is one. Local."""
+    state = model_state(model)
+    named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
+    if trainable_only:
+        frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}
+        state = trainable_state(state)
+        if named is not None:
+            named["state"] = {name: entry for name, entry in named["state"].items() if name not in frozen}
+    check_complete(model, state)
+    return state, named
 
 
 def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Content:
-    """The state as it is now: live tensors, none of them a subclass. Local."""
+    """Collect the current state, as live tensors without subclasses. Local."""
     others, other_tensors = encode(state.others, "model")
     encoded, optimizer_tensors = encode(named, "", sharded=True)
     given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
     rest, rest_tensors = encode(given, "")
-    _refuse_opaque({**state.tensors, **optimizer_tensors})
-    meshes, layout = _layout(state.tensors)
+    opaque = {name: type(local_value(tensor)) for name, tensor in {**state.tensors, **optimizer_tensors}.items()}
+    if unfit := [f"{name} ({cls.__name__})" for name, cls in opaque.items() if _torch.has_own_dispatch(cls)]:
+        rule = "A tensor subclass is saved by its inner tensors, which __tensor_flatten__ names"
+        fix = "Leave it out, or give the class __tensor_flatten__ and __tensor_unflatten__"
+        raise CheckpointError(message("tensors", listing(unfit), rule, fix))
+    found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
+    meshes = [{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found]
+    rows = [
+        [name, str(tensor.dtype), list(tensor.shape), str(getattr(tensor, "placements", "plain"))]
+        for name, tensor in state.tensors.items()
+    ]
     ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
-    # Detached one by one, so that each is written under its own name; in the model one object is a tie.
+    # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
     return Content(
         model=dict(state.tensors),
         optimizer={name: tensor.detach() for name, tensor in optimizer_tensors.items()},
         rest={name: tensor.detach() for name, tensor in (other_tensors | rest_tensors).items()},
         plain={"model": others, "optimizer": encoded, **rest, "ties": ties},
-        layout=layout,
+        layout=hashlib.sha256(json.dumps([meshes, rows]).encode()).hexdigest(),
         meshes=meshes,
     )
 
 
-def _refuse_opaque(tensors: Mapping[str, Tensor]) -> None:
-    """Raise for tensors that are neither plain memory nor made of inner tensors that are."""
-    opaque = {name: type(local_value(tensor)) for name, tensor in tensors.items()}
-    named = [f"{name} ({cls.__name__})" for name, cls in opaque.items() if _torch.has_own_dispatch(cls)]
-    if named:
-        rule = "A tensor subclass is saved by its inner tensors, which __tensor_flatten__ names"
-        fix = "Leave it out, or give the class __tensor_flatten__ and __tensor_unflatten__"
-        raise CheckpointError(message("tensors", listing(named), rule, fix))
-
-
-def _refuse_quantised(state: Mapping[str, Tensor]) -> None:
-    """Raise for optimizer state that ``dcp.load`` would not find: it is saved by its inner tensors."""
-    if named := [name for name, tensor in state.items() if _torch.is_wrapper(local_value(tensor))]:
-        rule = "format='dcp' is for torch's dcp.load, which does not find state that is saved by its inner tensors"
-        problem = f"quantised optimizer state: {listing(named)}"
-        raise CheckpointError(message("format", problem, rule, 'Use format="safetensors", and load_checkpoint'))
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], str]:
-    """The meshes of a model, and a digest of how its tensors lie on them."""
-    found = dict.fromkeys(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
-    meshes = [{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found]
-    rows = [
-        [name, str(tensor.dtype), list(tensor.shape), str(getattr(tensor, "placements", "plain"))]
-        for name, tensor in tensors.items()
-    ]
-    return meshes, hashlib.sha256(json.dumps([meshes, rows]).encode()).hexdigest()
-
-
 def _with_random_states(content: Content, groups: Groups) -> Content:
-    """The same with the random generators of all ranks. Collective."""
+    """Add the random generators of all ranks. Collective."""
     own = json.dumps({kind: state.hex() for kind, state in random_state.states().items()}).encode()
     of_ranks = [json.loads(each) for each in (all_gather_bytes(own, groups[0]) if groups else [own])]
     kinds = [kind for kind in of_ranks[0] if all(kind in each for each in of_ranks)]
@@ -265,10 +249,9 @@ def _with_random_states(content: Content, groups: Groups) -> Content:
 
 
 def _staged(content: Content, model: nn.Module) -> Content:
-    """A copy in CPU memory that is used again. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
     flat = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
-    copies = staging_of(model).copy(flat)
+    copies = copies_of(model).copy(flat)
     copied: Any = {section: {name: copies[f"{section}/{name}"] for name in part} for section, part in sections.items()}
     return replace(content, **copied)
 
@@ -282,27 +265,29 @@ def commit_checkpoint(
     content: Content,
     groups: Groups,
     *,
-    overwrite: bool = False,
+    replaces: bool = False,
     keep: int | None = None,
     writer: Writer | None = None,
 ) -> None:
-    """Write everything into a temporary directory, and rename it into its place. Collective over ``groups``."""
-    with directory.temporary_directory(path, groups) as (temporary, token, is_first):
-        files = (writer or _WRITERS[format])(temporary, content, groups)
+    """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``."""
+    if writer is None:
+        writer = _write_dcp if format == "dcp" else _write_safetensors
+    with directory.temporary_directory(path, groups) as draft:
+        files = writer(draft.directory, content, groups)
         with together(groups, CheckpointError):
-            if is_first:
-                files |= _write_rest(path, temporary, content)
+            if draft.is_first:
+                files |= _write_rest(path, draft.directory, content)
                 world_size = dist.get_world_size(groups[0]) if groups else 1
                 about = (format, world_size, content.meshes, content.layout, files)
                 found = Manifest(*about, trainable_only=content.trainable_only)
-                directory.write_file(temporary / manifest.NAME, found.to_bytes())
-                directory.commit(path, token, replace=overwrite)
-    if keep is not None and is_first:
+                directory.write_file(draft.directory / manifest.NAME, found.to_bytes())
+                directory.commit(path, draft.token, replace=replaces)
+    if keep is not None and draft.is_first:
         directory.rotate(path, keep)
 
 
 def _write_rest(path: Path, temporary: Path, content: Content) -> dict[str, FileEntry]:
-    """State and configuration, and what others put into the checkpoint that is replaced. Local: the first rank."""
+    """Write state and configuration, and carry over files of others from ``path``. Local: the first rank calls it."""
     files = write_section(temporary, "state", content.rest, []) if content.rest else {}
     old, written = manifest.written_files(path), [STATE]
     directory.write_file(temporary / STATE, dumps(content.plain))
@@ -314,19 +299,20 @@ def _write_rest(path: Path, temporary: Path, content: Content) -> dict[str, File
 
 
 def write_section(temporary: Path, name: str, tensors: dict[str, Tensor], groups: Groups) -> dict[str, FileEntry]:
-    """One group of safetensors files, with their entries. Collective."""
-    progress, sums = Progress(f"save {name}"), dict[str, int]()
+    """Write one group of safetensors files, and return their entries. Collective."""
+    progress, sums = ProgressLine(f"save {name}"), dict[str, int]()
     written = write_shards(temporary, tensors, groups, name, flush=True, progress=progress, sums=sums)
     progress.close()
-    with together(groups, CheckpointError):
-        return entries_of(temporary, written, sums)
+    return entries_of(written, sums)
 
 
-def entries_of(place: Path, written: Iterable[WrittenFile], sums: Mapping[str, int]) -> dict[str, FileEntry]:
-    """What the manifest says of safetensors files, given the checksums of their tensors. Local."""
+def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
+    """Return the manifest's entries of safetensors files, given the checksums of their tensors."""
     return {
-        file.name: manifest.entry_of(place / file.name, file.head, {name: sums.get(name, 0) for name in file.tensors})
-        for file in written
+        file.name: FileEntry(
+            file.bytes, len(file.head), zlib.crc32(file.head), {name: sums.get(name, 0) for name in file.tensors}
+        )
+        for file in files
     }
 
 
@@ -341,6 +327,3 @@ def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, F
         tree["optimizer"] = decode(content.plain["optimizer"], content.optimizer)
     owned(content.model | content.optimizer, groups)  # torch writes one of several copies, so they must be equal
     return dcp.write(temporary, tree, groups)
-
-
-_WRITERS: dict[str, Writer] = {"safetensors": _write_safetensors, "dcp": _write_dcp}

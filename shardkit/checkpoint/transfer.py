@@ -1,4 +1,4 @@
-"""Bytes between memory and files: all of them or an error, in pieces that a progress line can follow."""
+"""Move bytes between memory and files, all of them or an error, and report progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardkit import _torch
@@ -18,7 +21,33 @@ from shardkit import _torch
 # Called with the bytes that this rank has written or read so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
-_AT_ONCE = 1 << 26  # bytes in one call of the system, between two calls of a Progress
+_AT_ONCE = 1 << 26  # bytes in one system call, between two calls of a Progress
+
+
+class ProgressLine:
+    """A Progress that shows bytes and rate in one line on stderr, if this is rank 0 at a terminal."""
+
+    INTERVAL = 0.2  # seconds between two updates
+    _GIB = 2**30
+
+    def __init__(self, title: str) -> None:
+        self._title, self._begun = title, False
+        self._shown = self._started = time.monotonic()
+        self._visible = sys.stderr.isatty() and (not dist.is_initialized() or dist.get_rank() == 0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Update the line."""
+        now = time.monotonic()
+        if self._visible and (now - self._shown >= self.INTERVAL or done >= total):
+            self._shown, self._begun = now, True
+            rate = done / max(now - self._started, 1e-9) / self._GIB
+            line = f"{self._title}  {done / self._GIB:.2f}/{total / self._GIB:.2f} GiB  {rate:.2f} GiB/s"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line."""
+        if self._begun:
+            print(file=sys.stderr, flush=True)
 
 
 class Meter:
@@ -35,7 +64,7 @@ class Meter:
 
 
 class Staging:
-    """One bounded piece of CPU memory, through which go values of other devices, dtypes and strides."""
+    """A bounded buffer in CPU memory for values on other devices, of other dtypes, or not contiguous."""
 
     BYTES = 1 << 24
 
@@ -43,7 +72,7 @@ class Staging:
         self._memory: Tensor | None = None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, other: torch.device) -> Tensor:
-        """The beginning of it as a tensor of at most ``BYTES`` bytes; pinned when it is for an accelerator."""
+        """Return the start of the buffer as a tensor of at most ``BYTES`` bytes; pinned if ``other`` is not the CPU."""
         pinned = other.type != "cpu"
         if self._memory is None or pinned > self._memory.is_pinned():
             self._memory = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -52,7 +81,7 @@ class Staging:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file's descriptor, closed at the end."""
+    """Open a file, yield its descriptor, and close it."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -61,7 +90,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to read and to write; without numpy. Valid as long as the tensor is."""
+    """Return the memory of a contiguous CPU tensor, to read and to write. Valid while the tensor lives."""
     assert not _torch.has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
     if not tensor.numel():
         return memoryview(b"")
@@ -69,7 +98,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: memoryview, start: int, meter: Meter | None = None) -> None:
-    """Write all of the data ``start`` bytes into the file; the system may take less in one call."""
+    """Write all of the data at ``start`` bytes into the file."""
     while data:
         count = os.pwrite(descriptor, data[:_AT_ONCE], start)
         data, start = data[count:], start + count
@@ -78,7 +107,7 @@ def write_all(descriptor: int, data: memoryview, start: int, meter: Meter | None
 
 
 def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None = None) -> None:
-    """Fill the memory from ``start`` bytes into the file; an OSError if the file ends before that."""
+    """Fill the memory from ``start`` bytes into the file; raise OSError if the file ends before that."""
     while data:
         count = os.preadv(descriptor, [data[:_AT_ONCE]], start)
         if count == 0:
@@ -86,10 +115,3 @@ def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None 
         data, start = data[count:], start + count
         if meter is not None:
             meter.add(count)
-
-
-def raw_bytes(descriptor: int, start: int, count: int) -> bytes:
-    """``count`` bytes from ``start`` on; an OSError if the file ends before that."""
-    data = bytearray(count)
-    read_all(descriptor, memoryview(data), start)
-    return bytes(data)

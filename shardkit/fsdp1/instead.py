@@ -1,6 +1,6 @@
-"""What becomes of FSDP1: one table of its arguments, names and attributes, with what to use instead of each.
+"""The table of FSDP1's arguments, names and attributes, with the replacement of each.
 
-Notes of translations, errors, the audit and ``docs/migrating-from-fsdp1.md`` are written from it;
+The notes of translations, error messages, the audit and ``docs/migrating-from-fsdp1.md`` are generated from it.
 ``python -m shardkit.fsdp1.instead`` prints the tables of the page.
 """
 
@@ -14,28 +14,28 @@ from typing import Literal, NamedTuple, TypeAlias
 Fate: TypeAlias = Literal["mapped", "implied", "noted", "decision", "refused", "elsewhere", "unknown"]
 Topic: TypeAlias = Literal["optimizer", "internals", "state", "wrapping", "loop", "config", "names"]
 
-FATES: dict[Fate, str] = {  # from good to bad
+FATES: dict[Fate, str] = {  # best first
     "mapped": "FSDP2 does the same, and the plan or the translation says so",
-    "implied": "FSDP2 does so unasked",
-    "noted": "FSDP2 differs in memory, time or form, not in what is trained",
-    "decision": "a person must choose",
-    "refused": "FSDP2 cannot do so, and a near thing would be another program",
-    # Of keys of a configuration only.
-    "elsewhere": "not about sharding, so it is left to what reads it now",
-    "unknown": "not a key that shardkit knows, so nothing was done with it",
+    "implied": "FSDP2 always does the same",
+    "noted": "FSDP2 differs in memory, time or format, not in what is trained",
+    "decision": "you must decide",
+    "refused": "FSDP2 does not support it",
+    # Only for keys of a configuration:
+    "elsewhere": "not about sharding",
+    "unknown": "a key that shardkit does not know and ignores",
 }
 
 
 class Row(NamedTuple):
-    """What becomes of an argument, a name or an attribute.
+    """The replacement of an argument, a name or an attribute.
 
     Attributes:
-        fate: of plain use; the value of an argument can make it worse.
-        sentence: what a reader must know, without a full stop; empty where ``use`` says it all.
-        use: a template for one line of code: ``{receiver}`` is the model that a method was called on, ``{model}`` the
-            first argument, ``{args}`` all arguments as written, ``{member}`` what followed the name, others are
-            arguments by torch's names. Of the constructor's arguments, what ``shard_model`` takes. Empty: leave it out.
-        topic: where the audit lists it among what to change first.
+        fate: the fate of an ordinary use; some values of an argument have a worse one.
+        sentence: an explanation without a full stop; empty if ``use`` suffices.
+        use: a template for one line of code: ``{receiver}`` is the model that a method is called on, ``{model}`` the
+            first argument, ``{args}`` all arguments as written, ``{member}`` what follows the name, and other fields
+            are arguments by torch's names. For constructor arguments: the one of ``shard_model``. Empty: remove it.
+        topic: its group in the audit's list of what to change first.
     """
 
     fate: Fate
@@ -44,24 +44,24 @@ class Row(NamedTuple):
     topic: Topic = "config"
 
     def line(self, **fields: str) -> str:
-        """``use`` for a model that is called ``model``, unless ``fields`` say otherwise; ``...`` for what is open."""
+        """Return ``use`` filled in with ``fields``; the model is ``model`` by default, and unknown fields ``...``."""
         known = {"receiver": "model", "model": "model", "optim": "optimizer", "rank0_only": "", "src": ""}
         return self.use.format_map(collections.defaultdict(lambda: "...", known | fields))
 
     def fix(self) -> str:
-        """Return what to do, as the last part of an error's message."""
+        """Return the fix for an error message."""
         text = ": ".join(filter(None, (self.use and f"Use {self.line()}", self.sentence)))
         return text[:1].upper() + text[1:]
 
 
 _State, _Internal = functools.partial(Row, topic="state"), functools.partial(Row, topic="internals")
 
-# In the order of FullyShardedDataParallel.__init__; a test pins the names to its signature.
+# In the order of FullyShardedDataParallel.__init__; a test compares the names with its signature.
 ARGUMENTS: dict[str, Row] = {
     "module": Row(
         "mapped",
-        "Sharded in place and returned, not wrapped, so every name stays; parameters that a rank does not use are "
-        "reduced as zeros, as FSDP1 did (torch >= 2.13)",
+        "Sharded in place and returned, not wrapped, so FQNs do not change; unused parameters are reduced as zeros, as "
+        "in FSDP1 (torch >= 2.13)",
         "model",
     ),
     "process_group": Row(
@@ -71,23 +71,23 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "sharding_strategy": Row(
         "mapped",
-        "The mesh and reshard_after_forward; the root stays gathered after forward, as FSDP1's did",
+        "The mesh and reshard_after_forward; the root is not resharded after forward, as in FSDP1",
         "reshard_after_forward=False for SHARD_GRAD_OP, MeshSpec.hybrid(...) for HYBRID_SHARD",
     ),
     "cpu_offload": Row(
         "mapped",
-        "CPUOffloadPolicy for every unit; memory is pinned where there is an accelerator",
+        "CPUOffloadPolicy for every unit; memory is pinned if there is an accelerator",
         "offload_policy=CPUOffloadPolicy()",
     ),
     "auto_wrap_policy": Row(
         "mapped",
-        "The policy is asked as FSDP1 asks it; each module it chooses is a unit, and so is the root",
+        "The policy is called as in FSDP1; each module it chooses is a unit, and so is the root",
         "units=by_class(Block) or by_size(...), or nothing: the default rule finds the blocks",
     ),
     "backward_prefetch": Row(
         "implied",
-        "FSDP2 always gathers the next unit before a unit's backward, which is BACKWARD_PRE; BACKWARD_POST and None, "
-        "which gather later and hold less, are noted",
+        "FSDP2 always all-gathers the next unit before a unit's backward, as BACKWARD_PRE; BACKWARD_POST and None, "
+        "which gather later and use less memory, are noted",
         "prefetch=",
     ),
     "mixed_precision": Row(
@@ -95,18 +95,18 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "ignored_modules": Row(
         "mapped",
-        "Their parameters are ignored_params, and none of them is a unit; FSDP2 moves their buffers to the device",
+        "Their parameters become ignored_params, and no unit is made of them; FSDP2 moves their buffers to the device",
         "ignored_params=[*module.parameters()]",
     ),
     "param_init_fn": Row(
         "mapped",
-        "Called with each module of a unit that is on meta, right before the unit is sharded, as FSDP1 called it",
+        "Called with each module of a unit on meta, right before the unit is sharded, as in FSDP1",
         "init_on_meta() and materialize(model, init=...)",
     ),
     "device_id": Row(
         "mapped",
         "The mesh's device, selected before sharding; FSDP2 moves each unit to it",
-        "nothing: the model goes to the mesh's device",
+        "nothing: the model is moved to the mesh's device",
     ),
     "sync_module_states": Row(
         "mapped",
@@ -114,17 +114,17 @@ ARGUMENTS: dict[str, Row] = {
         "sync_module_states=",
     ),
     "forward_prefetch": Row(
-        "mapped", "prefetch=1 in the plan: each unit gathers the next one before its forward", "prefetch="
+        "mapped", "prefetch=1 in the plan: each unit all-gathers the next one before its forward", "prefetch="
     ),
     "limit_all_gathers": Row(
         "implied",
-        "FSDP2 bounds what is gathered at a time without blocking the CPU; False is noted",
+        "FSDP2 always limits all-gathers, without blocking the CPU; False is noted",
         "nothing: it is always so",
     ),
     "use_orig_params": Row(
         "implied",
-        "FSDP2 always does what True means; with False, FSDP1's default, it is noted that parameters are DTensors, one "
-        "for each of the module's own, where FSDP1 had a FlatParameter for each unit",
+        "Always on: parameters keep their names, and become DTensors. False, FSDP1's default, had a FlatParameter for "
+        "each unit, and is noted",
         "nothing: it is always so",
     ),
     "ignored_states": Row(
@@ -132,22 +132,22 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "device_mesh": Row(
         "mapped",
-        "The mesh, as it is if it has one axis, or two with names; else its groups in a mesh with names",
+        "The mesh itself if it has one axis or two named axes; else a named mesh of its groups",
         "mesh=",
     ),
 }
 
 # The fields of MixedPrecision and CPUOffload, in their order.
 FIELDS: dict[str, Row] = {
-    "mixed_precision.param_dtype": Row("mapped", "param_dtype of the policy; outputs stay in it, in both"),
-    "mixed_precision.reduce_dtype": Row("mapped", "reduce_dtype of the policy; where it is None, param_dtype"),
+    "mixed_precision.param_dtype": Row("mapped", "param_dtype of the policy; outputs stay in it"),
+    "mixed_precision.reduce_dtype": Row("mapped", "reduce_dtype of the policy; if None, param_dtype"),
     "mixed_precision.buffer_dtype": Row(
         "mapped",
-        "Floating-point buffers are cast once, after sharding, where FSDP1 cast them at the first forward; it cast "
-        "persistent ones back in state_dict(), where they now stay as they are",
+        "Floating-point buffers are cast once, after sharding. FSDP1 cast them at the first forward, and back in "
+        "state_dict()",
     ),
     "mixed_precision.keep_low_precision_grads": Row(
-        "noted", "FSDP2 always hands gradients to the optimizer in the parameters' dtype: same values, more memory"
+        "noted", "FSDP2 always casts gradients to the parameters' dtype: same values, more memory"
     ),
     "mixed_precision.cast_forward_inputs": Row(
         "mapped", "cast_forward_inputs of every unit that has parameters; False is FSDP1's default, and True is FSDP2's"
@@ -155,28 +155,28 @@ FIELDS: dict[str, Row] = {
     "mixed_precision.cast_root_forward_inputs": Row("mapped", "cast_forward_inputs of the root"),
     "mixed_precision._module_classes_to_ignore": Row(
         "mapped",
-        "With an auto_wrap_policy each module of these classes is a unit that computes in float32, and returns what is "
-        "around it computes in",
+        "With an auto_wrap_policy each module of these classes is a unit that computes in float32, and casts its "
+        "outputs back",
     ),
     "cpu_offload.offload_params": Row(
-        "mapped", "CPUOffloadPolicy; gradients may accumulate without no_sync, which FSDP1 forbade"
+        "mapped", "CPUOffloadPolicy; gradients may accumulate outside of no_sync, which FSDP1 did not support"
     ),
 }
 
-# What FSDP1 took from the machine it ran on.
+# New arguments for values that FSDP1 read from the machine.
 OURS: dict[str, Row] = {
     "ranks_per_node": Row(
         "mapped",
-        "The ranks that shard together in a hybrid strategy; None is torchrun's LOCAL_WORLD_SIZE. FSDP1 counted the "
-        "node's devices",
+        "The number of ranks that shard together in a hybrid strategy; None means torchrun's LOCAL_WORLD_SIZE. "
+        "FSDP1 counted the node's devices",
     ),
-    "world_size": Row("mapped", "The ranks to plan for, so that a plan for a cluster can be made on a laptop"),
+    "world_size": Row("mapped", "The number of ranks to plan for without a process group"),
 }
 
 STRATEGIES: dict[str, Row] = {
     "FULL_SHARD": Row("mapped", "mesh (world,), reshard_after_forward=True"),
     "SHARD_GRAD_OP": Row("mapped", "mesh (world,), reshard_after_forward=False"),
-    "NO_SHARD": Row("mapped", "mesh (world, 1), which replicates: only all-reduces, and each rank holds all"),
+    "NO_SHARD": Row("mapped", "mesh (world, 1): gradients are all-reduced, and each rank holds the whole model"),
     "HYBRID_SHARD": Row("mapped", "mesh (nodes, ranks_per_node), reshard_after_forward=True"),
     "_HYBRID_SHARD_ZERO2": Row("mapped", "mesh (nodes, ranks_per_node), reshard_after_forward=False"),
 }
@@ -187,43 +187,43 @@ ROWS = {**ARGUMENTS, **FIELDS, **OURS}
 
 FSDP = "FullyShardedDataParallel"
 
-_TAKEN = "shard_like_fsdp1 takes it as it is"
+_TAKEN = "shard_like_fsdp1 takes it"
 _OURS = "of shardkit.state"
-_LOADS = f"it loads too, so leave out the optimizer's load_state_dict that follows; {_OURS}"
-_EACH_CALL = "leave it out: each call says it"
-_NO_FLAT = "FSDP2 has no flat local parameters: save_checkpoint writes shards, and load_checkpoint reads old local ones"
+_LOADS = f"it also loads, so remove the optimizer.load_state_dict that follows; {_OURS}"
+_EACH_CALL = "remove it: pass its settings to each call"
+_NO_FLAT = "FSDP2 has no flat parameters: save_checkpoint writes shards, and load_checkpoint reads local state dicts"
 _NO_SETTING = "FSDP2 keeps no setting on the model; use full_state_dict(model) or sharded_state_dict(model)"
 
 NAMES: dict[str, Row] = {
-    FSDP: Row("mapped", "", "FSDPModule", "names"),  # a mention; a call of it is judged by its arguments
-    "FlatParameter": _Internal("refused", "FSDP2 shards each parameter on its own", "DTensor"),
+    FSDP: Row("mapped", "", "FSDPModule", "names"),  # without a call; the audit judges a call by its arguments
+    "FlatParameter": _Internal("refused", "FSDP2 shards each parameter separately", "DTensor"),
     "ShardedGradScaler": Row(
         "mapped",
-        "of shardkit: its device is the accelerator, and arguments besides the device are passed by keyword",
+        "of shardkit: its device is the accelerator by default, and other arguments are keyword-only",
         "GradScaler({args})",
         "loop",
     ),
     # Settings
     "ShardingStrategy": Row("mapped", "", '"{member}"'),
-    "BackwardPrefetch": Row("noted", "FSDP2 prefetches in backward unasked, as BACKWARD_PRE did"),
+    "BackwardPrefetch": Row("noted", "FSDP2 always prefetches in backward, as BACKWARD_PRE"),
     "MixedPrecision": Row("mapped", _TAKEN, "MixedPrecisionPolicy({args})"),
     "CPUOffload": Row("mapped", _TAKEN, "CPUOffloadPolicy()"),
     # Policies
     "always_wrap_policy": Row("mapped", _TAKEN, "units=lambda fqn, module: True"),
     "lambda_auto_wrap_policy": Row("mapped", _TAKEN, "units=lambda fqn, module: ..."),
     "transformer_auto_wrap_policy": Row("mapped", _TAKEN, "units=by_class(...)"),
-    "size_based_auto_wrap_policy": Row("noted", f"{_TAKEN}; by_size counts in its own way", "units=by_size(...)"),
+    "size_based_auto_wrap_policy": Row("noted", f"{_TAKEN}; by_size counts differently", "units=by_size(...)"),
     "ModuleWrapPolicy": Row("mapped", _TAKEN, "units=by_class(...)"),
     "CustomPolicy": Row(
         "noted", f"{_TAKEN}; the dict it returns holds FSDP1's arguments", "units=lambda fqn, module: ..."
     ),
     "enable_wrap": Row(
         "decision",
-        "name what was wrapped, by class or by FQN, in one call on the whole model",
+        "shard the whole model in one call, and name the wrapped modules by class or FQN",
         "shard_model(model, units=[...])",
         "wrapping",
     ),
-    "wrap": Row("decision", "leave the module as it is, and name it in units of shard_model", "{model}", "wrapping"),
+    "wrap": Row("decision", "do not wrap the module; name it in units of shard_model", "{model}", "wrapping"),
     # State dict types
     "StateDictType": _State("noted", f"{_EACH_CALL}, full_state_dict or sharded_state_dict"),
     "StateDictSettings": _State("decision", _NO_SETTING),
@@ -242,7 +242,7 @@ NAMES: dict[str, Row] = {
 MEMBERS: dict[str, Row] = {
     # Called on the class, with a model
     "summon_full_params": _State("mapped", _OURS, "full_params({model}, writeback=True)"),
-    **dict.fromkeys(("state_dict_type", "set_state_dict_type"), _State("noted", f"leave it out: {_NO_SETTING}")),
+    **dict.fromkeys(("state_dict_type", "set_state_dict_type"), _State("noted", f"remove it: {_NO_SETTING}")),
     "get_state_dict_type": _State("decision", _NO_SETTING),
     "optim_state_dict": _State("noted", _OURS, "full_optimizer_state_dict({model}, {optim}{rank0_only})"),
     "optim_state_dict_to_load": _State(
@@ -264,35 +264,35 @@ MEMBERS: dict[str, Row] = {
     # Called on a wrapped model
     "clip_grad_norm_": Row("mapped", "of shardkit", "clip_grad_norm_({receiver}, {args})", "loop"),
     "no_sync": Row("mapped", "or accumulate(model, last=...)", "no_sync({receiver})", "loop"),
-    "module": Row("mapped", "there is no wrapper: the model itself is sharded", "{receiver}", "names"),
-    "forward": Row("noted", "a direct call of forward skips the hooks that all-gather", "{receiver}({args})", "loop"),
+    "module": Row("mapped", "FSDP2 does not wrap the model", "{receiver}", "names"),
+    "forward": Row("noted", "a direct call of forward skips the all-gather hooks", "{receiver}({args})", "loop"),
     "apply": Row(
         "decision",
-        "FSDP1 gathered the parameters; in FSDP2 the function sees each rank's shards: call it before sharding",
+        "call it before sharding: after it, the function sees this rank's shards, where FSDP1 gathered the parameters",
         "{receiver}.apply({args})",
         "wrapping",
     ),
-    "check_is_root": Row("decision", "FSDP2 has no such question: the root is what you sharded last", "", "names"),
+    "check_is_root": Row("decision", "not in FSDP2: the root is the module that was sharded last", "", "names"),
     "register_comm_hook": Row(
         "decision",
-        "FSDP2 takes another reduce-scatter, or set_all_reduce_hook over the replicas, for each unit; "
-        "shardkit.set_reduce_precision sends gradients in 16 bits",
+        "for each unit, or set_all_reduce_hook for the reduction over replicas; shardkit.set_reduce_precision sends "
+        "gradients in 16 bits",
         "{receiver}.set_custom_reduce_scatter(...)",
         "loop",
     ),
     "named_parameters": Row(
-        "noted", "names are clean, values DTensors", "{receiver}.named_parameters({args})", "names"
+        "noted", "names have no prefixes, and parameters are DTensors", "{receiver}.named_parameters({args})", "names"
     ),
     "named_buffers": Row("mapped", "", "{receiver}.named_buffers({args})", "names"),
-    # nn.Module's, which mean something else in FSDP1
+    # Methods of nn.Module that FSDP1 overrides
     "state_dict": _State("noted", _OURS, "full_state_dict({receiver}{rank0_only})"),
     "load_state_dict": _State("noted", _OURS, "load_full_state_dict({receiver}, {args}{src})"),
 }
 
-_GONE = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
-_ARGUMENT_NOW = "what the wrapper remembered is an argument of the plan, or of its mesh"
-_LOCAL = "each is a DTensor of its own, and param.to_local() is this rank's part"
-_LAZY = "leave it out: FSDP2 does so at the first forward"
+_GONE = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor"
+_ARGUMENT_NOW = "use the argument that the model was sharded with, or its mesh"
+_LOCAL = "each is a DTensor, and param.to_local() is this rank's shard"
+_LAZY = "remove it: FSDP2 does so at the first forward"
 
 INTERNAL = _Internal("refused", "FSDP2 has no counterpart; use a public method of FSDPModule")
 
@@ -314,16 +314,16 @@ _MODULES = _Internal("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_
 _HOOK = MEMBERS["register_comm_hook"]._replace(fate="refused", topic="internals")
 _HANDLE = _Internal("refused", _GONE, "full_params({receiver})")
 
-# Those that the drop-in cannot answer either: it raises an AttributeError that says what to use.
+# Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
 INTERNALS: dict[str, Row] = {
     **dict.fromkeys(("_flat_param", "flat_param"), ATTRIBUTES["params"]),
     **dict.fromkeys(("_handle", "_handles", "_all_handles"), _HANDLE),
     **dict.fromkeys(("_all_fsdp_states", "_fully_sharded_module_to_handle"), _MODULES),
     **dict.fromkeys(("_comm_hook", "_comm_hook_state"), _HOOK),
-    "_exec_order_data": _Internal("refused", "it sets the order of gathering", "set_modules_to_forward_prefetch"),
+    "_exec_order_data": _Internal("refused", "it sets the order of all-gathers", "set_modules_to_forward_prefetch"),
     "_sync_gradients": _Internal("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
-    "_unshard": _Internal("refused", "FSDP2 does so by itself", "FSDPModule.unshard and FSDPModule.reshard"),
-    "_unshard_stream": _Internal("refused", "FSDP2 keeps its streams to itself", "FSDPModule.unshard"),
+    "_unshard": _Internal("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard"),
+    "_unshard_stream": _Internal("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard"),
     "_reset_lazy_init": ATTRIBUTES["_lazy_init"],
     **dict.fromkeys(
         (
@@ -339,12 +339,12 @@ ATTRIBUTES |= INTERNALS
 
 # Private names of torch's modules
 
-_NO_PREFIX = Row("mapped", "FSDP2 adds nothing to names", '""', "names")
+_NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""', "names")
 _SUMMONED = _Internal("refused", "of shardkit.state, or FSDP.summon_full_params", "full_params(model, writeback=True)")
 _OPTIM = _Internal("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
-_DTENSORS = _Internal("refused", "leave it out: state of FSDP2 is DTensors")
+_DTENSORS = _Internal("refused", "remove it: state dicts of FSDP2 hold DTensors")
 
-# By the name of a function, a constant, or a module; the last part of a dotted path that is here counts.
+# By the name of a function, constant or module; the last part of a dotted path that is in this table decides.
 PRIVATE: dict[str, Row] = {
     "_or_policy": Row("mapped", _TAKEN, "units=[..., ...]"),
     "_module_wrap_policy": Row("mapped", _TAKEN, "units=by_class(...)"),
@@ -357,7 +357,7 @@ PRIVATE: dict[str, Row] = {
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
     "_shard_utils": _Internal("refused", "FSDP2's sharded tensors are DTensors", "DTensor"),
     "_set_fsdp_extensions": _Internal(
-        "refused", "FSDP2 shards what tensor parallelism sharded, without extensions", "a 2D device_mesh"
+        "refused", "FSDP2 supports tensor parallelism without extensions", "a 2D device_mesh"
     ),
     "_replace_with_full_state_dict_type": _Internal("refused", _OURS, "full_state_dict(model)"),
     "_prefetch_handle": INTERNALS["_exec_order_data"],
@@ -372,7 +372,7 @@ PRIVATE: dict[str, Row] = {
 
 
 def private(path: str) -> Row:
-    """Return the row of a name that is not public, by its dotted path below ``torch.distributed.fsdp``."""
+    """Return the row of a private name, by its dotted path below ``torch.distributed.fsdp``."""
     return next((PRIVATE[part] for part in reversed(path.split(".")) if part in PRIVATE), INTERNAL)
 
 

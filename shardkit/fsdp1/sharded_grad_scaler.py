@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.optim import Optimizer
 
-from shardkit import grads  # not its class by name: here that name is torch's own, as in torch's module
+from shardkit import grads  # not GradScaler by name: that name is torch's own here, as in torch's module
 from shardkit.fsdp1.dropin.optimizers import settle
 from shardkit.fsdp1.dropin.private import resolve
 
@@ -18,10 +18,10 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
     """torch's ``ShardedGradScaler``, with gradients unscaled as by :class:`shardkit.GradScaler`.
 
-    Arguments, ``scale``, growth and backoff are torch's own, and so is the default device "cuda": where there is no
-    CUDA it warns and scales nothing, so pass ``device="cpu"`` there. What differs is found in ``unscale_`` only: plain
-    parameters beside sharded ones, parameters on several meshes, and ranks without gradients, which torch's refuses or
-    hangs on (torch 2.11 to 2.13). ``unscale_``, or the ``step`` that does without, is collective.
+    Arguments, ``scale``, growth and backoff are torch's own, and so is the default device "cuda": without CUDA it warns
+    and scales nothing, so pass ``device="cpu"`` there. Only ``unscale_`` differs: it handles a mixture of plain and
+    sharded parameters, parameters on several meshes, and ranks without gradients, which torch's refuses or hangs on
+    (torch 2.11 to 2.13). ``unscale_`` is collective, and so is a ``step`` without it.
     """
 
     __init__ = TorchShardedGradScaler.__init__  # the order of its arguments is not that of other scalers

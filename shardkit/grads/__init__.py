@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer's step."""
+"""Accumulate, clip, scale and reduce gradients between backward and the optimizer's step."""
 
 from shardkit.grads.accumulate import accumulate as accumulate
 from shardkit.grads.accumulate import no_sync as no_sync

@@ -1,15 +1,15 @@
-"""Gradient accumulation: which micro-batches communicate; and how to go on where ranks differ, or one failed."""
+"""Gradient accumulation, recovery after an error, and ranks that use different parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import (
-    FSDPUnit,
     fsdp_roots,
     fsdp_units,
     gathered_until_backward,
@@ -28,15 +28,15 @@ from shardkit.sharded.stepping import watch_gradients
 def accumulate(
     model: nn.Module, *, last: bool, keep_unsharded: bool | None = None, shard_gradients: bool = False
 ) -> Iterator[None]:
-    """Forward and backward of one micro-batch, whose gradients are reduced with those of the last one.
+    """Run forward and backward of one micro-batch in this context; the last one reduces the gradients of all.
 
-    Local: it sets flags of the FSDP modules below ``model`` and restores them when it is left, however it is left; so
-    it nests, and the innermost one decides. All ranks must pass the same arguments, since they decide which
-    collectives run; ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that
-    shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
+    Local: it sets flags of the FSDP modules below ``model`` and restores them on exit, also after an error. Contexts
+    nest; the innermost one decides. All ranks must pass the same arguments, since they decide which collectives run;
+    ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that shard, and the sizes
+    in bytes of ``param_dtype`` and ``reduce_dtype``:
 
     ===================================  =============================  ==========================================
-    k micro-batches                      collectives of each unit       held by each rank from one to the next
+    k micro-batches                      collectives of each unit       held by each rank between micro-batches
     ===================================  =============================  ==========================================
     default                              2k all-gathers, 1 reduction    P x reduce_dtype of gradients
     ``keep_unsharded=True``              1 all-gather, 1 reduction      the same, and P x param_dtype of parameters
@@ -44,25 +44,26 @@ def accumulate(
     ===================================  =============================  ==========================================
 
     By default a unit with ``reshard_after_forward=False`` is gathered once too, and its parameters are held. A
-    reduction is a reduce-scatter, and on an HSDP mesh an all-reduce after it, which runs once in any case.
+    reduction is a reduce-scatter, and on an HSDP mesh an all-reduce after it, which always runs once.
 
-    When the body raises, the step is lost: all gradients of the model are dropped, reduced or not. If forward or
-    backward raised, call :func:`reset_after_error` before the next one. To abandon a step between two micro-batches
-    call ``zero_grad()`` of the model or the optimizer; any other use of a gradient that waits raises, a step too.
-    Between them no parameter may change, and ``model.parameters()`` shows stand-ins for what is kept unsharded.
+    If the body raises, all gradients of the model are dropped, reduced or not. If forward or backward raised, call
+    :func:`reset_after_error` before the next one. To abandon a step between two micro-batches call ``zero_grad()`` of
+    the model or the optimizer; any other use of an unreduced gradient raises, including ``optimizer.step()``. Between
+    micro-batches no parameter may change, and ``model.parameters()`` yields the unsharded parameters of units that are
+    kept unsharded.
 
     Args:
-        model: sharded by ``fully_shard``, whoever called it: a root, a part of one, or a module around several
-            roots. Parameters that are not sharded accumulate as usual.
+        model: sharded by ``fully_shard`` in any way: a root, a part of one, or a module around several roots.
+            Plain parameters accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
         keep_unsharded: True gathers the parameters of each unit once for all micro-batches, also where
-            ``reshard_after_forward`` would free them. False frees them after each backward. None keeps those
-            that are kept from forward to backward anyway (``reshard_after_forward=False``, FSDP1's
-            SHARD_GRAD_OP), which does not raise the peak: all of them are there at the end of each forward.
+            ``reshard_after_forward`` would free them. False frees them after each backward. None keeps those with
+            ``reshard_after_forward=False`` (FSDP1's SHARD_GRAD_OP), which does not raise the peak, since all of them
+            are gathered at the end of each forward.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between; an HSDP mesh
-            still all-reduces once. On one that shards within hosts and replicates across them, this saves the
-            memory of unsharded gradients for traffic that stays in the host. If ranks use different
-            parameters in different micro-batches, set ``set_reduce_scatter_unused_params``.
+            still all-reduces once. On a mesh that shards within hosts and replicates across them, this saves the
+            memory of unsharded gradients at the cost of traffic within the host. If ranks use different parameters
+            in different micro-batches, call ``set_reduce_scatter_unused_params`` first.
 
     Raises:
         ShardkitError: ``model`` is not a module; or ``optimizer_in_backward`` steps its parameters, which keeps no
@@ -76,7 +77,10 @@ def accumulate(
     """
     check_module(model)
     units = fsdp_units(model)
-    _check_keeps_gradients(model, units)
+    if steps_in_backward([param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()):
+        problem = "optimizer_in_backward steps its parameters as soon as they have a gradient"
+        rule = "Accumulation adds up the gradients of several backwards before the step"
+        raise ShardkitError(message("model", problem, rule, "Use one large batch, or an ordinary optimizer"))
     watch_gradients(model)
     with ExitStack() as stack:
         for unit in units:
@@ -91,31 +95,31 @@ def accumulate(
         try:
             yield
         except BaseException:
-            _abandon(model)
+            zero_grad(model)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             raise
 
 
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward without reducing gradients, as FSDP1's and DDP's method: ``accumulate(model, last=False)``.
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Run backward without reducing gradients, as the method of FSDP1 and DDP: ``accumulate(model, last=False)``.
 
-    Put the forward inside as well. The first backward outside reduces all that has been accumulated. Local.
+    Put the forward inside as well. The first backward outside reduces everything accumulated. Local.
 
     Example:
         >>> with no_sync(model):
         ...     loss_fn(model(first)).backward()
         >>> loss_fn(model(second)).backward()
     """
-    with accumulate(model, last=False):
-        yield
+    return accumulate(model, last=False)
 
 
 def zero_grad(model: nn.Module) -> None:
-    """``model.zero_grad()``, also of gradients that wait to be reduced after backwards without sync. Local.
+    """Drop all gradients, also unreduced ones of backwards without sync, and free their memory. Local.
 
-    torch keeps those aside, not in the ``.grad`` of sharded parameters. Here they are freed at once. The model's own
-    ``zero_grad()`` and the optimizer's drop them when the next backward begins, in models that ``shard_model`` or
-    :func:`accumulate` has seen.
+    torch does not keep unreduced gradients in the ``.grad`` of sharded parameters. ``zero_grad()`` of the model and
+    of the optimizer drop them when the next backward begins, once ``shard_model`` or :func:`accumulate` was called.
     """
     check_module(model)
     for unit in fsdp_units(model):
@@ -124,42 +128,27 @@ def zero_grad(model: nn.Module) -> None:
         param.grad = None
 
 
-def _abandon(model: nn.Module) -> None:
-    zero_grad(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _check_keeps_gradients(model: nn.Module, units: list[FSDPUnit]) -> None:
-    params = [param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()
-    if steps_in_backward(params):
-        problem = "optimizer_in_backward steps its parameters as soon as they have a gradient"
-        rule = "Accumulation adds up the gradients of several backwards before the step"
-        raise ShardkitError(message("model", problem, rule, "Use one large batch, or an ordinary optimizer"))
-
-
 def reset_after_error(model: nn.Module) -> None:
-    """Make ``model`` ready for a new step after forward or backward raised, with the parameters it had before.
+    """Make ``model`` ready for a new step after forward or backward raised.
 
-    Units are resharded, pending collectives waited for, and every gradient dropped, reduced or not (torch's
-    ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next step gives what it gives in a
-    model that never failed. Restart the step at its first micro-batch.
+    Units are resharded, pending collectives waited for, and all gradients dropped, reduced or not (torch's
+    ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next step equals that of a model
+    that never failed. Restart the step at its first micro-batch.
 
-    Local. All ranks must call it, and must have failed at the same place, since each has begun the same collectives
-    then. An error on one rank alone leaves the others waiting in a collective that never comes, which cannot be fixed
-    in the process: let it end, and restart from a checkpoint.
+    Local. All ranks must call it, and must have failed at the same place, where they have begun the same collectives.
+    An error on one rank alone leaves the others waiting in a collective, which cannot be fixed in the process: let it
+    end, and restart from a checkpoint.
 
-    Not undone: what a forward changes besides, such as BatchNorm's statistics and random states; parameters that
-    an optimizer updated in backward; flags that were set by hand outside of :func:`accumulate`.
+    Not undone: other changes by a forward, such as BatchNorm's statistics and random states; parameters that an
+    optimizer updated in backward; flags that were set by hand outside of :func:`accumulate`.
 
     Call it after the ``except`` block, not inside, where the traceback keeps activations alive.
 
     Args:
-        model: with all FSDP roots in it that took part; a plain model just loses its gradients.
+        model: all FSDP roots that took part must be in it; a plain model only loses its gradients.
 
     Raises:
-        ShardkitError: ``model`` is a part of a root, whose other parts would stay as they are.
+        ShardkitError: ``model`` is a part of a root, whose other parts would not be reset.
 
     Example:
         >>> failed = False
@@ -174,7 +163,7 @@ def reset_after_error(model: nn.Module) -> None:
     if parts:
         names = {module: name or "(root)" for name, module in model.named_modules()}
         problem = f"{listing(names[module] for module in parts)} belong to an FSDP root outside of it"
-        rule = "What was under way is reset for all units of a root together"
+        rule = "All units of a root are reset together"
         raise ShardkitError(message("model", problem, rule, "Pass the root, the module whose forward you call"))
     for root in fsdp_roots(model):
         reset_iteration(root)
@@ -182,17 +171,17 @@ def reset_after_error(model: nn.Module) -> None:
 
 
 def set_reduce_scatter_unused_params(model: nn.Module, enabled: bool = True) -> None:
-    """Let ranks use different parameters in a step: those without a gradient on a rank take part as zeros.
+    """Reduce parameters without a gradient on a rank as zeros, so that ranks may use different parameters in a step.
 
-    torch reduces the parameters of a unit that got a gradient. If these differ between ranks, the step ends in an
-    error, a hang or gradients at the wrong place. This is torch's method of the same name, for every unit of every
-    root. Local; all ranks must make the same call, before the first backward that needs it.
+    torch reduces the parameters of a unit that have a gradient. If these differ between ranks, the step ends in an
+    error, a hang or wrong gradients. This calls torch's method of the same name on every unit of every root. Local;
+    all ranks must make the same call, before the first backward that needs it.
 
-    The cost is a gradient of zeros, as wide as the parameter, while its unit reduces; and parameters that no rank
-    used have zeros for gradients instead of None, so that optimizers apply weight decay and momentum to them.
+    The cost is a full gradient of zeros while the unit reduces. Parameters that no rank used have gradients of zeros
+    instead of None, so that optimizers apply weight decay and momentum to them.
 
-    It does not help where a rank skips the forward of a whole unit, which the others gather: run that unit on an
-    empty or dummy input and add ``0.0 *`` its output to the loss, or let a larger module be the unit.
+    It does not help if a rank skips the forward of a whole unit, which the others gather: run that unit on a dummy
+    input and add ``0.0 *`` its output to the loss, or make a larger module the unit.
 
     Raises:
         ShardkitError: torch is older than 2.13, which cannot do this.
@@ -200,7 +189,8 @@ def set_reduce_scatter_unused_params(model: nn.Module, enabled: bool = True) -> 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         rule = "Reducing unused parameters needs torch >= 2.13"
         fix = "Upgrade torch, or add 0.0 * parameter.sum() to what the forward of its unit returns"
-        raise ShardkitError(message("torch", "this version always leaves out what has no gradient", rule, fix))
+        problem = f"torch {torch.__version__} never reduces parameters without a gradient"
+        raise ShardkitError(message("set_reduce_scatter_unused_params", problem, rule, fix))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reduce_scatter_unused_params(enabled, recurse=False)

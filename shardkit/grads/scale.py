@@ -1,9 +1,8 @@
-"""Scales of the loss: the mean over all tokens of a step, exact over ranks and micro-batches; and fp16's."""
+"""Scale losses and gradients: to the mean over all tokens of a step, and for fp16."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -27,49 +26,52 @@ from shardkit.ranks import device_type
 
 @torch.no_grad()
 def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
-    """The sum of ``num_tokens`` over the ranks that reduce the model's gradients.
+    """Return the sum of ``num_tokens`` over the ranks that reduce the model's gradients.
 
     **Collective**: one all-reduce of 8 bytes; two on an HSDP mesh that is not the whole world; none for a plain
-    model or one rank. On an accelerator it is queued like any kernel, and nothing waits for the device.
+    model or one rank. Nothing waits for the device.
 
     Args:
-        num_tokens: what this rank contributes to the step: how many tokens count in its loss, over all of its
-            micro-batches, such as ``(labels != -100).sum()``; or the sum of their weights. It may be 0.
-        model: as it was sharded. Tensor-parallel ranks, which hold the same tokens, are not counted twice. Where
-            parts are on meshes of different sizes (experts), those of the largest are counted.
+        num_tokens: the number of tokens in this rank's loss, over all of its micro-batches, such as
+            ``(labels != -100).sum()``; or the sum of their weights. It may be 0.
+        model: the sharded model. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If parts
+            are on meshes of different sizes (experts), the ranks of the largest are counted.
 
     Returns:
         A tensor without dimensions on the mesh's device, equal on these ranks: int64, or float64 for weights.
 
     Raises:
-        ShardkitError: ``num_tokens`` is not one number.
+        ShardkitError: ``num_tokens`` has dimensions.
 
     Example:
         >>> tokens = global_token_count(sum((labels != -100).sum() for _, labels in micro_batches), model)
     """
-    groups, device = _ranks_of_data(model)
     count = torch.as_tensor(num_tokens).detach()
     if count.ndim:
-        rule = "It is one number, how many tokens count"
+        rule = "It is one number, the count of this rank's tokens"
         raise ShardkitError(message("num_tokens", f"has shape {tuple(count.shape)}", rule, "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
-    count = count.to(device or count.device, dtype, copy=True)
-    for group in groups:
-        dist.all_reduce(count, group=group)
+    largest = max(fsdp_units(model), key=_size, default=None)
+    if largest is None:
+        return count.to(dtype, copy=True)
+    count = count.to(largest.device, dtype, copy=True)
+    is_world = _size(largest) == dist.get_world_size()  # one all-reduce, also on an HSDP mesh
+    for group in [None] if is_world else _groups(largest):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(count, group=group)
     return count
 
 
 def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens of all ranks.
 
-    Reducing gradients divides them by the number of ranks, as if all had as many tokens. The result is
-    ``loss * divisor / num_tokens``, where ``divisor`` is what torch divides by, read off the model: the ranks on its
-    mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. The same call for each
-    micro-batch, with the count of them all, makes their sum exact, with any schedule of :func:`accumulate`.
+    Reducing gradients divides them by the number of ranks, as if all had the same number of tokens. The result is
+    ``loss * divisor / num_tokens``, where ``divisor`` is the number that torch divides by: the ranks on the model's
+    mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Called for each micro-batch with the
+    count of all, it makes their sum exact, with any schedule of :func:`accumulate`.
 
-    Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``: the scaler then finds the range in
-    which this loss, scaled by both, neither overflows nor vanishes. A sum in fp16 overflows before it gets here:
-    take the sum of float32 losses.
+    Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``, so that the scaler adapts to the
+    scaled loss. Take the sum of float32 losses; a sum in fp16 overflows.
 
     Args:
         loss: the sum, not the mean, over the tokens of this rank's micro-batch.
@@ -78,10 +80,10 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
         model: as given to ``global_token_count``.
 
     Returns:
-        The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens`` and add up the ranks'.
+        The scaled loss, float32 at least. To log the mean, divide the loss by ``num_tokens`` and sum over ranks.
 
     Raises:
-        ShardkitError: units that train divide by different numbers, because their meshes differ in size, or
+        ShardkitError: trainable units divide by different numbers, because their meshes differ in size, or
             torch's ``set_gradient_divide_factor``, which is not recursive, was called on some of them only.
 
     Example:
@@ -94,14 +96,14 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 
 @torch.no_grad()
 def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
-    """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted only afterwards.
+    """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted after backward.
 
     For a step whose micro-batches are not known at its start: call backward on each plain sum of losses, count,
-    scale once after the last backward, then clip and step. Where the count is known first, prefer ``scale_loss``:
-    gradients of sums are larger, which fp16 cannot hold, and scaling them reads and writes them all.
+    scale once after the last backward, then clip and step. If the count is known first, prefer ``scale_loss``:
+    gradients of sums are larger, which fp16 cannot hold, and scaling reads and writes all of them.
 
     Local, no host sync. Gradients of ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP
-    does, before or after. A step through a GradScaler may be scaled before or after ``unscale_``.
+    does, before or after. With a GradScaler call it before or after ``unscale_``.
 
     Args:
         num_tokens: as for ``scale_loss``.
@@ -118,10 +120,10 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
     """Let every unit of ``model`` reduce gradients to their sum over ranks, or to their mean as torch does.
 
-    The sum is right where the mean is not defined by one number: experts whose gradients already hold the
-    tokens of several ranks are reduced over fewer ranks than the rest, and only the sum treats both alike.
-    Local; all ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and its factors need
-    NCCL, or, where sums are forced, divide twice on a shard axis of one rank (torch 2.13).
+    Use the sum for experts: their gradients hold the tokens of several ranks and are reduced over fewer ranks than the
+    rest, so the means differ. Local; all ranks must make the same call. torch's ``set_gradient_divide_factor`` sets
+    one unit, and its factors need NCCL, or, where sums are forced, divide twice on a shard axis of one rank
+    (torch 2.13).
 
     Args:
         model: sharded, a root or a part of one.
@@ -146,7 +148,7 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
 
 
 def _divisor(model: nn.Module) -> float:
-    """What every unit that trains divides the sum over the ranks by; 1 for a plain model."""
+    """Return the number by which every trainable unit divides the sum over the ranks; 1 for a plain model."""
     units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
     divisors = [unit.gradient_divide_factor or float(_size(unit)) for unit in units]
     if len(set(divisors)) <= 1:
@@ -154,13 +156,13 @@ def _divisor(model: nn.Module) -> float:
     names = {module: name or "(root)" for name, module in model.named_modules()}
     each = [f"{names[unit.modules[0]]} by {divisor:g}" for unit, divisor in zip(units, divisors, strict=True)]
     problem = f"its units divide gradients by different numbers: {listing(each)}"
-    rule = "One scale of the loss is right for all units only if they divide by the same"
+    rule = "One scale of the loss is right for all units only if they divide by the same number"
     fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
     raise ShardkitError(message("model", problem, rule, fix))
 
 
 def _groups(unit: FSDPUnit) -> list[dist.ProcessGroup]:
-    """The groups over which a unit reduces gradients: it shards over one, replicates over the other, or both."""
+    """Return the groups over which a unit reduces gradients: it shards over one, replicates over the other, or both."""
     names = ("shard_process_group", "replicate_process_group")
     return [getattr(unit.mesh_info, name) for name in names if hasattr(unit.mesh_info, name)]
 
@@ -169,29 +171,18 @@ def _size(unit: FSDPUnit) -> int:
     return math.prod(group.size() for group in _groups(unit))
 
 
-def _ranks_of_data(model: nn.Module) -> tuple[list[dist.ProcessGroup | None], torch.device | None]:
-    """Groups that together reach all ranks of the largest mesh, and the device it reduces on."""
-    units = fsdp_units(model)
-    if not units:
-        return [], None
-    largest = max(units, key=_size)
-    if _size(largest) == dist.get_world_size() > 1:
-        return [None], largest.device
-    return [group for group in _groups(largest) if group.size() > 1], largest.device
-
-
 class GradScaler(UnscalingGradScaler):
-    """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank is one on all.
+    """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank skips the step on all.
 
-    A gradient that overflows is reduced into the shard of one rank, and all must skip that step and lower the scale
+    A gradient that overflows ends up in the shard of one rank, and all must skip that step and lower the scale
     together. torch's own scaler does so for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP)
     ranks diverge silently, a plain parameter beside DTensors is an error, and a rank without gradients a hang (torch
     2.11 to 2.13). Use it in the same way, with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and
     ``step``.
 
-    ``unscale_``, or the ``step`` that does without, is **collective**: one all-reduce of 4 bytes for each mesh axis of
-    more than one rank, of the meshes of the optimizer's parameters. All ranks must call it with their optimizers in
-    the same order. As in torch, ``step`` waits for the device, except with fused optimizers.
+    ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each axis of more than one
+    rank of the meshes of the optimizer's parameters. All ranks must call it with their optimizers in the same order.
+    As in torch, ``step`` waits for the device, except with fused optimizers.
 
     Args:
         device: of the loss; None is the accelerator's type, or "cpu" where there is none.
@@ -223,28 +214,18 @@ class GradScaler(UnscalingGradScaler):
         """Unscale this rank's shards in place; 1.0 on every rank if any of them found inf or nan, else 0.0."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
-        if not allow_fp16:
-            _check_dtypes(grads)
+        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
+            rule = "A scaled gradient is unscaled in float32, since unscaling in fp16 loses small values"
+            fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
+            raise ShardkitError(message("optimizer", "its parameters have gradients in float16", rule, fix))
+        device = found_inf.device
         for local in by_device_and_dtype(grads):
             found = torch.zeros((), device=local[0].device)
             amp_unscale_(local, found, inv_scale.to(found.device))
-            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-        return _anywhere(found_inf, [param for param in params if isinstance(param, DTensor)])
-
-
-def _check_dtypes(grads: Iterable[Tensor]) -> None:
-    if any(grad.dtype == torch.float16 for grad in grads):
-        rule = "A scaled gradient is unscaled in float32, or what vanishes in fp16 is lost again"
-        fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
-        raise ShardkitError(message("optimizer", "its parameters have gradients in float16", rule, fix))
-
-
-def _anywhere(found: Tensor, params: Iterable[DTensor]) -> Tensor:
-    """The largest ``found`` of the ranks of all meshes, reduced where the mesh is: offloaded shards are elsewhere."""
-    meshes = dict.fromkeys(param.device_mesh for param in params)
-    axes = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
-    device = found.device
-    for group, mesh_device in axes.items():
-        found = found.to(mesh_device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.to(device)
+            found_inf = torch.maximum(found_inf, found.to(device))
+        meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+        axes = {group: mesh.device_type for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+        for group, mesh_device in axes.items():
+            found_inf = found_inf.to(mesh_device)  # where the mesh reduces: offloaded shards are elsewhere
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        return found_inf.to(device)

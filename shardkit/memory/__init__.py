@@ -1,4 +1,4 @@
-"""Bytes before the run: what each strategy needs on a rank, and the plan that a budget allows; and beside it, after."""
+"""Estimate the memory of a rank under each strategy, find a plan for a memory budget, and compare with measurements."""
 
 from shardkit.memory.budget import BudgetPlan as BudgetPlan
 from shardkit.memory.budget import plan_for_budget as plan_for_budget

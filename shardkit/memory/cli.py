@@ -1,4 +1,4 @@
-"""``python -m shardkit plan MODEL``: does it fit, by which plan, and what does it cost."""
+"""``python -m shardkit plan MODEL``: whether a model fits, by which plan, and at what cost."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.budget import plan_for_budget
-from shardkit.memory.estimate import base_plan, estimate
+from shardkit.memory.budget import Search, parse_bytes
+from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimates
 from shardkit.memory.speed import HARDWARE, scaling_table
-from shardkit.memory.timeline import OPTIMIZERS
+from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes
 from shardkit.planning.named import named_model
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+    """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="does a model fit, by which plan, and what does it cost",
-        description="Answer first, then the plan and the bytes of every strategy on one rank. Nothing runs but one "
-        "forward and backward on tensors without memory. Times are model estimates for ranking plans.",
+        help="say whether a model fits, by which plan, and at what cost",
+        description="Print the answer, the plan, and the bytes of every strategy on one rank. Only a forward and "
+        "backward on fake tensors runs. Times are model estimates for ranking plans. Exits with 1 if nothing fits.",
     )
     parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
-    parser.add_argument("--world", type=_positive, default=8, metavar="RANKS", help="default: %(default)s")
-    parser.add_argument("--ranks-per-node", type=_positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument("--budget", help="memory on each rank, such as 80GiB")
     parser.add_argument("--batch", type=_batch, metavar="BxS", help="token ids of one micro-batch, such as 2x4096")
     parser.add_argument("--param-dtype", type=_dtype, default=torch.bfloat16, help="computes in (default: bfloat16)")
@@ -39,20 +39,20 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the answer and its tables; the exit code is 1 when nothing fits."""
+    """Print the answer and its tables."""
     if options.budget and options.batch is None:
-        fix = "Pass --batch 1x4096, one rank's micro-batch"
+        fix = "Pass one rank's micro-batch, such as --batch 1x4096"
         raise PlanError(message("--budget", "given without --batch", "Activations depend on the batch", fix))
     model = named_model(options.model)
     batch = None if options.batch is None else token_batch(model, options.batch)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=torch.float32)
     plan = base_plan(model, None, options.world, None, policy)
-    rows = estimate(model, plan=plan, batch=batch, optimizer=options.optimizer, ranks_per_node=options.ranks_per_node)
+    measured = None if batch is None else Measured(model, plan, batch, None)  # shared, since tracing takes longest
+    optimizer = OptimizerBytes.of(options.optimizer)
+    rows = estimates(plan, optimizer, options.ranks_per_node, buffer_bytes(model), measured)
     hardware = replace(HARDWARE[options.hardware], ranks_per_node=options.ranks_per_node)
-    if options.budget:
-        choice = plan_for_budget(
-            model, options.budget, plan=plan, batch=batch, optimizer=options.optimizer, hardware=hardware
-        )
+    if options.budget and measured:
+        choice = Search(measured, optimizer, hardware, parse_bytes(options.budget)).choose()
         plan = choice.plan
         print(choice, end="\n\n")
     print(plan, end="\n\n")
@@ -63,14 +63,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def token_batch(model: nn.Module, shape: tuple[int, int]) -> Any:
-    """A batch of token ids as the model takes it, on the meta device: with labels for models of transformers."""
+    """Return a batch of token ids on the meta device, with labels for models of transformers."""
     ids = torch.empty(shape, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids
 
 
 def _batch(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
-    return _positive(rows), _positive(columns)
+    return positive(rows), positive(columns)
 
 
 def _dtype(text: str) -> torch.dtype:
@@ -80,7 +80,8 @@ def _dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Parse an argument that is a positive number."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a positive number")

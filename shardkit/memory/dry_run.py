@@ -1,4 +1,4 @@
-"""One forward on fake tensors: which parameters are read while FSDP2 would not have their unit gathered."""
+"""Run one forward on fake tensors, and find parameters that are used while their unit is not gathered."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shardkit.planning.tree import ModelTree
 
 
 def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, is_default: bool) -> ShardingPlan:
-    """The plan of ``make()``, no parameter of which is used outside of its unit in a forward of ``batch``. Local, pure.
+    """Return the plan of ``make()``, checked by one forward: it uses every parameter inside its unit. Local, pure.
 
     Args:
-        tree: the model; gets to know which modules are used without being called.
-        make: makes a plan of ``tree``; a second time where the default rule knows more.
+        tree: the model; modules whose parameters are used without calling them are added to ``tree.uncalled``.
+        make: makes a plan of ``tree``; called again after modules were added to ``tree.uncalled``.
         batch: one rank's micro-batch, as ``fake_tensors`` takes it; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 
     Raises:
-        PlanError: a rule of the user's made such a unit, all of which are named; or the model does not run on fake
-            tensors.
+        PlanError: the user's rules made units whose parameters are used outside of them (the error names all), or the
+            model does not run on fake tensors.
     """
     notes: list[str] = []
     while True:
@@ -43,19 +43,19 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
         tree.uncalled |= found
         firsts = ["{} in {}".format(*next(iter(uses.outside[unit.name].items()))) for unit in wrong]
         names = listing((unit.name for unit in wrong), 4)
-        notes.append(f"{names}: left out of the units, as parameters are used from outside: {listing(firsts, 4)}")
+        notes.append(f"{names}: not a unit, because parameters are used outside of it: {listing(firsts, 4)}")
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
     notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run ``model`` on fake tensors, of the dtypes that ``plan`` computes in. Local; the model stays as it is.
+    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in. Local; the model does not change.
 
     Raises:
-        PlanError: the model does not run on them.
+        PlanError: the model does not run on fake tensors.
     """
-    # Real parameters too: what holds them in a list still hands them to operators.
+    # The real parameters are watched too: a list that holds them still passes them to operators.
     owned = {id(param): fqn for fqn, param in model.named_parameters()}
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
     with fake_tensors(model, plan, batch) as (fakes, args, kwargs):
@@ -69,25 +69,26 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
             with uses:
                 model(*args, **kwargs)
         except Exception as error:
-            problem = f"the model does not run on it with fake tensors: {type(error).__name__}: {error}"
-            rule = "The dry run is one forward on tensors that have shapes but no values"
-            fix = "Pass a batch that the model accepts, or none: the first forward names uses outside of a unit too"
+            problem = f"the model's forward fails on fake tensors: {type(error).__name__}: {error}"
+            rule = "example_batch is checked by one forward on tensors that have shapes but no values"
+            fix = "Pass a batch that the model accepts, or leave example_batch out: the first forward checks the same"
             raise PlanError(message("example_batch", problem, rule, fix)) from error
     return uses
 
 
 def _problem(unit: str, params: Mapping[str, str]) -> str:
     problem = f"used in {listing(dict.fromkeys(params.values()))} while its unit, {unit}, is not gathered"
-    rule = "FSDP2 gathers the parameters of a unit while a module of it is called, and only then"
-    fix = f"Leave {unit} out of units=, so that a module around this use gathers it, or call the module"
+    rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
+    fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
     return message(listing(params), problem, rule, fix)
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the parameters that operators take, and which units FSDP2 would have gathered.
+    """Records the parameters that operators read while FSDP2 would not have gathered their unit.
 
     Attributes:
-        outside: by unit, the FQNs of its parameters that were read while it was not gathered, and the unit that ran.
+        outside: by unit, the FQN of each parameter that was read while the unit was not gathered, and the unit that
+            was running then.
         called: the names of the units that ran.
     """
 
@@ -100,7 +101,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: set[str] = set()
 
     def attach(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
-        """Watch a unit: gathered from before its first module until all have run, as FSDP2's hooks do it."""
+        """Watch a unit: it is gathered from before its first module runs until all have run, as with FSDP2's hooks."""
         waiting: set[nn.Module] = set()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -133,7 +134,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._running.remove(unit.name)
             return cast_output(unit, result)
 
-        setattr(module, attribute, gathering)  # undone with all else
+        setattr(module, attribute, gathering)  # fake_tensors restores the model
 
     def _enter(self, unit: ShardUnit) -> None:
         self._running.append(unit.name)
@@ -144,7 +145,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note the parameters among an operator's arguments, and run it."""
+        """Record the parameters among an operator's arguments, and run it."""
         for leaf in tree_leaves((args, kwargs)):
             fqn, unit = self._owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:

@@ -1,10 +1,10 @@
-"""The strategies that people choose between, as changes of a plan, and what each needs on one rank."""
+"""Estimate what each common sharding strategy needs on one rank; a strategy is a change of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
-from shardkit.memory.trace import Loss, Trace, trace, without_activations
-from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
+from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.tree import ModelTree
@@ -21,17 +21,17 @@ from shardkit.planning.tree import ModelTree
 
 @dataclass(frozen=True)
 class Strategy:
-    """A plan under a name, with what is sharded of the model's states."""
+    """A named plan, and which of the model's states it shards."""
 
-    name: str  # as tables call it
-    plan: ShardingPlan | None  # that carries it out; None for one that FSDP2 does not support, shown for reference
+    name: str  # in tables
+    plan: ShardingPlan | None  # None for a strategy that FSDP2 does not support, shown for reference
     optimizer: OptimizerBytes
-    sharded: tuple[str, ...] = ("parameters", "gradients", "optimizer")  # of these every rank holds a part only
+    sharded: tuple[str, ...] = ("parameters", "gradients", "optimizer")
 
     def states(self, plan: ShardingPlan) -> dict[str, int]:
-        """Bytes of the model's states on one rank by the textbook: P, G and O whole, or divided by the ranks.
+        """Return the bytes of the model's states on one rank: each whole, or divided by the number of ranks.
 
-        Source: ZeRO (arXiv 1910.02054), table 1. Without padding, buffers or anything that is gathered.
+        As in ZeRO (arXiv 1910.02054), table 1: without padding, buffers, or gathered parameters.
         """
         trained = [spec for spec in plan.params if spec.trainable]
         grads = sum(spec.nbytes for spec in trained)
@@ -45,21 +45,20 @@ class Strategy:
 
 
 def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> list[Strategy]:
-    """Every strategy for the units of ``plan`` on as many ranks, most memory first. Pure.
+    """Return every strategy for the units of ``plan`` on the same number of ranks, most memory first.
 
-    Those that make no difference there are left out: hybrid and int resharding on one node. A plan that is hybrid keeps
-    its own groups of ranks.
+    Strategies that make no difference are left out: hybrid sharding and int resharding on one node. A hybrid plan keeps
+    its own mesh.
 
     Raises:
         PlanError: ``ranks_per_node`` is not positive.
     """
     if ranks_per_node < 1:
         fix = "Pass how many ranks share a node, such as 8"
-        raise PlanError(message("ranks_per_node", f"is {ranks_per_node}", "It is a positive number", fix))
+        raise PlanError(message("ranks_per_node", f"is {ranks_per_node}", "It must be a positive number", fix))
     ranks = plan.mesh.size
     sharded = replace(plan, mesh=MeshSpec.sharded(ranks))
-    every = {unit.name for unit in plan.units}
-    without_activations = recompute(sharded, recomputed(plan) | {unit.name for unit in blocks(plan)})
+    all_recomputed = recompute(sharded, recomputed(plan).union(blocks(plan)))
     in_nodes: list[tuple[str, ShardingPlan]] = []
     divides = ranks_per_node < ranks and ranks % ranks_per_node == 0
     if plan.mesh.replicates and plan.mesh.shard_size > 1:
@@ -68,71 +67,90 @@ def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: in
         hybrid = MeshSpec.hybrid(ranks // ranks_per_node, ranks_per_node)
         in_nodes.append(("sharded in a node (HSDP)", replace(plan, mesh=hybrid)))
     if divides and ranks_per_node > 1:
-        in_nodes.append(("secondary shards in a node (hpZ)", keep_on(sharded, _resharding(plan), ranks_per_node)))
+        in_nodes.append(("secondary shards in a node (hpZ)", resharded(sharded, ranks_per_node)))
     return [
         Strategy("replicated (DDP)", replace(plan, mesh=MeshSpec.hybrid(ranks, 1)), optimizer, ()),
         Strategy("optimizer sharded (ZeRO-1)", None, optimizer, ("optimizer",)),
-        Strategy("kept gathered (ZeRO-2)", keep_gathered(sharded, every), optimizer, ("gradients", "optimizer")),
+        Strategy(
+            "kept gathered (ZeRO-2)",
+            changed(sharded, reshard_after_forward=False),
+            optimizer,
+            ("gradients", "optimizer"),
+        ),
         Strategy("sharded (ZeRO-3)", sharded, optimizer),
         *(Strategy(name, changed, optimizer) for name, changed in in_nodes),
-        Strategy("ZeRO-3, blocks recomputed", without_activations, optimizer),
+        Strategy("ZeRO-3, blocks recomputed", all_recomputed, optimizer),
         Strategy("ZeRO-3, optimizer in backward", sharded, replace(optimizer, in_backward=True)),
         Strategy("ZeRO-3, offloaded to the CPU", offload(sharded), optimizer),
-        Strategy("ZeRO-3, recomputed and offloaded", offload(without_activations), optimizer),
+        Strategy("ZeRO-3, recomputed and offloaded", offload(all_recomputed), optimizer),
     ]
 
 
-def blocks(plan: ShardingPlan) -> list[ShardUnit]:
-    """The units whose activations are worth recomputing: one module, not the root, of several parameters.
+def blocks(plan: ShardingPlan) -> list[str]:
+    """Return the names of the units worth recomputing: one module of several parameters that repeats; not the root.
 
-    What repeats: units whose parameters have the same shapes as another's.
+    A unit repeats if another one has parameters of the same shapes.
     """
     shapes = [tuple(spec.shape for spec in plan.specs_of(unit)) for unit in plan.units]
     return [
-        unit
+        unit.name
         for unit, own in zip(plan.units, shapes, strict=True)
         if len(unit.modules) == 1 and unit.modules != ("",) and len(own) > 1 and shapes.count(own) > 1
     ]
 
 
-def _changed(plan: ShardingPlan, names: set[str] | None = None, **settings: Any) -> ShardingPlan:
-    """The plan with these settings of the units of these names, or of all."""
+def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:
+    """Return the plan with these settings for the units of these names, or for all units."""
     units = (replace(u, **settings) if names is None or u.name in names else u for u in plan.units)
     return replace(plan, units=tuple(units))
 
 
 def recomputed(plan: ShardingPlan) -> set[str]:
-    """Names of the units that are recomputed in backward."""
+    """Return the names of the units that are recomputed in backward."""
     return {unit.name for unit in plan.units if unit.checkpoint_activations}
 
 
-def recompute(plan: ShardingPlan, names: set[str]) -> ShardingPlan:
-    """Exactly the units of these names are recomputed in backward."""
-    return _changed(_changed(plan, checkpoint_activations=False), names, checkpoint_activations=True)
+def recompute(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
+    """Return the plan in which exactly the units of these names are recomputed."""
+    return changed(changed(plan, checkpoint_activations=False), names, checkpoint_activations=True)
 
 
 def offload(plan: ShardingPlan) -> ShardingPlan:
-    """Shards, gradients and optimizer state of all units live on the CPU."""
-    return _changed(plan, offload_policy=CPUOffloadPolicy())
+    """Return the plan with shards, gradients and optimizer state of all units on the CPU."""
+    return changed(plan, offload_policy=CPUOffloadPolicy())
 
 
-def keep_gathered(plan: ShardingPlan, names: set[str]) -> ShardingPlan:
-    """The units of these names stay gathered from forward to backward; others as they are."""
-    return _changed(plan, names, reshard_after_forward=False)
+def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:
+    """Return the plan in which every unit that reshards after forward does so fully, or to that many ranks."""
+    names = {unit.name for unit in plan.units if unit.reshard_after_forward is not False}
+    return changed(plan, names, reshard_after_forward=to)
 
 
-def keep_on(plan: ShardingPlan, names: set[str], ranks: int) -> ShardingPlan:
-    """The units of these names are resharded to that many ranks after forward; others as they are."""
-    return _changed(plan, names, reshard_after_forward=ranks)
+class Measured:
+    """The traces of one micro-batch that serve every plan of the same units, whatever is recomputed."""
 
+    def __init__(self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None) -> None:
+        self.plan = plan
+        self.already = recomputed(plan)
+        self.blocks = [name for name in blocks(plan) if name not in self.already]
+        self.buffers = buffer_bytes(model)
+        self._trace = partial(trace, model, plan, batch, loss=loss)
 
-def resharded(plan: ShardingPlan) -> ShardingPlan:
-    """Every unit that reshards after forward, to however many ranks, reshards fully."""
-    return _changed(plan, _resharding(plan), reshard_after_forward=True)
+    @cached_property
+    def _kept(self) -> Trace:
+        return self._trace(checkpointed=self.already)
 
+    @cached_property
+    def _recomputed(self) -> Trace:
+        return self._trace(checkpointed=self.already.union(self.blocks))
 
-def _resharding(plan: ShardingPlan) -> set[str]:
-    return {unit.name for unit in plan.units if unit.reshard_after_forward is not False}
+    def trace_of(self, plan: ShardingPlan) -> Trace:
+        """Return the trace in which the plan's units are recomputed; measures at most twice for all plans."""
+        names = recomputed(plan) - self.already
+        if not names:
+            return self._kept
+        # Unmixed if it recomputes all: a block with units inside runs them again in backward, which cannot be mixed.
+        return self._recomputed if names == set(self.blocks) else mixed(self._kept, self._recomputed, names)
 
 
 @dataclass(frozen=True)
@@ -140,10 +158,10 @@ class StrategyEstimate:
     """What one strategy needs on one rank, in bytes.
 
     Attributes:
-        strategy: the plan under its name.
-        states: parameters, gradients and optimizer state by the textbook, on the device or the CPU.
+        strategy: the named plan.
+        states: parameters, gradients and optimizer state by ZeRO's arithmetic, on the device or the CPU.
         timeline: every stretch of a step; empty for a strategy without a plan.
-        measured: whether activations are in it, for which a batch is needed.
+        measured: whether activations are included, which needs a batch.
     """
 
     strategy: Strategy
@@ -153,12 +171,12 @@ class StrategyEstimate:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """The strategy's name in tables."""
         return self.strategy.name
 
     @cached_property
     def peak(self) -> Point | None:
-        """The stretch in which most is alive."""
+        """The stretch with the most bytes alive."""
         return max(self.timeline, key=lambda point: point.total, default=None)
 
 
@@ -167,8 +185,8 @@ class MemoryEstimate:
     """Estimates of all strategies, by name or in order; prints as a table.
 
     Attributes:
-        rows: most memory first, as far as the order of strategies goes.
-        plan: the plan whose units they share.
+        rows: most memory first, in general.
+        plan: the plan whose units all strategies share.
     """
 
     rows: tuple[StrategyEstimate, ...]
@@ -178,26 +196,24 @@ class MemoryEstimate:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> StrategyEstimate:
-        """The row that is called ``name``, or has it in parentheses, such as ``"ZeRO-3"``.
+        """Return the row named ``name``, or whose name has it in parentheses, such as ``"ZeRO-3"``.
 
         Raises:
-            PlanError: no row is.
+            PlanError: there is no such row.
         """
         exact = [row for row in self.rows if row.name == name or f"({name})" in row.name]
         if len(exact) == 1:
             return exact[0]
         names = listing(row.name for row in self.rows)
-        raise PlanError(message("strategy", f"{name!r} is not one of them", f"They are {names}", "Use one of these"))
+        raise PlanError(message("strategy", f"{name!r} is not in the estimate", f"It has {names}", "Use one of these"))
 
     def __str__(self) -> str:
-        titles = ["strategy", "states", *CATEGORIES, "peak", "at"]
-        return "\n".join([self._headline(), "", *aligned([titles, *map(_row, self.rows)], left={0, len(titles) - 1})])
-
-    def _headline(self) -> str:
         measured = any(row.measured for row in self.rows)
         what = "peak of a training step" if measured else "peak without activations (no batch given)"
         ranks = self.plan.mesh.size
-        return f"bytes on each of {ranks} ranks: model states by the textbook, then the {what} by category"
+        headline = f"bytes on each of {ranks} ranks: model states by the textbook, then the {what} by category"
+        titles = ["strategy", "states", *CATEGORIES, "peak", "at"]
+        return "\n".join([headline, "", *aligned([titles, *map(_row, self.rows)], left={0, len(titles) - 1})])
 
 
 def _row(row: StrategyEstimate) -> list[str]:
@@ -220,37 +236,47 @@ def estimate(
     ranks_per_node: int = 8,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
 ) -> MemoryEstimate:
-    """What every strategy needs on one rank, before anything runs. Local, pure; needs no process group and no GPU.
+    """Estimate what every strategy needs on one rank, before anything runs. Local; needs no process group and no GPU.
 
-    Sharding and communication are arithmetic on shapes; activations are measured by one forward and backward on
-    fake tensors, in which two blocks of each kind run. Counted are bytes that are alive on the first rank, which
-    has the most, in the second or a later step. Not counted: the allocator's rounding and fragmentation, NCCL's
-    workspace, CUDA's context.
+    Sharding and communication are arithmetic on shapes; activations are measured by one forward and backward on fake
+    tensors. Counted are the bytes alive on rank 0, which holds the most, in a steady step: the second or a later one.
+    Not counted: the allocator's rounding and fragmentation, NCCL's workspace, CUDA's context.
 
     Args:
-        model: on any device, meta too, in train or eval mode as it is; or a plan, whose shapes are enough where there
-            is no ``batch``.
-        world_size: ranks in all; or ``mesh``, or neither for that of the plan.
+        model: on any device, meta too, in its present train or eval mode; or a plan, which is enough without ``batch``.
+        world_size: the number of ranks. Pass this, or ``mesh``, or neither to use the plan's mesh.
         mesh: instead of ``world_size``.
-        plan: whose units, dtypes and settings hold; None is the default rule with ``mp_policy``.
+        plan: the units, dtypes and settings; None is the default rule with ``mp_policy``.
         batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one;
             only shapes and dtypes count. None leaves out activations.
-        loss: from what forward returns to the loss; by default its ``loss``, else the mean of its first tensor.
+        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its first tensor.
         optimizer: a name in ``shardkit.memory.OPTIMIZERS``, or bytes of state for each element.
         ranks_per_node: for the strategies that shard within a node.
-        mp_policy: where no plan is given.
+        mp_policy: used where no plan is given.
 
     Raises:
-        PlanError: arguments that do not fit each other, or a model that does not run on fake tensors.
+        PlanError: the arguments contradict each other, or the model does not run on fake tensors.
     """
     module, plan = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
     base = base_plan(module, plan, world_size, mesh, mp_policy)
     if batch is not None and module is None:
         fix = "Pass the model, with plan=... for its plan"
         raise PlanError(message("batch", "given with a plan", "Activations are measured on the model", fix))
-    found = strategies(base, OptimizerBytes.of(optimizer), ranks_per_node)
-    traces = _traces(module, base, batch, loss)
-    rows = [_estimated(each, base, traces, buffer_bytes(module)) for each in found]
+    measured = Measured(module, base, batch, loss) if module is not None and batch is not None else None
+    return estimates(base, OptimizerBytes.of(optimizer), ranks_per_node, buffer_bytes(module), measured)
+
+
+def estimates(
+    base: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int, buffers: int, measured: Measured | None
+) -> MemoryEstimate:
+    """Return the estimates of all strategies, with activations where they are measured."""
+    rows = []
+    for each in strategies(base, optimizer, ranks_per_node):
+        points: list[Point] = []
+        if each.plan is not None:
+            step = measured.trace_of(each.plan) if measured else without_activations(each.plan)
+            points = timeline(each.plan, step, each.optimizer, buffers)
+        rows.append(StrategyEstimate(each, each.states(base), tuple(points), measured is not None))
     return MemoryEstimate(tuple(rows), base)
 
 
@@ -261,18 +287,18 @@ def base_plan(
     mesh: MeshSpec | None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
 ) -> ShardingPlan:
-    """``plan``, or that of the default rule, on the mesh that one of the others names, or neither where a plan has one.
+    """Return ``plan``, or the default rule's, on ``world_size`` ranks, on ``mesh``, or on the plan's own mesh.
 
     Raises:
-        PlanError: both name one, or neither without a plan.
+        PlanError: both are given, or neither and no plan.
     """
     if world_size is not None and mesh is not None:
-        rule = "One of them says how many ranks there are"
-        raise PlanError(message("mesh", "given beside world_size", rule, "Pass one"))
+        rule = "Each of them sets the number of ranks"
+        raise PlanError(message("mesh", "given together with world_size", rule, "Pass either mesh= or world_size="))
     found = MeshSpec.sharded(world_size) if world_size is not None else mesh or (plan.mesh if plan else None)
     if found is None:
-        rule, fix = "Bytes on a rank depend on how many there are", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"
-        raise PlanError(message("world_size", "not given, nor a mesh", rule, fix))
+        rule, fix = "Bytes on a rank depend on the number of ranks", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"
+        raise PlanError(message("world_size", "not given, and no mesh either", rule, fix))
     if plan is not None:
         return replace(plan, mesh=found)
     assert model is not None
@@ -280,24 +306,5 @@ def base_plan(
 
 
 def buffer_bytes(model: nn.Module | None) -> int:
-    """Bytes of a model's buffers, which every rank has whole."""
+    """Return the bytes of a model's buffers, which every rank holds whole."""
     return sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
-
-
-def _traces(model: nn.Module | None, plan: ShardingPlan, batch: Any, loss: Loss | None) -> dict[bool, Trace]:
-    """The step with the plan's own recomputation, and with that of all blocks."""
-    if model is None or batch is None:
-        return {}
-    everything = {unit.name for unit in blocks(plan)}
-    return {
-        False: trace(model, plan, batch, loss=loss),
-        True: trace(model, plan, batch, loss=loss, checkpointed=recomputed(plan) | everything),
-    }
-
-
-def _estimated(each: Strategy, base: ShardingPlan, traces: dict[bool, Trace], buffers: int) -> StrategyEstimate:
-    points: list[Point] = []
-    if each.plan is not None:
-        step = traces[recomputed(each.plan) != recomputed(base)] if traces else without_activations(each.plan)
-        points = timeline(each.plan, step, each.optimizer, buffers)
-    return StrategyEstimate(each, each.states(base), tuple(points), bool(traces))

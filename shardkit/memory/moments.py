@@ -1,6 +1,6 @@
-"""What the plain model allocates and computes between the moments at which FSDP2 gathers and frees a unit.
+"""Measure what the plain model allocates and computes between the moments at which FSDP2 gathers and frees a unit.
 
-A dispatch mode counts; hooks on each unit, placed as FSDP2's own, report the four moments.
+A dispatch mode counts; hooks on each unit, in the places of FSDP2's own, report the four moments.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ AFTER_BACKWARD = "after backward"
 
 @dataclass(frozen=True)
 class Interval:
-    """What the model does from one moment to the next, apart from what FSDP2 does."""
+    """What the model allocates and computes from one moment to the next, without what FSDP2 does."""
 
-    moment: str  # which begins it: before or after the forward or backward of the unit
-    unit: str  # its name; empty at the start
-    delta: int = 0  # bytes alive at its end less those at its beginning
-    peak: int = 0  # the most bytes alive during it less those at its beginning, >= 0
+    moment: str  # that begins it: before or after the forward or backward of the unit
+    unit: str  # the unit's name; empty at the start
+    delta: int = 0  # bytes alive at its end minus those at its beginning
+    peak: int = 0  # the most bytes alive during it minus those at its beginning, >= 0
     flops: int = 0
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts FLOPs and the bytes of all storages that operators make, until they are freed.
+    """While active, counts FLOPs, and the bytes of every storage that an operator returns until it is freed.
 
-    Tensors that existed before are not counted. Views share a storage and count once. Sizes are those of the storages,
-    without an allocator's rounding; FLOPs of matrix products, convolutions and attention.
+    Ignored tensors are not counted. Views share a storage and count once. Sizes are those of the storages, without an
+    allocator's rounding; FLOPs are those of matrix products, convolutions and attention.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.open(START, "")
 
     def ignore(self, tensor: Tensor) -> None:
-        """Never count this tensor's storage."""
+        """Exclude this tensor's storage."""
         self._count(tensor.untyped_storage(), nbytes=0)
 
     def moment(self, moment: str, unit: str) -> None:
-        """One interval ends here and another begins."""
+        """End the current interval and begin another."""
         self.close()
         self.open(moment, unit)
 
@@ -92,9 +92,9 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WatchedUnit:
-    """Hooks on one unit's modules, which report its moments and, after its backward, drop its gradients.
+    """Hooks on one unit's modules that report its moments and, after its backward, drop its gradients.
 
-    Hooks that the user registered run inside, as with FSDP2's.
+    Hooks that the user registered run inside of them, as inside of FSDP2's.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class WatchedUnit:
         return grad
 
     def after_backward(self) -> None:
-        """The gradients of the unit's inputs are known, or the whole backward is over."""
+        """End the unit's backward: the gradients of its inputs are computed, or the whole backward is over."""
         if not self._in_backward:
             return
         self._in_backward = False
         self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
         self._meter.close()
         for param in self._params:
-            param.grad = None  # between two intervals: reducing them is FSDP2's doing
+            param.grad = None  # between two intervals, as FSDP2 reduces and frees them
         self._meter.open(AFTER_BACKWARD, self.unit.name)
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity around a unit's inputs, whose backward runs when the unit's own is done."""
+    """The identity on a unit's inputs; its backward runs after the unit's own."""
 
     @staticmethod
     def forward(ctx: Any, watched: WatchedUnit, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -168,13 +168,13 @@ class _Boundary(torch.autograd.Function):
 
 
 def cast_inputs(unit: ShardUnit, tree: Any) -> Any:
-    """The arguments of a unit's forward, in the dtype that FSDP2 would cast them to."""
+    """Return the arguments of a unit's forward in the dtype that FSDP2 casts them to."""
     policy = unit.mp_policy
     return _cast(tree, policy.param_dtype if policy.cast_forward_inputs else None)
 
 
 def cast_output(unit: ShardUnit, output: Any) -> Any:
-    """What a unit's forward returned, in the dtype that FSDP2 would cast it to."""
+    """Return the output of a unit's forward in the dtype that FSDP2 casts it to."""
     return _cast(output, unit.mp_policy.output_dtype)
 
 
@@ -186,5 +186,5 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors among arguments or outputs of any structure, in order."""
+    """Return the tensors among arguments or outputs of any structure, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

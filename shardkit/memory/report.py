@@ -1,4 +1,4 @@
-"""A prediction shown: beside what a rank really holds after a step, and as a picture."""
+"""Compare a prediction with what a rank holds after a step, and draw it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class MemoryReport:
     """Bytes on this rank, measured and predicted; prints as a table.
 
     Attributes:
-        measured: by category, what is there now: "parameters", "gradients", "optimizer" and "unsharded" on the
-            device, and "on the CPU" what of the first three is offloaded; on an accelerator also "allocated",
-            "reserved" and "peak" (the most that was allocated) of torch's allocator.
-        predicted: what the prediction says of them after a step, and of its peak; empty without one.
-        peak: the stretch in which the prediction has its peak.
+        measured: by category: "parameters", "gradients", "optimizer" and "unsharded" on the device, and "on the CPU"
+            what of the first three is offloaded; on an accelerator also "allocated", "reserved" and "peak" (the most
+            that was allocated) of torch's allocator.
+        predicted: the same categories after a step, and the peak, as predicted; empty without a prediction.
+        peak: the stretch of the predicted peak.
     """
 
     measured: Mapping[str, int]
@@ -39,31 +39,33 @@ class MemoryReport:
     peak: Point | None
 
     def __str__(self) -> str:
-        names = [*HELD, "on the CPU", "allocated", "reserved", "peak"]
-        lines = aligned([["bytes on this rank", "predicted", "measured", "off by"], *map(self._row, names)])
-        return "\n".join([*lines, *([f"predicted peak: {self.peak.where}"] if self.peak else [])])
-
-    def _row(self, name: str) -> list[str]:
-        sizes = [self.predicted.get(name), self.measured.get(name)]
-        return [name, *("-" if size is None else nbytes(size) for size in sizes), _off(*sizes)]
+        rows = [["bytes on this rank", "predicted", "measured", "off by"]]
+        for name in (*HELD, "on the CPU", "allocated", "reserved", "peak"):
+            predicted, measured = self.predicted.get(name), self.measured.get(name)
+            if predicted is None or measured is None or predicted == measured == 0:
+                off = "-"
+            else:
+                off = f"{(measured - predicted) / predicted:+.1%}" if predicted else nbytes(measured)
+            rows.append([name, *("-" if size is None else nbytes(size) for size in (predicted, measured)), off])
+        return "\n".join([*aligned(rows), *([f"predicted peak: {self.peak.where}"] if self.peak else [])])
 
 
 def memory_report(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, predicted: Predicted | None = None
 ) -> MemoryReport:
-    """What this rank holds of ``model`` and ``optimizer``, beside a prediction. Local, pure.
+    """Report what this rank holds of ``model`` and ``optimizer``, beside a prediction. Local; changes nothing.
 
-    Call it after ``optimizer.step()`` and before ``zero_grad()``, in the second step or a later one: that is what is
-    predicted. Works on any FSDP2 model, whoever sharded it, and on a plain one. Each storage counts once, with the
-    padding of its shard. torch's allocator counts all that the process has on the device, other models among it, and
-    its peak since ``torch.accelerator.reset_peak_memory_stats()``.
+    Call it after ``optimizer.step()`` and before ``zero_grad()``, in the second step or a later one: the prediction is
+    for that moment. Works on any FSDP2 model, whoever sharded it, and on a plain one. Each storage counts once, with
+    the padding of its shard. torch's allocator counts everything that the process has on the device, other models
+    included, and its peak since ``torch.accelerator.reset_peak_memory_stats()``.
 
     Args:
         model: the whole model. Its device is that of its first gathered or plain parameter.
-        optimizer: whose state counts; None counts none.
-        predicted: a row of :func:`shardkit.memory.estimate` or what :func:`shardkit.memory.plan_for_budget` chose,
-            made before the model was sharded, for activations are measured on the plain model. It is that of the
-            first rank, which has the most.
+        optimizer: its state is counted; None counts none.
+        predicted: a row of :func:`shardkit.memory.estimate` or the result of :func:`shardkit.memory.plan_for_budget`,
+            made before the model was sharded, because activations are measured on the plain model. It is the
+            prediction for rank 0, which holds the most.
     """
     params = [param for _, param in named_sharded_parameters(model)]
     device = _device_type(params)
@@ -82,7 +84,7 @@ def memory_report(
 
 
 def _device_type(params: list[nn.Parameter]) -> str:
-    """Where the model computes: of a DTensor its mesh, for its shard may be offloaded."""
+    """Return where the model computes: for a DTensor that is its mesh, since its shard may be offloaded."""
     for first in params:
         return first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
     return "cpu"
@@ -109,74 +111,52 @@ def _after_step(predicted: Predicted | None) -> dict[str, int]:
     return held | {"allocated": sum(held.values()), "peak": predicted.peak.total}
 
 
-def _off(predicted: int | None, measured: int | None) -> str:
-    if predicted is None or measured is None:
-        return "-"
-    return f"{(measured - predicted) / predicted:+.1%}" if predicted else "-" if measured == 0 else nbytes(measured)
-
-
-# The picture.
-
-# Okabe and Ito's, which the colour-blind can tell apart too.
+# Okabe and Ito's palette, distinguishable for colour-blind readers.
 _COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")
 _GIB = 2**30
 
 
 def plot_timeline(predicted: Predicted, path: str | Path, *, budget: int | str | None = None) -> None:
-    """Draw what is alive on one rank through one step, by category, into a file. Local; needs matplotlib.
+    """Plot what is alive on one rank through one step, by category, into a file. Local; needs matplotlib.
 
-    The horizontal axis is the order of events, from one moment of FSDP2 to the next, not time: each stretch has the
-    same width, whatever it takes. The height of a stretch is its peak.
+    The horizontal axis is the order of events, from one moment of FSDP2 to the next, not time: every stretch has the
+    same width. The height of a stretch is its peak.
 
     Args:
-        predicted: a row of :func:`shardkit.memory.estimate`, or what :func:`shardkit.memory.plan_for_budget` chose.
-        path: of the file; its suffix says the format, such as ``.png`` or ``.svg``.
-        budget: bytes, or such as ``"80GiB"``, to draw as a line.
+        predicted: a row of :func:`shardkit.memory.estimate`, or the result of :func:`shardkit.memory.plan_for_budget`.
+        path: of the file; its suffix is the format, such as ``.png`` or ``.svg``.
+        budget: bytes, or a string such as ``"80GiB"``, to draw as a line.
 
     Raises:
-        ShardkitError: matplotlib is missing.
-        PlanError: the strategy has no timeline, as one that FSDP2 does not support, or ``budget`` is not bytes.
+        ShardkitError: matplotlib is not installed.
+        PlanError: the strategy has no timeline, such as one that FSDP2 does not support, or ``budget`` is not bytes.
     """
     if predicted.peak is None:
         rule = "FSDP2 does not support this strategy, so there is no step to draw"
-        raise PlanError(message("predicted", "has no timeline", rule, "Take another row"))
-    limit = None if budget is None else parse_bytes(budget)
+        raise PlanError(message("predicted", "has no timeline", rule, "Pass another row"))
+    limit = 0 if budget is None else parse_bytes(budget)
+    try:
+        from matplotlib.figure import Figure  # not pyplot, whose current figure and backend belong to the user
+    except ImportError as error:
+        problem, rule = "is not installed", "plot_timeline needs it"
+        raise ShardkitError(message("matplotlib", problem, rule, "pip install matplotlib")) from error
     points, highest = predicted.timeline, predicted.peak
-    figure = _figure()
+    figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     sizes = [[getattr(point, category) / _GIB for point in (*points, points[-1])] for category in CATEGORIES]
     edges = range(len(points) + 1)
     axes.stackplot(edges, *sizes, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
     moments = [point.moment for point in points]
-    for name, start in {"forward": 0, "backward": moments.index(BACKWARD), "step": moments.index(STEP)}.items():
+    starts = [0, moments.index(BACKWARD), moments.index(STEP)]
+    axes.set_xticks(starts, ["forward", "backward", "step"], ha="left")
+    for start in starts:
         axes.axvline(start, color="black", linewidth=0.6)
-        at = {"transform": axes.get_xaxis_transform(), "va": "top", "clip_on": False}
-        axes.text(start + 0.004 * len(points), 0.99, name, **at)
-    place = points.index(highest)
-    side, offset = ("right", -8) if place > len(points) / 2 else ("left", 8)
-    axes.annotate(
-        f"peak {nbytes(highest.total)}, {highest.where}",
-        (place + 0.5, highest.total / _GIB),
-        xytext=(offset, 10),
-        textcoords="offset points",
-        ha=side,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.6},
-    )
-    if limit is not None:
+    axes.plot(points.index(highest) + 0.5, highest.total / _GIB, "kv")
+    axes.set_title(f"peak {nbytes(highest.total)}, {highest.where}")
+    if limit:
         axes.axhline(limit / _GIB, color="#D55E00", linestyle="--", label=f"budget, {nbytes(limit)}")
-    axes.set(ylabel="GiB on one rank", xlabel="one step, from moment to moment (not time)", xticks=[])
+    axes.set(ylabel="GiB on one rank", xlabel="one step, from moment to moment (not time)")
     axes.margins(x=0)
-    axes.set_ylim(0, 1.18 * max(highest.total, limit or 0) / _GIB)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(0, 1.1 * max(highest.total, limit) / _GIB)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)
     figure.savefig(path)
-
-
-def _figure() -> Any:
-    """A figure of its own: pyplot's current one and its backend stay as the user has them."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        problem, rule = "is not installed", "Pictures are drawn with it"
-        raise ShardkitError(message("matplotlib", problem, rule, "pip install matplotlib")) from error
-    return Figure(figsize=(10, 4.5), dpi=150, layout="constrained")

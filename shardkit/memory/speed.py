@@ -1,14 +1,14 @@
-"""A model of a step's time, to rank plans by; not a measurement.
+"""Model the time of a step, to rank plans; not a measurement.
 
-Compute takes FLOPs over a rate of matrix products; a collective takes its bytes over a bandwidth and a latency for each
-rank it passes; FSDP2 gathers one unit ahead, and reduces one unit behind, while it computes. Left out: kernels that are
-not matrix products, launch gaps, congestion, stragglers, the loss of compute speed under communication.
+Compute is FLOPs over a rate of matrix products; a collective is its bytes over a bandwidth, and a latency for each hop;
+FSDP2 gathers one unit ahead, and reduces one unit behind, while it computes. Left out: kernels that are not matrix
+products, launch gaps, congestion, stragglers, and compute that slows down beside communication.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +23,16 @@ from shardkit.plan.table import aligned, nbytes
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one rank and its links. Replace them by what you measured.
+    """Rates of one rank and its links. Replace them with your own measurements.
 
     Attributes:
-        name: as tables call it.
+        name: in tables.
         matmul_flops: FLOP per second that large matrix products reach in the compute dtype.
         memory_bandwidth: bytes per second of the device's memory.
         node_bandwidth: bytes per second and direction between ranks of one node.
         network_bandwidth: bytes per second and direction of one rank's share of the network between nodes.
         host_bandwidth: bytes per second between device and CPU, one direction.
-        latency: seconds for each rank that a collective passes.
+        latency: seconds for each hop of a collective.
         ranks_per_node: ranks that share a node.
     """
 
@@ -46,9 +46,9 @@ class Hardware:
     ranks_per_node: int = 8
 
 
-# From data sheets, but matmul_flops is what dense bf16 products were seen to reach at most: 794.5 of 989 TFLOP/s
+# From data sheets, except matmul_flops, the most that dense bf16 products were seen to reach: 794.5 of 989 TFLOP/s
 # (stas00/ml-engineering, compute/accelerator), and the same share of the A100's 312. Node: one direction of NVLink.
-# Network: 400 (A100: 200) Gbit/s for each GPU, as in common clusters. Host: PCIe 5 (4) x16, less its overhead.
+# Network: 400 (A100: 200) Gbit/s for each GPU, as in common clusters. Host: PCIe 5 (4) x16 without its overhead.
 HARDWARE = {
     "h100": Hardware("h100", 794e12, 3.35e12, 450e9, 50e9, 50e9),
     "h200": Hardware("h200", 794e12, 4.8e12, 450e9, 50e9, 50e9),
@@ -58,24 +58,24 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time as the model has it, in seconds."""
+    """The modelled time of a step, in seconds."""
 
-    compute: float  # matrix products of forward and backward, recomputation among them
-    communication: float  # all collectives, hidden or not
-    exposed: float  # communication that nothing hides
+    compute: float  # matrix products of forward and backward, including recomputation
+    communication: float  # all collectives, overlapped or not
+    exposed: float  # communication that no compute overlaps
     optimizer: float  # the optimizer's step, on the device or the CPU
 
     @property
     def total(self) -> float:
-        """Seconds in all."""
+        """Seconds in total."""
         return self.compute + self.exposed + self.optimizer
 
 
 def step_time(plan: ShardingPlan, trace: Trace, hardware: Hardware, optimizer: OptimizerBytes) -> StepTime:
-    """The time of one step on every rank. Pure.
+    """Return the time of one step on every rank.
 
-    Forward: each unit's compute beside the next one's all-gather. Backward: each unit's compute beside the previous
-    one's all-gather and the last one's reduce-scatter and all-reduce, which share the links.
+    In forward each unit's compute overlaps the next unit's all-gather; in backward, the previous unit's all-gather and
+    the last unit's reduce-scatter and all-reduce, which share the links.
     """
     sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
     order = [unit for unit in plan.execution_order() if sizes[unit.name].unsharded or unit.modules == ("",)]
@@ -93,14 +93,18 @@ def step_time(plan: ShardingPlan, trace: Trace, hardware: Hardware, optimizer: O
         exposed += max(0, beside - backward[place])
     exposed += again[-1] + reduces[0]
     compute = trace.flops / hardware.matmul_flops
-    return StepTime(compute, sum(gathers) + sum(again) + sum(reduces), exposed, _optimizer(sizes, hardware))
+    # The optimizer reads parameters, gradients and state, and writes parameters and state; the CPU has a tenth of the
+    # GPU's bandwidth.
+    moved = [(2 * s.shard + s.grads + 2 * s.optimizer) * (10 if s.offloaded else 1) for s in sizes.values()]
+    stepping = sum(moved) / hardware.memory_bandwidth
+    return StepTime(compute, sum(gathers) + sum(again) + sum(reduces), exposed, stepping)
 
 
 def collective_time(nbytes: int, ranks: int, hardware: Hardware, in_node: int) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``nbytes`` in all over ``ranks``, of which a node has ``in_node``.
+    """Return the seconds of an all-gather or reduce-scatter of ``nbytes`` over ``ranks``, ``in_node`` of them a node.
 
-    Each rank receives ``(ranks - 1) / ranks`` of them. Between nodes everything passes a node's network once, which its
-    ranks share (NCCL's rings: github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
+    Each rank receives ``(ranks - 1) / ranks`` of the bytes. Between nodes all bytes pass a node's network once, which
+    its ranks share (NCCL's rings: github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
     """
     if ranks == 1:
         return 0.0
@@ -112,7 +116,7 @@ def collective_time(nbytes: int, ranks: int, hardware: Hardware, in_node: int) -
 
 
 def _all_gather(plan: ShardingPlan, resharded: bool | int, size: UnitBytes, hardware: Hardware) -> float:
-    """Of a unit that is sharded over all ranks (True), over that many, or not at all (False)."""
+    """Return the time for a unit that is sharded over all ranks (True), over that many, or not at all (False)."""
     if resharded is False:
         return 0.0
     ranks = plan.mesh.shard_size if resharded is True else resharded
@@ -129,22 +133,12 @@ def _reduce(plan: ShardingPlan, size: UnitBytes, hardware: Hardware) -> float:
     return seconds + (size.grads / hardware.host_bandwidth if size.offloaded else 0)
 
 
-def _optimizer(sizes: dict[str, UnitBytes], hardware: Hardware) -> float:
-    """Reads parameters, gradients and state, writes parameters and state; on the CPU at a tenth of the GPU's rate."""
-    moved = (
-        (2 * size.shard + size.grads + 2 * size.optimizer) * (10 if size.offloaded else 1) for size in sizes.values()
-    )
-    return sum(moved) / hardware.memory_bandwidth
-
-
-# One plan on ever more ranks.
-
 WORLDS = tuple(2**power for power in range(3, 15))
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One plan on one mesh: the peak in bytes on each rank, and a step's time by the model."""
+    """One plan on one mesh: the peak in bytes on each rank, and the modelled time of a step."""
 
     mesh: MeshSpec
     peak: int
@@ -152,41 +146,37 @@ class ScalingRow:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """The number of ranks."""
         return self.mesh.size
 
     @property
     def efficiency(self) -> float:
-        """Compute over the whole step: 1.0 where communication hides and the optimizer takes no time."""
+        """Compute over the whole step: 1.0 if all communication is overlapped and the optimizer takes no time."""
         return self.time.compute / self.time.total if self.time.total else 0.0
-
-    def cells(self) -> list[str]:
-        times = [f"{self.time.total:.3g} s", f"{self.time.exposed:.3g} s", f"{self.efficiency:.1%}"]
-        return [f"{self.ranks:,}", str(self.mesh), nbytes(self.peak), *times]
 
 
 @dataclass(frozen=True)
 class ScalingTable:
-    """Rows for growing worlds, FSDP beside HSDP; prints as a table, with the answer first."""
+    """Rows for growing numbers of ranks, FSDP and HSDP; prints as a table, with the answer first."""
 
     rows: tuple[ScalingRow, ...]
     hardware: Hardware
 
     def __str__(self) -> str:
-        titles = ["ranks", "mesh", "peak", "step", "exposed", "compute / step"]
-        cells = [row.cells() for row in self.rows]
-        return "\n".join([*self._answers(), "", *aligned([titles, *cells], left={1})])
-
-    def _answers(self) -> Iterator[str]:
+        answers, cells = [], [["ranks", "mesh", "peak", "step", "exposed", "compute / step"]]
         for name, hybrid in (("FSDP", False), ("HSDP", True)):
             rows = [row for row in self.rows if row.mesh.replicates is hybrid]
-            shown = next((row for row in rows if row.time.exposed > 0.1 * row.time.compute), None)
+            exposed = [row.ranks for row in rows if row.time.exposed > 0.1 * row.time.compute]
             if rows:
-                where = (
-                    f"stops hiding at {shown.ranks:,} ranks (more than a tenth of compute is exposed)" if shown else ""
+                limit = (
+                    f"stops hiding at {exposed[0]:,} ranks (more than a tenth of compute is exposed)" if exposed else ""
                 )
-                answer = where or f"hides up to {rows[-1].ranks:,} ranks"
-                yield f"{name}: communication {answer}, on {self.hardware.name} by the model"
+                answer = limit or f"hides up to {rows[-1].ranks:,} ranks"
+                answers.append(f"{name}: communication {answer}, on {self.hardware.name} by the model")
+        for row in self.rows:
+            times = [f"{row.time.total:.3g} s", f"{row.time.exposed:.3g} s", f"{row.efficiency:.1%}"]
+            cells.append([f"{row.ranks:,}", str(row.mesh), nbytes(row.peak), *times])
+        return "\n".join([*answers, "", *aligned(cells, left={1})])
 
 
 def scaling_table(
@@ -199,29 +189,26 @@ def scaling_table(
     optimizer: str | float = "adamw",
     worlds: Sequence[int] = WORLDS,
 ) -> ScalingTable:
-    """The same micro-batch on each of ever more ranks, sharded over all and over a node only. Local, pure.
+    """Model the same micro-batch on growing numbers of ranks, sharded over all and over a node only. Local.
 
-    A model on paper: what it leaves out stands in :mod:`shardkit.memory.speed`.
+    :mod:`shardkit.memory.speed` says what the model leaves out.
 
     Args:
         model: on any device, meta too.
-        plan: whose units and settings hold; its mesh is replaced.
+        plan: the units and settings; its mesh is replaced.
         batch: one rank's micro-batch, as for :func:`shardkit.memory.estimate`.
         hardware: rates of ranks and links.
         loss: as for :func:`shardkit.memory.estimate`.
         optimizer: as for :func:`shardkit.memory.estimate`.
-        worlds: numbers of ranks.
+        worlds: the numbers of ranks.
     """
     step, kept = trace(model, plan, batch, loss=loss), OptimizerBytes.of(optimizer)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    buffers, node = sum(buffer.nbytes for buffer in model.buffers()), hardware.ranks_per_node
     rows = []
-    for mesh in (mesh for ranks in worlds for mesh in _meshes(ranks, hardware.ranks_per_node)):
-        changed = replace(plan, mesh=mesh)
-        peak = max(point.total for point in timeline(changed, step, kept, buffers))
-        rows.append(ScalingRow(mesh, peak, step_time(changed, step, hardware, kept)))
+    for ranks in worlds:
+        hybrid = [MeshSpec.hybrid(ranks // node, node)] if ranks > node and ranks % node == 0 else []
+        for mesh in (MeshSpec.sharded(ranks), *hybrid):
+            changed = replace(plan, mesh=mesh)
+            peak = max(point.total for point in timeline(changed, step, kept, buffers))
+            rows.append(ScalingRow(mesh, peak, step_time(changed, step, hardware, kept)))
     return ScalingTable(tuple(rows), hardware)
-
-
-def _meshes(ranks: int, node: int) -> list[MeshSpec]:
-    hybrid = [MeshSpec.hybrid(ranks // node, node)] if ranks > node and ranks % node == 0 else []
-    return [MeshSpec.sharded(ranks), *hybrid]

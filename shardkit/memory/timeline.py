@@ -1,13 +1,13 @@
-"""What is alive on one rank through a training step: a trace of the model, and FSDP2's own buffers around it.
+"""Replay what FSDP2 allocates and frees on one rank through a training step, around a trace of the model.
 
-FSDP2 cuts dim 0 into as many parts as ranks, each ``ceil(dim0 / ranks)`` rows; the last ones are padded. Rank 0 holds
-the most, so rank 0 is counted. What is allocated and freed at each moment follows ``FSDPParamGroup``,
-``foreach_all_gather`` and ``foreach_reduce`` of torch 2.13, in the CPU's order and so the caching allocator's.
+FSDP2 splits dim 0 into one chunk for each rank, of ``ceil(dim0 / ranks)`` rows; the last chunks are padded. Rank 0
+holds the most, so rank 0 is counted. The replay follows ``FSDPParamGroup``, ``foreach_all_gather`` and
+``foreach_reduce`` of torch 2.13, in the order of the CPU's calls, which is the caching allocator's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -38,10 +38,10 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What an optimizer keeps of each trained parameter: bytes for each of its bytes, and further ones an element.
+    """State that an optimizer keeps for each trained parameter: bytes per byte, plus bytes per element.
 
-    ``temporary`` bytes for each byte of a parameter come and go in a step. With ``in_backward`` each parameter is
-    stepped as soon as its gradient is reduced, which is then freed.
+    During a step, ``temporary`` bytes for each byte of a parameter are allocated and freed. With ``in_backward`` each
+    parameter is stepped as soon as its gradient is reduced, and the gradient is freed.
     """
 
     per_byte: float = 0.0
@@ -51,15 +51,15 @@ class OptimizerBytes:
 
     @classmethod
     def of(cls, optimizer: str | float) -> OptimizerBytes:
-        """An optimizer by its name in ``OPTIMIZERS``, or by its bytes of state for each element.
+        """Return an optimizer by its name in ``OPTIMIZERS``, or by its bytes of state for each element.
 
         Raises:
-            PlanError: the name is not known, or the bytes are negative.
+            PlanError: the name is unknown, or the bytes are negative.
         """
         fix = "Pass the bytes of its state for each element, such as 8 for two float32 moments"
         if not isinstance(optimizer, str):
             if optimizer < 0:
-                raise PlanError(message("optimizer", f"is {optimizer:g} bytes", "Bytes are not negative", fix))
+                raise PlanError(message("optimizer", f"is {optimizer:g} bytes", "Bytes cannot be negative", fix))
             return cls(per_element=optimizer)
         if optimizer not in OPTIMIZERS:
             raise PlanError(message("optimizer", f"is {optimizer!r}", f"Known are {', '.join(OPTIMIZERS)}", fix))
@@ -67,7 +67,7 @@ class OptimizerBytes:
         return cls(per_byte, temporary=temporary)
 
     def state_bytes(self, elements: int, nbytes: int) -> int:
-        """Bytes of state for that many elements of that many bytes."""
+        """Return the bytes of state for that many elements of that many bytes."""
         return round(self.per_byte * nbytes + self.per_element * elements)
 
 
@@ -79,20 +79,20 @@ class UnitBytes:
     grads: int  # the shards' gradients, as stored
     optimizer: int  # state of the optimizer
     unsharded: int  # its parameters gathered, in the dtype they compute in, padding included
-    gather: int  # the flat buffer that an all-gather fills, in all; 0 where one rank has everything
-    copy_in: int  # the copy of the shards that is cast, or fetched from the CPU, for an all-gather
-    reduce: int  # the flat buffer that a reduce-scatter reads
-    reduced: int  # what the reduce-scatter writes, in the reduce dtype
-    casts_reduced: bool  # whether that is cast to become the gradients, instead of being them
+    gather: int  # the flat output buffer of an all-gather; 0 where one rank has everything
+    copy_in: int  # the shards cast, or copied from the CPU, as the input of an all-gather
+    reduce: int  # the flat input buffer of a reduce-scatter
+    reduced: int  # its output, in the reduce dtype
+    casts_reduced: bool  # whether the output is cast to become the gradients, instead of being used as they are
     offloaded: bool  # whether shards, gradients and optimizer state are on the CPU
 
 
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
-    """What one unit of a plan holds and moves on a rank. Pure."""
+    """Return what one unit of a plan holds and moves on a rank."""
     return _unit_bytes(tuple(plan.specs_of(unit)), plan.mesh.shard_size, unit.mp_policy, unit.offloads, optimizer)
 
 
-@lru_cache(maxsize=4096)  # a search for a budget asks for the same again and again
+@lru_cache(maxsize=4096)  # a search for a budget repeats the same calls
 def _unit_bytes(
     specs: tuple[ParamSpec, ...], ranks: int, policy: MixedPrecisionPolicy, offloads: bool, optimizer: OptimizerBytes
 ) -> UnitBytes:
@@ -117,12 +117,12 @@ def _unit_bytes(
 
 
 def _shard_bytes(specs: Sequence[ParamSpec], ranks: int, dtype: torch.dtype | None) -> int:
-    """Bytes of padded shards in ``dtype``, or as stored."""
+    """Return the bytes of padded shards in ``dtype``, or as stored."""
     return sum(_shard_numel(spec, ranks) * (dtype or spec.dtype).itemsize for spec in specs)
 
 
 def _shard_numel(spec: ParamSpec, ranks: int) -> int:
-    """Elements of the padded shard: dim 0 is cut, so a rank never has less than a whole row of the others."""
+    """Return the elements of the padded shard: whole rows of dim 0."""
     rows = spec.shape[0] if spec.shape else 1
     return -(-rows // ranks) * (spec.numel // rows) if rows else 0
 
@@ -132,14 +132,14 @@ class Point:
     """The most that is alive on one rank in one stretch of a step, in bytes.
 
     Attributes:
-        moment: what begins the stretch: before or after a unit's forward or backward, or the optimizer's step.
+        moment: that begins the stretch: before or after a unit's forward or backward, or the optimizer's step.
         unit: the unit's name; empty for the start and the step.
         parameters: shards of the parameters, parameters that are not sharded, and buffers.
-        gradients: of the shards; during the optimizer's step also of parameters that are not sharded.
-        optimizer: state, and during the step temporaries.
-        unsharded: parameters that are gathered.
+        gradients: of the shards; in the optimizer's step also of parameters that are not sharded.
+        optimizer: state, and temporaries of the step.
+        unsharded: gathered parameters.
         communication: buffers of all-gathers and reduce-scatters.
-        activations: all that the model itself keeps and makes, unsharded gradients and the batch among it.
+        activations: everything that the model itself allocates, including unsharded gradients and the batch.
     """
 
     moment: str
@@ -153,12 +153,12 @@ class Point:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return sum(getattr(self, category) for category in CATEGORIES)
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The moment and its unit, in words."""
         return f"{self.moment} of {self.unit}" if self.unit else self.moment
 
 
@@ -171,19 +171,32 @@ class Predicted(Protocol):
 
     @property
     def peak(self) -> Point | None:
-        """The stretch in which most is alive."""
+        """The stretch with the most bytes alive."""
 
 
 def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> list[Point]:
-    """Every stretch of one steady step of ``plan``, in order: the second step or a later one. Pure.
+    """Return every stretch of one steady step of ``plan``, in order: the second step or a later one.
 
     Args:
-        plan: whose units the trace has.
-        trace: of the model with the plan's checkpointing.
-        optimizer: what it keeps.
+        plan: of the same units as the trace.
+        trace: of the model with the plan's recomputation.
+        optimizer: its bytes of state.
         buffers: bytes of the model's buffers.
     """
-    rank = _rank(plan, trace, optimizer, buffers)
+    sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
+    here = [size for size in sizes.values() if not size.offloaded]
+    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
+    trained = [spec for spec in whole if spec.trainable]
+    of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
+    rank = _Rank(
+        plan,
+        trace.grad_bytes,
+        sizes,
+        optimizer.in_backward,
+        parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers,
+        states=sum(size.optimizer for size in here) + of_whole,
+        activations=trace.batch_bytes,
+    )
     units = {unit.name: unit for unit in plan.units}
     points: list[Point] = []
     for interval in trace.intervals:
@@ -193,7 +206,7 @@ def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffer
         rank.activations += interval.delta
     rank.reduce_input = rank.held_reduced = 0
     rank.gathers.clear()
-    rank.gradients += trace.other_grad_bytes  # which the model itself made, so that they were activations until here
+    rank.gradients += trace.other_grad_bytes  # made by the model itself, so counted as activations until here
     rank.activations -= trace.other_grad_bytes
     rank.states += 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
     return [*points, rank.point(STEP, "")]
@@ -204,7 +217,7 @@ class _Rank:
     """What FSDP2 holds on one rank right now, in bytes."""
 
     plan: ShardingPlan
-    grad_bytes: dict[str, int]  # of the unsharded gradients of each unit
+    grad_bytes: Mapping[str, int]  # of the unsharded gradients of each unit
     sizes: dict[str, UnitBytes]
     in_backward: bool
     parameters: int
@@ -215,45 +228,31 @@ class _Rank:
     gathers: dict[str, int] = field(default_factory=dict)  # flat buffers in flight or kept
     last_forward_gather: str | None = None
     reduce_input: int = 0
-    held_reduced: int = 0  # buffers of all-reduces, which stay until backward ends
-    ran: list[ShardUnit] = field(default_factory=list)  # in forward's order, for backward's prefetch
+    held_reduced: int = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
+    ran: list[ShardUnit] = field(default_factory=list)  # in the order of forward, for the prefetch of backward
 
     def point(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> Point:
-        """What is alive, with that much more for a moment."""
+        """Return what is alive, plus these short-lived bytes."""
         communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
         unsharded, activations = sum(self.unsharded.values()), self.activations + activations
         return Point(moment, unit, self.parameters, self.gradients, self.states, unsharded, communication, activations)
 
-    def drop_last_forward_gather(self) -> None:
+    def free_last_forward_gather(self) -> None:
         self.gathers.pop(self.last_forward_gather or "", None)
         self.last_forward_gather = None
 
 
-def _rank(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int) -> _Rank:
-    sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
-    here = [size for size in sizes.values() if not size.offloaded]
-    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
-    trained = [spec for spec in whole if spec.trainable]
-    of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
-    return _Rank(
-        plan,
-        dict(trace.grad_bytes),
-        sizes,
-        optimizer.in_backward,
-        parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers,
-        states=sum(size.optimizer for size in here) + of_whole,
-        activations=trace.batch_bytes,
-    )
+_ON_FEWER_RANKS = " on fewer ranks"  # after a unit's name: its shards over that many ranks
 
 
 def _forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     size = rank.sizes[unit.name]
     if unit.name not in rank.unsharded and size.unsharded:
         yield from _gather(rank, unit, FORWARD)
-        rank.drop_last_forward_gather()
+        rank.free_last_forward_gather()
         rank.unsharded[unit.name] = size.unsharded
         yield rank.point(FORWARD, unit.name)
-        rank.last_forward_gather = unit.name  # kept until the next unit's copy-out, so that the two may overlap
+        rank.last_forward_gather = unit.name  # kept until the next unit's copy-out, so that both may overlap
     if rank.plan.prefetch:
         order = rank.plan.execution_order()
         for each in order[order.index(unit) + 1 :][: rank.plan.prefetch]:
@@ -261,7 +260,7 @@ def _forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
 
 
 def _gather(rank: _Rank, unit: ShardUnit, moment: str) -> Iterator[Point]:
-    """The flat buffer of a unit's all-gather, unless it is there or the unit is gathered already."""
+    """Allocate the flat buffer of a unit's all-gather, unless it exists or the unit is gathered already."""
     size = rank.sizes[unit.name]
     if size.gather and unit.name not in rank.gathers and unit.name not in rank.unsharded:
         rank.gathers[unit.name] = size.gather
@@ -276,14 +275,10 @@ def _after_forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     elif reshard is not False and unit.name in rank.unsharded:
         kept = rank.unsharded[unit.name] // reshard
         yield rank.point(AFTER_FORWARD, unit.name, communication=kept)
-        rank.unsharded[_on_fewer_ranks(unit)] = kept
+        rank.unsharded[unit.name + _ON_FEWER_RANKS] = kept
         del rank.unsharded[unit.name]
     if unit.modules == ("",):
-        rank.drop_last_forward_gather()
-
-
-def _on_fewer_ranks(unit: ShardUnit) -> str:
-    return unit.name + " on fewer ranks"
+        rank.free_last_forward_gather()
 
 
 def _backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
@@ -293,7 +288,7 @@ def _backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
         rank.unsharded[unit.name] = size.unsharded
         yield rank.point(BACKWARD, unit.name)
         rank.gathers.pop(unit.name, None)
-        rank.unsharded.pop(_on_fewer_ranks(unit), None)
+        rank.unsharded.pop(unit.name + _ON_FEWER_RANKS, None)
     places = [place for place, each in enumerate(rank.ran) if each is unit]
     if places:
         for each in rank.ran[max(0, places[-1] - max(1, rank.plan.prefetch)) : places[-1]][::-1]:

@@ -1,4 +1,4 @@
-"""Meta init that is exact: build without memory, shard, then get the values ordinary construction would have had."""
+"""Exact meta init: build without memory, shard, then compute the values that ordinary construction gives."""
 
 from shardkit.meta.context import init_on_meta as init_on_meta
 from shardkit.meta.context import is_recorded as is_recorded

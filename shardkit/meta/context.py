@@ -1,4 +1,4 @@
-"""init_on_meta: the context in which models are recorded, and what is remembered of it."""
+"""init_on_meta: the context in which constructions are recorded, and the record of each module."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shardkit.shards import local_value
 
 _current: Recorder | None = None
 _thread = 0  # that records
-# What each module's parameters and buffers were when recording ended. fully_shard replaces the tensors, whose
-# storages are then gone; the module and the name stay.
+# The parameters and buffers of each module when recording ended. fully_shard replaces the tensors and frees their
+# storages; module and name stay.
 records: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Tape, View]]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record in this context; inside another one, join it. One thread at a time."""
+    """Record in this context, or join the recording around it. One thread at a time."""
     global _current, _thread
     if _current is not None:
         if _thread != threading.get_ident():
@@ -57,7 +57,7 @@ def recording() -> Iterator[Recorder]:
 
 @contextmanager
 def _refused_elsewhere() -> Iterator[None]:
-    """Refuse parameters and buffers of modules that other threads make: neither on meta nor recorded."""
+    """Raise for parameters and buffers that other threads make, which are neither on meta nor recorded."""
     refused: list[ShardkitError] = []
 
     def check(module: nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -77,27 +77,27 @@ def _refused_elsewhere() -> Iterator[None]:
 
 
 def _other_thread(problem: str) -> ShardkitError:
-    rule = "A construction is recorded in one thread; in others tensors would be real and without a record"
+    rule = "A construction is recorded in one thread; tensors of other threads would be real and unrecorded"
     fix = "Build the whole model in the thread that entered init_on_meta, and other models before or after"
     return ShardkitError(message("init_on_meta", f"{problem} in another thread", rule, fix))
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Build models without memory, so that ``materialize`` can give them their ordinary values later.
+    """Build models without memory, so that ``materialize`` can compute their ordinary values later.
 
     Inside the context every tensor that is made is a meta tensor, which holds no memory, and each operation on
     it is recorded. The code of the model sees ordinary tensors: it need not know about the meta device, and
     needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``. Local: no collective.
 
-    Everything that computes initial values belongs inside: own initialisers, ``load_state_dict``, ties, casts.
-    Real tensors that are made outside stay real. What depends on values (``tensor.item()``) is computed at once
-    from what it depends on, so it costs time and, for a moment, memory. Python's and numpy's random numbers are
-    drawn as always. torch's generators hold on exit a state of their own, the same on all ranks that entered in the
-    same one; ``materialize`` puts them where ordinary construction leaves them, unless they were seeded since.
+    Everything that computes initial values belongs inside: your initialisers, ``load_state_dict``, ties, casts.
+    Real tensors that are made outside stay real. What depends on values (``tensor.item()``) is computed immediately,
+    which costs time and, briefly, memory. Python's and numpy's random numbers are drawn as usual. On exit torch's
+    generators have a placeholder state, the same on all ranks that entered in the same state; ``materialize`` sets the
+    state that ordinary construction leaves, unless they were seeded since.
 
     Raises:
-        ShardkitError: another thread builds a module meanwhile; raised there, and here on exit.
+        ShardkitError: another thread builds a module at the same time; raised there, and here on exit.
 
     Example::
 
@@ -112,7 +112,7 @@ def init_on_meta() -> Iterator[None]:
 
 
 def remember(tape: Tape) -> None:
-    """Note, for every module alive, which of its tensors the tape knows."""
+    """Record, for every module alive, which of its tensors are on the tape."""
     # Through the garbage collector, because modules and parameters come about in too many ways to hook: deep
     # copies, unpickling, writes to module._parameters.
     for module in gc.get_objects():
@@ -125,12 +125,12 @@ def remember(tape: Tape) -> None:
 
 
 def is_plain_meta(tensor: Any) -> bool:
-    """Whether this is a meta tensor with a storage of its own: no wrapper subclass such as DTensor, and not lazy."""
+    """Return whether this is a meta tensor with its own storage: not a wrapper subclass such as DTensor, not lazy."""
     if not isinstance(tensor, Tensor) or is_lazy(tensor):
         return False
     return tensor.is_meta and not _torch.has_own_dispatch(type(tensor))
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Whether ``materialize`` can replay how the model was constructed: local and pure."""
+    """Return whether ``materialize`` can replay how the model was constructed. Local, pure."""
     return any(records.get(module) for module in model.modules())

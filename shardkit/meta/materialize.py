@@ -1,4 +1,4 @@
-"""materialize: give each rank its shards of the values that ordinary construction would have had."""
+"""materialize: compute on each rank its shards of the values that ordinary construction gives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def materialize(
     *,
     init: Initialiser | None = None,
 ) -> nn.Module:
-    """Give a sharded meta model its values: those that ordinary construction would have had, bit for bit.
+    """Give a sharded meta model the values of ordinary construction, bit for bit.
 
     Every meta parameter and buffer (persistent or not), and every meta tensor that a module holds elsewhere (in
     attributes, lists, closures, modules that are not registered), gets this rank's part of the value that the same
@@ -70,50 +70,54 @@ def materialize(
 
     Example: see :func:`init_on_meta`.
     """
-    _check_model(model)
-    targets = find_targets(model)
+    targets = _checked_targets(model)
     problem, replay = None, None
     with undone_on_error():
         try:
-            tapes = resolve(model, targets, init, chained=seed is None)
-            replay = player_of(model, targets, tapes, device, seed)
-            digest = digest_of(tapes, targets, seed)
+            replay = Replay(model, targets, init=init, device=device, seed=seed)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem, digest = error, 0
-        agree(model, digest, problem)
+            problem = error
+        _agree(model, replay.digest if replay is not None else 0, problem)
     assert replay is not None
-    replay.run()
+    replay.compute()
     install(model, targets)
-    settle(tapes, replay.ends, replay.device, seeded=seed is not None)
-    for module in model.modules():
-        records.pop(module, None)
+    replay.settle_generators()
+    forget(model)
     return model
 
 
-# ---- what is to be made ---------------------------------------------------------------------------------------
+def forget(model: nn.Module) -> None:
+    """Drop what was recorded of the model, once all its values are in place."""
+    for module in model.modules():
+        records.pop(module, None)
 
 
-def _check_model(model: nn.Module) -> None:
+# ---- what is to be computed -----------------------------------------------------------------------------------
+
+
+def _checked_targets(model: nn.Module) -> list[Target]:
     if not isinstance(model, nn.Module):
         problem = f"a {type(model).__name__} is not an nn.Module"
-        raise ShardkitError(message("model", problem, "materialize takes a sharded model", ""))
+        raise ShardkitError(message("model", problem, "materialize takes a sharded model", "Pass the model itself"))
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        rule = "materialize makes only this rank's shards, so it needs to know them"
+        rule = "materialize computes only this rank's shards of the model"
         fix = "Call shard_model(model) or fully_shard first"
-        raise ShardkitError(message("model", "no module of it is sharded", rule, fix))
-    if not find_targets(model):
+        raise ShardkitError(message("model", "it is not sharded", rule, fix))
+    targets = find_targets(model)
+    if not targets:
         problem = "none of its parameters and buffers is on the meta device"
         rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
-        raise ShardkitError(message("model", problem, rule, "Leave the call out if the model has its values already"))
+        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
+    return targets
 
 
 def is_on_meta(tensor: Tensor) -> bool:
-    """Whether a tensor, sharded or not, has no memory."""
+    """Return whether a tensor, sharded or not, is on the meta device."""
     return tensor.device.type == "meta"
 
 
 def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta) -> list[Target]:
-    """The chosen parameters and buffers, and the meta tensors that modules hold elsewhere, each once. Local, pure."""
+    """Return the chosen parameters and buffers, and other meta tensors that modules hold, each once. Local, pure."""
     found: dict[int, Target] = {}
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
@@ -130,8 +134,70 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
     return list(found.values())
 
 
-def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *, chained: bool) -> list[Tape]:
-    """Find what was recorded for each target, record what was not, and return the tapes to replay."""
+class Replay:
+    """Computes the values of meta tensors of a model. The constructor raises unless all can be computed. Local.
+
+    Args:
+        model: sharded or not.
+        targets: the tensors to compute.
+        init, device, seed: as for :func:`materialize`.
+        draw_all: draw every recorded random number, so that generators can be left as after construction; else only as
+            many as the targets need, such as none for a table of frequencies.
+
+    Raises:
+        ShardkitError: nothing recorded, and no initialiser, writes some of the targets; all are named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: list[Target],
+        *,
+        init: Initialiser | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+        draw_all: bool = True,
+    ) -> None:
+        self.targets = targets
+        self._seed = seed
+        with undone_on_error():
+            _record_missing(model, targets, init)
+            recorded = {target.recorded[0] for target in targets if target.recorded is not None}
+            self._tapes = closure(recorded, chained=seed is None)
+            _check_targets(targets, self._tapes)
+            cutter = Cutter(model)
+            finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
+            on = torch.device(device or self._tapes[-1].device) if targets else torch.device("cpu")
+            self._player = Player(self._tapes, finals, device=on, seed=seed, draw_all=draw_all)
+            stale = len(self._player.stale)
+            if stale:
+                problem = f"{stale} real tensors that init_on_meta recorded as constants have changed"
+                rule = "They must not change before materialize"
+                raise ShardkitError(message("model", problem, rule, "Change clones of them instead"))
+            self.digest = self._digest()
+
+    def _digest(self) -> int:
+        """Return a number that differs when ranks would compute different values: 63 bits of a SHA-256."""
+        digest = hashlib.sha256(repr(self._seed).encode())
+        numbers = {storage: i for i, storage in enumerate(s for tape in self._tapes for s in tape.storages)}
+        for tape in self._tapes:
+            tape.update_digest(digest, numbers, with_entry=self._seed is None)
+        for target in self.targets:
+            digest.update(repr((target.fqns, target.tensor.shape)).encode())
+        return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+    def compute(self) -> None:
+        """Set each target's ``value``. Local; torch's generators end where they began."""
+        if self.targets:
+            self._player.run()
+
+    def settle_generators(self) -> None:
+        """Put generators where ordinary construction leaves them, unless the user moved them since."""
+        settle(self._tapes, self._player.ends, self._player.device, seeded=self._seed is not None)
+
+
+def _record_missing(model: nn.Module, targets: list[Target], init: Initialiser | None) -> None:
+    """Find what was recorded for each target, and record the initialisers of what was not."""
     for target in targets:
         target.recorded = _recorded(target)
     missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
@@ -146,13 +212,10 @@ def resolve(model: nn.Module, targets: list[Target], init: Initialiser | None, *
         recorded = record_initialisers(model, known, missing, init)
         for target in targets:
             target.recorded = recorded.get(id(target.tensor), target.recorded)
-    tapes = closure({t.recorded[0] for t in targets if t.recorded is not None}, chained=chained)
-    _check_targets(targets, tapes)
-    return tapes
 
 
 def _recorded(target: Target) -> Recorded | None:
-    """What the tape knows of a tensor: by its storage, or by its places in modules where it has a new one."""
+    """Find a tensor on a tape: by its storage, or by its module and name if it has a new storage."""
     if is_plain_meta(target.tensor):
         found = find_storage(target.tensor)
         if found is not None:
@@ -160,7 +223,7 @@ def _recorded(target: Target) -> Recorded | None:
     by_place = [records[module][name] for module, name in target.slots if name in records.get(module, {})]
     if any(record != by_place[0] for record in by_place):
         problem = f"it was tied to {listing(target.fqns[1:])} after init_on_meta"
-        rule = "Each of them was recorded with a value of its own"
+        rule = "Each was recorded with its own value"
         raise ShardkitError(message(target.fqns[0], problem, rule, "Tie them inside init_on_meta()"))
     return by_place[0] if by_place else None
 
@@ -173,24 +236,24 @@ def _error(targets: Iterable[Target], problem: str, rule: str, fix: str) -> Shar
 def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
     quantised = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
     if quantised:
-        rule = "Initial values are plain, and what is inside of this class is not"
+        rule = "The recorded initial values are plain tensors, and this class stores quantised ones"
         raise _error(quantised, "quantised on meta", rule, "Quantise after materialize")
     is_defined = Definedness(tapes)
     undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
     if undefined:
         problem = "would stay uninitialised: neither the construction nor an initialiser of the model writes all of it"
         fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
-        raise _error(undefined, problem, "materialize leaves no memory undefined", fix)
+        raise _error(undefined, problem, "materialize never leaves values uninitialised", fix)
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [t.recorded for t in targets if t.slots]
     stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.recorded in registered]
     if stale:
         rule = "It would stay a full tensor that does not train"
-        fix = "Shard with shard_model, which keeps such places up to date, or drop it before sharding"
+        fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
         raise _error(stale, "is a parameter that fully_shard has replaced in its module", rule, fix)
     changed = [t for t in targets if t.recorded is not None and t.recorded[1].size != tuple(t.tensor.shape)]
     if changed:
-        rule = "What computes initial values, and their shapes, belongs inside init_on_meta()"
+        rule = "Shapes and initial values are recorded inside init_on_meta()"
         raise _error(changed, "the shape is not the one that was recorded", rule, "Move the change there")
     check_unbound(targets)
 
@@ -200,47 +263,13 @@ def check_unbound(targets: list[Target]) -> None:
     bound = [t for t in targets if isinstance(t.tensor, DTensor)]
     bound = [t for t in bound if weakref.getweakrefs(t.tensor) or tensor_hooks(t.tensor)]
     if bound:
-        problem = "it has a gradient hook, or something holds a weak reference to it"
-        rule = "torch.utils.swap_tensors, which gives a tensor object its value, loses the one and refuses the other"
-        raise _error(bound, problem, rule, "Make it after materialize")
+        problem = "it has a hook of register_hook, or a weak reference to it exists"
+        rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
+        raise _error(bound, problem, rule, "Register the hook, or create the reference, after materialize")
 
 
-def player_of(
-    model: nn.Module,
-    targets: list[Target],
-    tapes: list[Tape],
-    device: torch.device | str | None,
-    seed: int | None,
-    *,
-    draw_all: bool = True,
-) -> Player:
-    """What plays the tapes and cuts the targets' values from it; see :class:`Player`. Local."""
-    cutter = Cutter(model)
-    finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
-    player = Player(tapes, finals, device=torch.device(device or tapes[-1].device), seed=seed, draw_all=draw_all)
-    if player.stale:
-        problem = f"{len(player.stale)} real tensors that init_on_meta recorded as constants were changed since"
-        rule = "They must stay as they were until materialize"
-        raise ShardkitError(message("model", problem, rule, "Clone what you want to change"))
-    return player
-
-
-# ---- all ranks are about to make the same model, or all raise --------------------------------------------------
-
-
-def digest_of(tapes: Iterable[Tape], targets: Iterable[Target], seed: int | None) -> int:
-    """A number that differs when ranks would make different models: 63 bits of a SHA-256."""
-    digest = hashlib.sha256(repr(seed).encode())
-    numbers = {storage: i for i, storage in enumerate(s for tape in tapes for s in tape.storages)}
-    for tape in tapes:
-        tape.update_digest(digest, numbers, with_entry=seed is None)
-    for target in targets:
-        digest.update(repr((target.fqns, target.tensor.shape)).encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
-
-
-def agree(model: nn.Module, digest: int, problem: Exception | None) -> None:
-    """Raise on every rank when one has a problem, or when digests differ. Collective over the model's meshes."""
+def _agree(model: nn.Module, digest: int, problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem, or if digests differ. Collective over the model's meshes."""
     failed = differ = False
     for mesh in meshes(model):
         extremes = torch.tensor([digest, -digest, problem is not None], dtype=torch.int64, device=device_of(mesh))
@@ -252,10 +281,11 @@ def agree(model: nn.Module, digest: int, problem: Exception | None) -> None:
     if problem is not None:
         raise problem
     if failed:
-        raise ShardkitError(message("model", "materialize failed on another rank", "All ranks stop", "See its error"))
+        rule = "An error on one rank stops all"
+        raise ShardkitError(message("model", "materialize failed on another rank", rule, "See that rank's error"))
     if differ:
         found = "ranks recorded different constructions, or started from different random states"
-        rule = "All ranks must make the same model, of which each keeps its shards"
+        rule = "All ranks must build the same model, since each keeps its shards of it"
         fix = "Call torch.manual_seed with one number on all ranks before init_on_meta(), or pass one to "
         fix += "materialize(model, seed=...); seed the data by rank afterwards"
         raise ShardkitError(message("seed", found, rule, fix))

@@ -1,7 +1,7 @@
-"""Initialisers of the user's and of the model's own, recorded like a construction.
+"""Record initialisers, the user's ``init`` or the model's own methods, like a construction.
 
-Each gets full-size tensors to write to, as it expects, although the model is sharded: meta stand-ins take the
-parameters' places for the time of the call, and what happens to them goes on the tape.
+They write to full-size tensors although the model is sharded: meta stand-ins replace the parameters during the call,
+and the tape records what happens to them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ _WHOLE_MODEL = ("init_weights", "initialize_weights", "_init_weights")
 def record_initialisers(
     model: nn.Module, known: dict[int, Recorded], missing: set[int], init: Initialiser | None
 ) -> dict[int, Recorded]:
-    """What the missing tensors are, and with ``init`` the known ones, after ``init`` or the model's own initialisers.
+    """Record the initialisation of the missing tensors, and with ``init`` also of the known ones.
 
-    They run on stand-ins for all parameters and buffers. ``known`` is what was recorded, by ``id`` of the model's
-    present tensor: ``init`` goes on from these values, as ``model.apply(init)`` does after construction. ``missing``
-    is the ``id`` of each meta tensor that no construction was recorded for.
+    ``known`` is what was recorded, by ``id`` of the model's tensor: ``init`` starts from these values, as
+    ``model.apply(init)`` does after construction. ``missing`` has the ``id`` of each meta tensor without a recording.
     """
     slots = list(_slots(model))
     wanted = missing | known.keys() if init is not None else missing
@@ -81,28 +80,27 @@ def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor
 
 
 def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
-    """``reset_parameters`` of modules that own missing tensors, then what initialises whole models."""
-    owners = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
+    """Call ``reset_parameters`` of modules that own missing tensors, then initialisers of whole models."""
+    registries = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
+    owners = {each for each in model.modules() if {id(each._parameters), id(each._buffers)} & registries}
     _check_resets(model, owners)
 
     def reset(module: nn.Module) -> None:
-        if id(module._parameters) in owners or id(module._buffers) in owners:
-            method = _method(module, _RESET)
-            if method is not None and _num_required(method) == 0:
-                method()
+        method = _method(module, _RESET)
+        if module in owners and method is not None and _num_required(method) == 0:
+            method()
 
     model.apply(reset)
     _initialise_whole(model)
 
 
-def _check_resets(model: nn.Module, owners: set[int]) -> None:
-    """Raise for missing tensors below a module whose initialiser takes arguments that only its construction knew."""
+def _check_resets(model: nn.Module, owners: set[nn.Module]) -> None:
+    """Raise for missing tensors below a module whose initialiser takes arguments that only its constructor knew."""
     unknown = {}
     for name, module in model.named_modules():
         methods = [each for each in dir(type(module)) if each.startswith("reset_") and each.endswith("_parameters")]
         method = next((each for each in methods if _num_required(getattr(module, each))), None)
-        below = (each for each in module.modules() if id(each._parameters) in owners or id(each._buffers) in owners)
-        if method is not None and any(below):
+        if method is not None and not owners.isdisjoint(module.modules()):
             unknown[name or "(root)"] = method
     if unknown:
         problem = f"initialised by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
@@ -113,7 +111,7 @@ def _check_resets(model: nn.Module, owners: set[int]) -> None:
 
 
 def _initialise_whole(module: nn.Module) -> None:
-    """The outermost ``init_weights()``, or ``_init_weights(module)`` over all modules below it."""
+    """Call the outermost ``init_weights()``, or ``_init_weights(module)`` on all modules below it."""
     method = _method(module, _WHOLE_MODEL)
     if method is None or _num_required(method) > 1:
         for child in module.children():

@@ -1,4 +1,4 @@
-"""Recording: construction runs on meta tensors, and every aten call is noted on a tape."""
+"""Recording: construction runs on meta tensors, and every aten call is appended to a tape."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from shardkit.meta.tape import (
     find_storage,
     leaves,
     map_leaves,
+    tensors_of,
     view_of,
 )
 
@@ -41,10 +42,10 @@ _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty",
 
 
 class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every aten call on its tape and runs it on the meta device only.
+    """Appends every aten call to its tape and runs it on the meta device only.
 
-    Tensors made while it is active are meta tensors. Real tensors that come from outside stay real, and ops
-    among them alone run as always; where one meets a meta tensor it enters the tape as a constant.
+    Tensors made while it is active are meta tensors. Real tensors that were made before stay real, and ops on real
+    tensors alone run as usual. A real tensor used together with a meta tensor becomes a constant on the tape.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -57,41 +58,59 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one aten call: noted and on meta, or for real where only real tensors take part."""
+        """Run one aten call: recorded and on meta, or for real where only real tensors take part."""
         with _torch.no_torch_function():  # the Disguise is for the model's code, not for ours
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            rule = "The construction is that of one rank"
-            raise ShardkitError(message("init_on_meta", "a DTensor is used inside", rule, "Shard after it"))
+            rule = "A model is built with plain tensors, and sharded afterwards"
+            raise ShardkitError(message("init_on_meta", "a DTensor is used inside", rule, "Call shard_model after it"))
         if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
             return args[0] if args[0].is_meta else self._stand_in(args[0])
         if _makes_tensor(func, tensors):
             return self._record(func, args, kwargs)
-        return self._run_for_real(func, args, kwargs)
+        for argument, value in zip(_torch.schema(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in leaves(value):
+                    self._forget(tensor)
+        return func(*args, **kwargs)
 
     # ---- recording one call -------------------------------------------------------------------------------
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call, run it on meta, and return what it returns."""
-        real_of: dict[int, Tensor] = {}
-        args, kwargs = map_leaves(lambda leaf: self._on_meta(leaf, real_of), (args, kwargs))
+        """Append a call to the tape, run it on meta, and return what it returns."""
+        real_of: dict[int, Tensor] = {}  # by id of the stand-in
+
+        def on_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.is_meta:
+                return leaf
+            stand_in = self._stand_in(leaf)
+            real_of[id(stand_in)] = leaf
+            return stand_in
+
+        args, kwargs = map_leaves(on_meta, (args, kwargs))
         if _torch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
-            return func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
+            return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)
         out = self._run_on_meta(func, args, kwargs)
-        op.outs = tuple(self._new_view(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor))
+        new = ((t, None if find_storage(t) else self.tape.add(t.untyped_storage())) for t in tensors_of(out))
+        op.outs = tuple(None if number is None else view_of(t, number) for t, number in new)
         if op.writes or op.random or any(op.outs):  # else a view, or a change of sizes and strides
             self._append(op)
-            self._sync(op, args, kwargs, real_of)
+            written = {view for view, _ in op.writes}
+            for stand_in in tensors_of((args, kwargs)):
+                if id(stand_in) in real_of and self.view(stand_in) in written:  # real.normal_()
+                    real, value = real_of[id(stand_in)], self.value(stand_in)
+                    self._forget(real)
+                    real.detach().copy_(value)
         return map_leaves(lambda leaf: real_of.get(id(leaf), leaf), out)
 
     def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Note a whole Python function that fills ``tensor`` at random, as one op."""
+        """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
         writes = ((view, self._kind(view, True, [])),)
         generator = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
@@ -101,7 +120,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def view(self, tensor: Tensor) -> View:
-        """A meta tensor as a View; its storage is numbered when it is not known."""
+        """Return a meta tensor as a View; a storage that is not on a tape is added."""
         found = find_storage(tensor)
         if found is None:
             # Made where no mode sees it (by a storage's own methods), or on meta before recording began.
@@ -115,12 +134,12 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return view_of(tensor, number)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The real value of a meta tensor at this point of the construction, computed from the tape."""
+        """Compute the value of a meta tensor at this point of the construction."""
         view = self.view(tensor)
         return evaluate(closure([self.tape], chained=True), [view])[0]
 
     def watch(self, generator: torch.Generator | None) -> Watch:
-        """The watch over a generator, from its first use on."""
+        """Return the watch of a generator, made at its first use."""
         key = id(generator if generator is not None else torch.default_generator)
         if key not in self._watches:
             self._watches[key] = watch = Watch(self.tape, generator)
@@ -130,7 +149,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._watches[key]
 
     def close(self, failed: bool) -> None:
-        """End of the recording: generators are left as the user should find them, or put back where it failed."""
+        """End the recording: leave the generators with a placeholder state, or restore them if it failed."""
         for watch in self._watches.values():
             watch.restore() if failed else watch.close()
 
@@ -156,13 +175,13 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _accesses(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[View], list[tuple[View, str]]]:
-        """What the call reads, and what it writes and how."""
+        """Return what the call reads, and what it writes and how."""
         reads: list[View] = []
         written: list[tuple[View, bool]] = []
         arguments = _torch.schema(func).arguments
         given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         for argument, value in given:
-            views = [self.view(leaf) for leaf in leaves(value) if isinstance(leaf, Tensor)]
+            views = [self.view(tensor) for tensor in tensors_of(value)]
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += [(view, argument.is_out or _name(func) in _FILLS) for view in views]
             elif not (_name(func) in _EMPTY or _name(func).endswith("_like") or _name(func).startswith("new_")):
@@ -188,8 +207,13 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 pass  # no meta kernel, or an index by mask
         # The shapes follow from values: compute the call for real, once, and keep the shapes.
         kwargs.pop("device", None)
-        real = func(*map_leaves(self._real, args), **map_leaves(self._real, kwargs))
-        return map_leaves(_meta_like, real)
+
+        def meta_like(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+        return map_leaves(meta_like, self._run_on_values(func, args, kwargs))
 
     def _append(self, op: Op) -> None:
         self.tape.ops.append(op)
@@ -198,23 +222,18 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             op.reset = watch.reset()
             watch.step()
 
-    def _new_view(self, tensor: Tensor) -> View | None:
-        return None if find_storage(tensor) else view_of(tensor, self.tape.add(tensor.untyped_storage()))
-
     # ---- real tensors -------------------------------------------------------------------------------------
 
-    def _real(self, leaf: Any) -> Any:
-        return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+    def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call for real, on the values that its meta tensors have at this point."""
 
-    def _on_meta(self, leaf: Any, real_of: dict[int, Tensor]) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta:
-            return leaf
-        stand_in = self._stand_in(leaf)
-        real_of[id(stand_in)] = leaf
-        return stand_in
+        def real(leaf: Any) -> Any:
+            return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+
+        return func(*map_leaves(real, args), **map_leaves(real, kwargs))
 
     def _stand_in(self, real: Tensor) -> Tensor:
-        """A meta tensor for a real one, its storage recorded as a constant."""
+        """Return a meta tensor for a real one, its storage recorded as a constant."""
         storage = real.untyped_storage()
         if id(storage) not in self._constants:
             self._constants[id(storage)] = self._constant(real, storage)
@@ -235,29 +254,12 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.ops.append(op)
         return _Constant(number, meta, storage, op)
 
-    def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for argument, value in zip(_torch.schema(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in leaves(value):
-                    self._forget(tensor)
-        return func(*args, **kwargs)
-
     def _forget(self, real: Tensor) -> None:
-        """A real tensor is about to change: what the tape has of it is kept by copy, and read anew later."""
+        """Copy a constant whose real tensor is about to change; its next use records it again."""
         constant = self._constants.pop(id(real.untyped_storage()), None)
         if constant is not None and constant.op.source is not None:
             assert constant.op.value is not None
             constant.op.value, constant.op.source = constant.op.value.clone(), None
-
-    def _sync(self, op: Op, args: Any, kwargs: Any, real_of: dict[int, Tensor]) -> None:
-        """Bring real tensors up to date that a recorded call wrote to (``real.normal_()``)."""
-        written = {view for view, _ in op.writes}
-        for leaf in leaves((args, kwargs)):
-            if id(leaf) in real_of and self.view(leaf) in written:
-                real = real_of[id(leaf)]
-                value = self.value(leaf)
-                self._forget(real)
-                real.detach().copy_(value)
 
 
 @dataclass(slots=True)
@@ -272,10 +274,10 @@ class _Constant:
 
 
 class Disguise(TorchFunctionMode):
-    """Lets meta tensors pass for ordinary ones where no aten call is made.
+    """Makes meta tensors look like ordinary ones where no aten call is made.
 
-    transformers, torch.nn.init and others look for meta tensors and then skip their own initialisers; ordinary
-    construction would run them. Methods that hand out values (``tolist``, ``numpy``) get them from the tape.
+    transformers, torch.nn.init and others skip initialisers for meta tensors, which ordinary construction would run.
+    Methods that return values (``tolist``, ``numpy``) compute them from the tape.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
@@ -307,7 +309,7 @@ class Disguise(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``tensor.to(...)`` in any of its forms; to the device where tensors pretend to be, it is only a cast."""
+        """Run ``tensor.to(...)``; to the device that the tensors pretend to be on, it is only a cast."""
         names: tuple[str, ...] = ("device", "dtype", "non_blocking", "copy")
         if args and isinstance(args[0], (torch.dtype, Tensor)):
             names = ("dtype" if isinstance(args[0], torch.dtype) else "tensor", "non_blocking", "copy")
@@ -325,7 +327,7 @@ _VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 
 
 def _getter(name: str) -> Any:
-    """What a function mode is given for reading an attribute of a tensor."""
+    """Return the function that a mode sees when an attribute of a tensor is read."""
     return getattr(Tensor, name).__get__
 
 
@@ -341,13 +343,7 @@ def _argument_names(func: Any) -> set[str]:
 
 
 def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
-    """Whether a call belongs on the tape: it has to do with meta tensors, with chance, or makes new memory."""
+    """Return whether a call belongs on the tape: it uses meta tensors, draws random numbers, or allocates."""
     if any(tensor.is_meta for tensor in tensors) or _torch.has_tag(func, "nondeterministic_seeded"):
         return True
     return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)
-
-
-def _meta_like(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")

@@ -1,7 +1,7 @@
-"""Replay: run a tape on a real device, with one full tensor alive at a time as far as the tape allows.
+"""Replay: run tapes on a real device, with one full tensor alive at a time where the tape allows it.
 
-Random ops run in the order of recording, since each moves the generator on; all else runs when something needs it. A
-random op whose result is overwritten later still draws its numbers, into memory that is dropped at once.
+Random ops run in the order of recording, since each advances the generator; other ops run when a value needs them. A
+random op whose result is overwritten later still draws its numbers, into memory that is freed immediately.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.meta.tape import UPDATE, WHOLE, Op, Stream, Tape, View, leaves, map_leaves, view_of
+from shardkit.meta.tape import UPDATE, WHOLE, Op, Stream, Tape, View, map_leaves, tensors_of, view_of
 
 
 @dataclass(frozen=True)
 class Final:
-    """A tensor that is wanted at the end: ``take`` gets its value once, as soon as that is final.
+    """A value to compute: ``take`` gets it once, as soon as it is final.
 
-    ``take(value, alone)`` may keep the value's memory when it is ``alone``, as nothing else will look at it, and
-    says whether it did.
+    ``take(value, alone)`` may keep the value's memory if it is ``alone``, since nothing else reads it then, and returns
+    whether it did.
     """
 
     view: View
@@ -34,7 +34,7 @@ class Final:
 
 @dataclass(slots=True)
 class Buffer:
-    """One life of a storage: from the op that makes or wholly overwrites it to the next that does."""
+    """One lifetime of a storage: from the op that makes or fully overwrites it to the next one that does."""
 
     changes: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Buffer:
 
 
 class Schedule:
-    """Which ops are needed, what each waits for, and after which random op each final value is there."""
+    """Which ops are needed, what each waits for, and after which random op each final value is ready."""
 
     def __init__(self, ops: list[Op], finals: list[Final]) -> None:
         self.ops = ops
@@ -84,7 +84,9 @@ class Schedule:
         needed = [False] * len(self.ops)
         todo = [buffer.changes[-1] for buffer in self.final_buffers]
         # What decides how many numbers a random op draws must be right: all that it reads.
-        todo += [index for index, op in enumerate(self.ops) if op.random and _reads_values(op)]
+        for index, op in enumerate(self.ops):
+            if op.random and (op.reads or any(kind == UPDATE for _, kind in op.writes)):
+                todo.append(index)
         while todo:
             index = todo.pop()
             if not needed[index]:
@@ -93,7 +95,7 @@ class Schedule:
         return needed
 
     def _add_order_waits(self) -> None:
-        """A change in place waits for the needed reads of what was there before."""
+        """Make a change in place wait for the needed reads of the old content."""
         for buffer in _each_once(b for touched in self.buffers for b in touched.values()):
             reads = [index for index in buffer.reads if self.needed[index]]
             for change in buffer.changes:
@@ -109,15 +111,11 @@ class Schedule:
             buffer.uses += 1
 
     def _ready(self) -> list[int]:
-        """For each op the last random op that it depends on, itself included; -1 for none."""
+        """Return the last random op that each op depends on, itself included; -1 for none."""
         ready: list[int] = []
         for index, op in enumerate(self.ops):
             ready.append(index if op.random else max((ready[i] for i in self.waits[index]), default=-1))
         return ready
-
-
-def _reads_values(op: Op) -> bool:
-    return bool(op.reads) or any(kind == UPDATE for _, kind in op.writes)
 
 
 def _each_once(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -176,12 +174,14 @@ class Player:
                         self._draw(index, op, marks[_key(op.generator)])
                         self._take(index)
                     index += 1
-                self._end(tape, marks)
+                for key, stream in tape.streams.items():
+                    marks[key].go_to(stream.end)
+                self.ends[tape] = {key: mark.generator.get_state() for key, mark in marks.items()}
 
     # ---- generators ---------------------------------------------------------------------------------------
 
     def _begin(self, tape: Tape) -> dict[int, _Marks]:
-        """Put each generator of a tape where it was when the tape began."""
+        """Set each generator of a tape to the state that it had when the tape began."""
         marks = {}
         for key, stream in tape.streams.items():
             generator = self._generator(stream.generator)
@@ -190,7 +190,9 @@ class Player:
                     generator.manual_seed(self._seed)
             else:
                 _set_state(generator, self._entry(stream, key))
-            marks[key] = _Marks(generator, {0: generator.get_state()}, _positions(tape, key))
+            wheres = [op.reset for op in tape.ops if op.random and _key(op.generator) == key]
+            positions = {where for where in (*wheres, stream.end) if isinstance(where, int)}
+            marks[key] = _Marks(generator, {0: generator.get_state()}, positions)
         return marks
 
     def _entry(self, stream: Stream, key: int) -> Tensor:
@@ -202,11 +204,6 @@ class Player:
         final = stream.entry.streams[key].final
         assert final is not None, "a predecessor was replayed neither before nor now"
         return final
-
-    def _end(self, tape: Tape, marks: dict[int, _Marks]) -> None:
-        for key, stream in tape.streams.items():
-            marks[key].go_to(stream.end)
-        self.ends[tape] = {key: mark.generator.get_state() for key, mark in marks.items()}
 
     def _generator(self, generator: torch.Generator | None) -> torch.Generator:
         if generator is None:
@@ -231,7 +228,7 @@ class Player:
     # ---- values -------------------------------------------------------------------------------------------
 
     def _take(self, index: int) -> None:
-        """Hand out the values that are final after random op ``index``."""
+        """Pass on the values that are final after random op ``index``."""
         for final, buffer in self._schedule.finals_after.get(index, ()):
             self._need(buffer.changes[-1])
             assert buffer.real is not None
@@ -259,11 +256,12 @@ class Player:
             if kind == WHOLE:
                 touched[view.storage].real = self._allocate(view.storage)
         if op.func is None or op.undefined:
-            made = next(view for view in op.outs if view is not None)
-            touched[made.storage].real = self._constant(op, made)
+            number = next(view.storage for view in op.outs if view is not None)
+            constant = None if op.value is None else op.value.to(self.device, copy=True).untyped_storage()
+            touched[number].real = self._allocate(number) if constant is None else constant
         else:
             real = {number: buffer.real for number, buffer in touched.items() if buffer.real is not None}
-            results = [leaf for leaf in leaves(self._call(op, real)) if isinstance(leaf, Tensor)]
+            results = tensors_of(self._call(op, real))
             for out, result in zip(op.outs, results, strict=any(op.outs)):
                 if out is not None:
                     touched[out.storage].real = self._as_recorded(out, result)
@@ -272,13 +270,15 @@ class Player:
             self._release(buffer)
 
     def _call(self, op: Op, real: dict[int, torch.UntypedStorage]) -> Any:
-        """Make the recorded call. Storages missing in ``real`` are such as it does not read."""
+        """Run the recorded call. Storages missing in ``real`` are not read by it."""
 
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
                 if value.storage not in real:
                     real[value.storage] = self._allocate(value.storage)
-                return self._fit(value, real[value.storage])
+                if real[value.storage].nbytes() < value.num_bytes():  # resize_ was called on it
+                    real[value.storage].resize_(self._storages[value.storage].num_bytes(value.storage))
+                return value.of(real[value.storage])
             return self._generator(value) if isinstance(value, torch.Generator) else value
 
         assert op.func is not None
@@ -290,11 +290,6 @@ class Player:
         self._spare = None  # not held while the op itself allocates
         return op.func(*args, **kwargs)
 
-    def _constant(self, op: Op, out: View) -> torch.UntypedStorage:
-        if op.value is None:
-            return self._allocate(out.storage)
-        return op.value.to(self.device, copy=True).untyped_storage()
-
     def _allocate(self, number: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
         num_bytes = self._storages[number].num_bytes(number)
@@ -304,13 +299,8 @@ class Player:
         del spare
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
-    def _fit(self, view: View, storage: torch.UntypedStorage) -> Tensor:
-        if storage.nbytes() < view.num_bytes():  # resize_ was called on it
-            storage.resize_(self._storages[view.storage].num_bytes(view.storage))
-        return view.of(storage)
-
     def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
-        """The storage of a result, laid out as the meta kernel had it: later views count on that."""
+        """Return the storage of a result, with the layout of the meta kernel, which later views rely on."""
         if replace(view_of(result, out.storage), dtype=out.dtype) == out:
             return result.untyped_storage()
         storage = self._allocate(out.storage)
@@ -344,18 +334,12 @@ class _Marks:
             self.generator.set_state(self.states[where])
 
 
-def _positions(tape: Tape, key: int) -> set[int]:
-    """The positions that a tape goes back to, as numbers of random ops of that generator."""
-    wheres = [op.reset for op in tape.ops if op.random and _key(op.generator) == key]
-    return {where for where in (*wheres, tape.streams[key].end) if isinstance(where, int)}
-
-
 def _key(generator: torch.Generator | None) -> int:
     return id(generator if generator is not None else torch.default_generator)
 
 
 def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    """A state of a CPU generator, or what it means on another device: the seed that it began with."""
+    """Set the state of a CPU generator; on another device, the seed that it was made with."""
     if generator.device.type == "cpu" or state.numel() == generator.get_state().numel():
         generator.set_state(state)
     else:
@@ -364,7 +348,7 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 
 @contextmanager
 def _defaults_kept(device: torch.device) -> Iterator[None]:
-    """Put the state of the device's default generator, and the default dtype, back in the end."""
+    """Restore the state of the device's default generator, and the default dtype, on exit."""
     generator, dtype = _torch.default_generator(device), torch.get_default_dtype()
     state = generator.get_state()
     try:
@@ -375,7 +359,7 @@ def _defaults_kept(device: torch.device) -> Iterator[None]:
 
 
 def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
-    """Values of recorded tensors as they are at the end of the tapes, on the CPU. Draws no more than needed."""
+    """Compute recorded tensors as they are at the end of the tapes, on the CPU; draw no more than needed."""
     values: dict[int, Tensor] = {}
 
     def keep(index: int, value: Tensor, alone: bool) -> bool:

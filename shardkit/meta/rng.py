@@ -1,4 +1,4 @@
-"""Random number generators during recording: nothing is drawn, yet every reseeding is noticed.
+"""Random number generators during recording: nothing is drawn, and every reseeding is detected.
 
 While a tape records, a generator holds a *marker*, a state that says only "after n random ops". Whoever saves
 and restores states inside the construction (``torch.random.fork_rng``) saves and restores markers, which replay
@@ -21,7 +21,7 @@ from torch import Tensor
 from shardkit import _torch
 from shardkit.meta.tape import Stream, Tape, hash_bytes
 
-# Seeds of markers: any range that nobody's seeds fall in by accident.
+# Seeds of markers: a range in which no user's seed falls by accident.
 _MARK = 0x5EED_0F_5A4D_0000
 
 
@@ -40,12 +40,12 @@ class Watch:
         self._plant()
 
     def step(self) -> None:
-        """One random op was recorded."""
+        """Count one recorded random op."""
         self.num_ops += 1
         self._plant()
 
     def reset(self) -> Tensor | int | None:
-        """What the user did to the generator since the marker was planted; None for nothing."""
+        """Return where the user put the generator since the last marker; None if it was not touched."""
         state = self.generator.get_state()
         if torch.equal(state, self._planted):
             return None
@@ -55,7 +55,7 @@ class Watch:
         return state
 
     def close(self) -> None:
-        """Leave the generator as the user should find it, and note how replay is to end."""
+        """Leave the generator with a last marker, and record the state in which replay ends."""
         end = self.reset()
         self.stream.end = self.num_ops if end is None else end
         if isinstance(self.stream.end, Tensor):
@@ -77,7 +77,7 @@ class Watch:
         return torch.Generator(self.generator.device).manual_seed(_MARK + position).get_state()
 
     def _last_marker(self) -> int:
-        """A seed for the time after: the same on all ranks and in all runs that begin in the same state."""
+        """Return the seed of the last marker: equal on all ranks and in all runs that began in the same state."""
         digest = hashlib.sha256(str(self.num_ops).encode())
         hash_bytes(digest, self._entry)
         return int.from_bytes(digest.digest()[:7], "big")
@@ -97,7 +97,7 @@ _pending: dict[int, _Pending] = {}
 
 @contextmanager
 def undone_on_error() -> Iterator[None]:
-    """Put torch's default generator, and what waits for replay, back as they were if the body raises."""
+    """Restore torch's default generator, and the recordings that wait for replay, if the body raises."""
     state, pending = torch.get_rng_state(), dict(_pending)
     try:
         yield
@@ -109,7 +109,7 @@ def undone_on_error() -> Iterator[None]:
 
 
 def settle(tapes: Iterable[Tape], ends: dict[Tape, dict[int, Tensor]], device: torch.device, *, seeded: bool) -> None:
-    """After replay, put generators where ordinary construction leaves them, unless the user moved them since.
+    """Set generators to the state that ordinary construction leaves, unless the user moved them since.
 
     Args:
         tapes: what was replayed, in order.

@@ -1,4 +1,4 @@
-"""Values into place: this rank's part of each full tensor, put under the tensor objects that the model has."""
+"""Cut this rank's part out of each full tensor, and install it in the tensor objects of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def view(self) -> View:
-        """What the tape has for it, once that is known."""
+        """The view on its tape; only after ``recorded`` is set."""
         assert self.recorded is not None
         return self.recorded[1]
 
@@ -47,21 +47,21 @@ class Homes:
         self._plain = torch.device("cpu") if mesh is None else device_of(mesh)
 
     def of(self, tensor: Tensor) -> torch.device:
-        """Of one of the model's tensors; plain ones belong where the first mesh is."""
+        """Return the device of one of the model's tensors; for plain ones that of the first mesh."""
         if not isinstance(tensor, DTensor):
             return self._plain
         return torch.device("cpu") if id(tensor) in self._offloaded else device_of(tensor.device_mesh)
 
 
 class Cutter:
-    """Keeps of a full value what this rank needs, on the device where it belongs."""
+    """Keeps this rank's part of a full value, on the device where it belongs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._homes = Homes(model)
         self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
 
     def cut(self, target: Target, full: Tensor, alone: bool) -> bool:
-        """Set ``target.value`` from the full value, whose memory is ours when ``alone``; say whether it was kept."""
+        """Set ``target.value`` from the full value; if ``alone``, its memory may be kept. Return whether it was."""
         tensor = target.tensor
         if isinstance(tensor, DTensor):
             target.value = self._shard(full, tensor, alone)
@@ -81,18 +81,15 @@ class Cutter:
     def _whole(self, full: Tensor, view: View, home: torch.device) -> Tensor:
         if view.storage not in self._storages:
             storage = full.untyped_storage()
-            self._storages[view.storage] = storage if storage.device == home else _moved(storage, home)
+            if storage.device != home:
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
+                storage = there.copy_(storage, non_blocking=False)
+            self._storages[view.storage] = storage
         return view.of(self._storages[view.storage])
 
 
-def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-    there.copy_(storage, non_blocking=False)
-    return there
-
-
 def install(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes do."""
+    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep working."""
     for target in targets:
         tensor, value = target.tensor, target.value
         assert value is not None
@@ -118,5 +115,5 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
 
 
 def meshes(model: nn.Module) -> Iterable[DeviceMesh]:
-    """The different meshes of a model's parameters, in order."""
+    """Return the different meshes of a model's parameters, in order."""
     return dict.fromkeys(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))

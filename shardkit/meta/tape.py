@@ -1,4 +1,4 @@
-"""The tape: what ordinary construction would have computed, as plain records of aten calls.
+"""The tape: what ordinary construction computes, as plain records of aten calls.
 
 A tensor on the tape is a ``View``: which storage, and where in it. That is all that views, in-place initialisers,
 deep copies and ties need to be exact, because two tensors share memory here just when they share it in an
@@ -30,7 +30,7 @@ UPDATE, PART, WHOLE = "update", "part", "whole"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as the tape sees it. Sizes, strides and offset in elements of ``dtype``."""
+    """A tensor on the tape. Sizes, strides and offset are in elements of ``dtype``."""
 
     storage: int
     size: tuple[int, ...]
@@ -41,7 +41,7 @@ class View:
     neg: bool = False
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor that has this view of a real (or meta) storage, which must be large enough."""
+        """Return the tensor with this view of a real or meta storage, which must be large enough."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
@@ -55,7 +55,7 @@ class View:
         return (last + 1) * self.dtype.itemsize
 
     def covers(self, num_bytes: int) -> bool:
-        """Whether every byte of a storage of ``num_bytes`` is in this view, each once."""
+        """Return whether every byte of a storage of ``num_bytes`` is in this view, each once."""
         expected = 1
         for stride, size in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1):
             if stride != expected:
@@ -87,13 +87,13 @@ class Op:
     version: int = 0  # of the source, to notice a later change
 
     def is_stale(self) -> bool:
-        """Whether this is a constant that was changed since it was recorded."""
+        """Return whether this is a constant that was changed since it was recorded."""
         return self.source is not None and _torch.version_of(self.source) != self.version
 
 
 @dataclass(slots=True)
 class Stream:
-    """One generator's part in a tape."""
+    """The use of one generator by a tape."""
 
     generator: torch.Generator | None  # None: torch's default one
     entry: Tensor | Tape  # its state at first use; a Tape: where that earlier tape leaves it
@@ -117,14 +117,14 @@ class Tape:
         _live.add(self)
 
     def add(self, storage: torch.UntypedStorage) -> int:
-        """Number a storage that was not known."""
+        """Add a storage, and return its number."""
         number = next(_storage_ids)
         self.storages[number] = storage
         self._ids[id(storage)] = number
         return number
 
     def find(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a storage, if this tape knows it."""
+        """Return the number of a storage, or None if it is not on this tape."""
         return self._ids.get(id(storage))
 
     def update_digest(self, digest: Any, numbers: dict[int, int], *, with_entry: bool) -> None:
@@ -149,7 +149,7 @@ class Tape:
                 hash_bytes(digest, stream.entry)
 
     def num_bytes(self, number: int) -> int:
-        """Size of a storage in bytes, as it was at the end."""
+        """Return the size of a storage in bytes at the end of the recording."""
         return self.storages[number].nbytes()
 
 
@@ -157,20 +157,20 @@ _live: weakref.WeakSet[Tape] = weakref.WeakSet()
 
 
 def find_storage(tensor: Tensor) -> tuple[Tape, int] | None:
-    """The tape that knows a meta tensor's storage, and the storage's number there."""
+    """Return the tape with a meta tensor's storage, and the storage's number there."""
     storage = tensor.untyped_storage()
     found = ((tape, tape.find(storage)) for tape in list(_live))
     return next(((tape, number) for tape, number in found if number is not None), None)
 
 
 def view_of(tensor: Tensor, number: int) -> View:
-    """A tensor as a View of the storage with that number."""
+    """Return a tensor as a View of the storage with that number."""
     place = (tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
     return View(number, *place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def closure(tapes: Iterable[Tape], *, chained: bool) -> list[Tape]:
-    """The tapes and all tapes whose storages they use, in the order of recording.
+    """Return the tapes and all tapes whose storages they use, in the order of recording.
 
     With ``chained`` also those whose replay gives the states that the others' generators begin with.
     """
@@ -184,7 +184,7 @@ def closure(tapes: Iterable[Tape], *, chained: bool) -> list[Tape]:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """``fn`` on every leaf of nested lists, tuples and dicts: the only containers that aten calls use."""
+    """Apply ``fn`` to every leaf of nested lists, tuples and dicts: the only containers in aten calls."""
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_leaves(fn, item) for item in tree)
     if isinstance(tree, dict):
@@ -200,19 +200,21 @@ def hash_bytes(digest: Any, tensor: Tensor) -> None:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts, in order."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
+    """Yield the leaves of nested lists, tuples and dicts, in order."""
+    if isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
             yield from leaves(item)
     else:
         yield tree
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
 class Definedness:
-    """What is written of each storage, after running over a tape's ops in order.
+    """Which elements of each storage are written after running a tape's ops in order.
 
     A storage is wholly defined, or it has a list of the views that were overwritten since it was made. An op
     that reads undefined memory makes undefined memory. Initialising through an index or a mask
@@ -226,11 +228,18 @@ class Definedness:
                 self._run(op)
 
     def __call__(self, view: View) -> bool:
-        """Whether every element of the view is defined."""
+        """Return whether every element of the view is defined."""
         written = self._written[view.storage]
         if written is None:
             return True
-        return bool(written) and _covered(view, written)
+        # Exact, by marking elements: one byte an element, and only for storages that are filled part by part.
+        size = view.dtype.itemsize
+        if not written or any(part.dtype.itemsize != size for part in written):
+            return False
+        marks = torch.zeros(max(each.num_bytes() for each in (view, *written)) // size, dtype=torch.bool)
+        for part in written:
+            marks.as_strided(part.size, part.stride, part.offset).fill_(True)
+        return bool(marks.as_strided(view.size, view.stride, view.offset).all())
 
     def _run(self, op: Op) -> None:
         clean = not op.undefined and all(map(self, op.reads))
@@ -239,25 +248,8 @@ class Definedness:
             if view is not None:
                 self._written[view.storage] = None if clean and updates_clean else []
         for view, kind in op.writes:
-            self._write(view, kind, clean)
-
-    def _write(self, view: View, kind: str, clean: bool) -> None:
-        written = self._written[view.storage]
-        if not clean:
-            self._written[view.storage] = []
-        elif kind == WHOLE:
-            self._written[view.storage] = None
-        elif kind == PART and written is not None:
-            written.append(view)
-
-
-def _covered(view: View, written: list[View]) -> bool:
-    # Exact, by marking elements: one byte an element, and only for storages that are filled part by part.
-    if any(part.dtype.itemsize != view.dtype.itemsize for part in written):
-        return False
-    size = view.dtype.itemsize
-    num_elements = max(v.num_bytes() for v in (view, *written)) // size
-    marks = torch.zeros(num_elements, dtype=torch.bool)
-    for part in written:
-        marks.as_strided(part.size, part.stride, part.offset).fill_(True)
-    return bool(marks.as_strided(view.size, view.stride, view.offset).all())
+            written = self._written[view.storage]
+            if not clean or kind == WHOLE:
+                self._written[view.storage] = None if clean else []
+            elif kind == PART and written is not None:
+                written.append(view)

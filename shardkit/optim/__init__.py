@@ -1,4 +1,4 @@
-"""The optimizer's side of sharding."""
+"""Optimizers of sharded models: steps on local shards, steps in backward, and a check."""
 
 from shardkit.optim.check import check_optimizer as check_optimizer
 from shardkit.optim.in_backward import optimizer_in_backward as optimizer_in_backward

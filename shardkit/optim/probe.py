@@ -1,7 +1,7 @@
-"""Whether an optimizer updates each element from that element alone: seen by stepping a whole against its halves.
+"""Detect whether an optimizer is element-wise by stepping small tensors whole and in halves.
 
-Copies of the optimizer step small plain tensors: one copy the whole ones, two others a half each, as two ranks hold
-them. An element-wise optimizer is one for which parameters, state and counts agree.
+Copies of the optimizer step plain tensors: one copy the whole tensors, two others one half each, as two ranks would
+hold them. The optimizer is element-wise if parameters, state and the numbers in groups agree.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import local_tensor
+from shardkit._torch import local_tensor, make_adagrad_state
 from shardkit.errors import ShardkitError, message
 
 STEPS = 4
 # By number of dimensions: odd sizes, and long ones. 8-bit optimizers leave tensors below 4,096 elements alone, and
-# those that their blocks of 256 do not divide; the halves of the long ones are such, the wholes are not.
+# those that their blocks of 256 do not divide; the halves of the long ones are such, the whole ones are not.
 SHAPES: dict[int, list[tuple[int, ...]]] = {
     1: [(5,), (8448,), (8320,)],
     2: [(5, 4), (132, 64), (130, 64)],
     3: [(5, 3, 4)],
     4: [(5, 2, 3, 3)],
 }
-# Of the largest element. Vectorized loops round the ends of a tensor otherwise, by 1e-7. What is not element-wise is
-# off by 1e-3 and more, because the gradients of one half are larger than those of the other.
+# Relative to the largest element. Vectorized loops round the ends of a tensor differently, by 1e-7. An update that is
+# not element-wise is off by 1e-3 and more, because the gradients of one half are larger than those of the other.
 RELATIVE = 1e-4
-LR = 0.01  # so that something happens, also where a warmup begins with 0
+LR = 0.01  # so that parameters move even where a warmup begins with 0
 
 # Not element-wise, but its step on DTensors is right (torch 2.13; test_optim_classes.py). Adafactor, LBFGS, Lamb,
 # CAME, Prodigy and bitsandbytes' optimizers fail there.
 RUNS_ON_DTENSORS = ("Muon",)
 
 Group = dict[str, Any]
-# What the copies hold of a whole tensor: all of it, and the two parts that torch's chunk makes of it.
+# What each copy holds of a tensor: all of it, or one of the two parts that torch.chunk makes.
 PARTS: list[Callable[[Tensor], Tensor]] = [lambda t: t, lambda t: t.chunk(2)[0], lambda t: t.chunk(2)[1]]
 
 
 def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
-    """Raise unless the optimizer is seen to be element-wise, or cannot be tried and is vouched for. Local, pure."""
-    rule = "On a shard only an update that reads one element at a time is the update of the whole parameter"
+    """Raise unless the probe finds the optimizer element-wise, or cannot run and it is vouched for. Local, pure."""
+    rule = "The step of a shard equals that of the whole parameter only if each element is updated by itself"
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     try:
         found = difference(optimizer)
-    except Exception as error:  # whatever a class raises that was not made for plain copies
+    except Exception as error:  # whatever a class raises that cannot step plain copies
         if vouched:
             return
         problem = f"is {name}, which cannot be tried on small plain tensors: {type(error).__name__}: {error}"
-        fix = "If its update is element-wise, say so with elementwise=True"
+        fix = "If its update is element-wise, pass elementwise=True"
         raise ShardkitError(message("optimizer", problem, rule, fix)) from error
     if found is not None:
         torchs = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")]
@@ -67,19 +67,19 @@ def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
 
 
 def difference(optimizer: Optimizer) -> str | None:
-    """What differs between the halves and the whole; None if nothing, so that the optimizer is element-wise. Local.
+    """Return what differs between the halves and the whole, or None for an element-wise optimizer. Local.
 
     The optimizer's class runs with its options as they are, then with weight decay and momentum where it has them.
-    The optimizer, its parameters and random numbers are not changed.
+    The optimizer, its parameters and the random number generators are not changed.
 
     Raises:
         Exception: whatever the optimizer raises when it is copied, or steps plain tensors in float32.
         ArithmeticError: it draws random numbers, so that two runs cannot be compared.
     """
     groups = list({_kind(group): group for group in optimizer.param_groups}.values())
-    with _apart({device.index for device in map(_device, groups) if device.type == "cuda"}):
+    with _undisturbed({device.index for device in map(_device, groups) if device.type == "cuda"}):
         for options in ({}, {"weight_decay": 0.1, "momentum": 0.9}):
-            whole, first, second = (_Copy(optimizer, groups, part, options).run() for part in PARTS)
+            whole, first, second = (_step_copy(optimizer, groups, part, options) for part in PARTS)
             for key, value in whole.items():
                 if not _agree(value, first.get(key), second.get(key)):
                     return str(key[-1])
@@ -89,20 +89,22 @@ def difference(optimizer: Optimizer) -> str | None:
 
 
 @contextmanager
-def _apart(cuda: set[int | None]) -> Iterator[None]:
-    """Steps that are not compiled, for which torch's and Python's random numbers are as before afterwards."""
+def _undisturbed(cuda: set[int | None]) -> Iterator[None]:
+    """Run steps uncompiled, and restore torch's and Python's random number generators; raise if steps used them."""
     before = random.getstate()
-    with torch.random.fork_rng(devices=cuda), torch.compiler.set_stance("force_eager"):
-        start = torch.get_rng_state()
-        yield
-        drawn = not torch.equal(start, torch.get_rng_state()) or random.getstate() != before
-    random.setstate(before)
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.compiler.set_stance("force_eager"):
+            start = torch.get_rng_state()
+            yield
+            drawn = not torch.equal(start, torch.get_rng_state()) or random.getstate() != before
+    finally:
+        random.setstate(before)
     if drawn:
         raise ArithmeticError("its step draws random numbers")
 
 
 def _kind(group: Group) -> str:
-    """Equal for groups that a probe need not tell apart."""
+    """Return a key that is equal for groups of which the probe needs only one."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
     return repr((options, _ndims(group), _device(group)))
 
@@ -118,67 +120,61 @@ def _device(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
-class _Copy:
-    """A copy of an optimizer that holds parts of small tensors."""
-
-    def __init__(
-        self, optimizer: Optimizer, groups: list[Group], part: Callable[[Tensor], Tensor], options: dict[str, float]
-    ) -> None:
-        self.part = part
-        self.shapes = [[shape for ndim in _ndims(group) for shape in SHAPES[ndim]] for group in groups]
-        self.starts = self._values(groups, 0)
-        params: list[Any] = [[nn.Parameter(value.clone()) for value in values] for values in self.starts]
-        memo: dict[int, Any] = {id(optimizer.param_groups): [], id(optimizer.state): defaultdict(dict)}
-        memo |= {id(old): params[0][0] for group in optimizer.param_groups for old in group["params"]}
-        self.optimizer: Any = type(optimizer).__new__(type(optimizer))
-        for name, value in vars(optimizer).items():
-            if name != "step":  # an LR scheduler's wrapper
-                vars(self.optimizer)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
-        self.optimizer.param_groups = [
-            {**copy.deepcopy({**group, "params": []}, memo), **_options(group, options), "params": each}
-            for group, each in zip(groups, params, strict=True)
-        ]
-        train = getattr(self.optimizer, "train", None)
-        if callable(train):
-            train()  # schedule-free ones refuse to step otherwise
-
-    def run(self) -> dict[tuple[Any, ...], Any]:
-        """Step, and return what the parameters moved by, their state, and the numbers of the groups."""
-        closure = [lambda: torch.zeros(())] if "closure" in inspect.signature(self.optimizer.step).parameters else []
-        groups = self.optimizer.param_groups
-        for step in range(1, STEPS + 1):
-            for group, grads in zip(groups, self._values(groups, step), strict=True):
-                for param, grad in zip(group["params"], grads, strict=True):
-                    param.grad = grad.clone()
-            self.optimizer.step(*closure)
-        return dict(self._results())
-
-    def _values(self, groups: list[Group], seed: int) -> list[list[Tensor]]:
-        values = []
-        for group, shapes in zip(groups, self.shapes, strict=True):
-            generator = torch.Generator().manual_seed(seed)
-            wholes = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-            for whole in wholes:  # small at the beginning, large at the end
-                whole.mul_(torch.linspace(0.2, 4, len(whole), device="cpu").reshape(-1, *[1] * (whole.ndim - 1)))
-            values.append([self.part(whole).contiguous().to(_device(group)) for whole in wholes])
-        return values
-
-    def _results(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        for i, (group, starts) in enumerate(zip(self.optimizer.param_groups, self.starts, strict=True)):
-            for j, (param, start) in enumerate(zip(group["params"], starts, strict=True)):
-                yield (i, j, "update"), (param.detach() - start, param.shape)
-        for i, group in enumerate(self.optimizer.param_groups):
-            yield from (((i, key), value) for key, value in group.items() if isinstance(value, (int, float, Tensor)))
-            for j, param in enumerate(group["params"]):
-                for key, value in self.optimizer.state.get(param, {}).items():
-                    yield (i, j, str(key)), (value, param.shape)
+def _step_copy(
+    optimizer: Optimizer, groups: list[Group], part: Callable[[Tensor], Tensor], options: dict[str, float]
+) -> dict[tuple[Any, ...], Any]:
+    """Step a copy that holds parts of small tensors; return parameter updates, state and the numbers of its groups."""
+    starts = [_values(group, part, 0) for group in groups]
+    copied = _copy(optimizer, groups, starts, options)
+    closure = [lambda: torch.zeros(())] if "closure" in inspect.signature(copied.step).parameters else []
+    for step in range(1, STEPS + 1):
+        for group in copied.param_groups:
+            for param, grad in zip(group["params"], _values(group, part, step), strict=True):
+                param.grad = grad
+        copied.step(*closure)
+    found: dict[tuple[Any, ...], Any] = {}
+    for i, (group, befores) in enumerate(zip(copied.param_groups, starts, strict=True)):
+        for j, (param, before) in enumerate(zip(group["params"], befores, strict=True)):
+            found[i, j, "update"] = param.detach() - before, param.shape
+            found |= {(i, j, str(key)): (value, param.shape) for key, value in copied.state.get(param, {}).items()}
+        found |= {(i, key): value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
+    return found
 
 
-def _options(group: Group, options: dict[str, float]) -> Group:
-    """Those that the group has and leaves at zero, and a learning rate."""
-    lr = group.get("lr")
-    rate = {"lr": torch.full_like(lr, LR) if isinstance(lr, Tensor) else LR} if lr is not None else {}
-    return {key: value for key, value in options.items() if key in group and not group[key]} | rate
+def _values(group: Group, part: Callable[[Tensor], Tensor], seed: int) -> list[Tensor]:
+    """Return parts of random tensors of the group's shapes, small at the beginning and large at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for shape in [shape for ndim in _ndims(group) for shape in SHAPES[ndim]]:
+        whole = torch.randn(shape, generator=generator, device="cpu")
+        whole.mul_(torch.linspace(0.2, 4, len(whole), device="cpu").reshape(-1, *[1] * (whole.ndim - 1)))
+        values.append(part(whole).to(_device(group), copy=True).contiguous())
+    return values
+
+
+def _copy(optimizer: Optimizer, groups: list[Group], starts: list[list[Tensor]], options: dict[str, float]) -> Any:
+    """Copy an optimizer, without state and hooks, for parameters of these values, with a learning rate.
+
+    ``options`` replace those that a group has and leaves at zero.
+    """
+    params = [[nn.Parameter(start.clone()) for start in each] for each in starts]
+    memo: dict[int, Any] = {id(optimizer.param_groups): [], id(optimizer.state): defaultdict(dict)}
+    memo |= {id(old): params[0][0] for group in optimizer.param_groups for old in group["params"]}
+    copied: Any = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name != "step":  # an LR scheduler's wrapper
+            vars(copied)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    copied.param_groups = []
+    for group, own in zip(groups, params, strict=True):
+        new = copy.deepcopy({**group, "params": []}, memo)
+        new |= {key: value for key, value in options.items() if key in group and not group[key]}
+        if (lr := group.get("lr")) is not None:
+            new["lr"] = torch.full_like(lr, LR) if isinstance(lr, Tensor) else LR
+        copied.param_groups.append(new | {"params": own})
+    make_adagrad_state(copied)
+    if callable(getattr(copied, "train", None)):
+        copied.train()  # schedule-free ones refuse to step otherwise
+    return copied
 
 
 def _agree(whole: Any, first: Any, second: Any) -> bool:

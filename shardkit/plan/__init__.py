@@ -1,7 +1,7 @@
 """ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain data.
 
-``types`` holds its parts and ``plan`` the whole, ``check`` what must hold of it; ``table``, ``python`` and
-``serialize`` write it.
+``types`` defines its parts and ``plan`` the whole; ``check`` validates it; ``table``, ``python`` and ``serialize``
+write it.
 """
 
 from shardkit.plan.plan import ShardingPlan as ShardingPlan

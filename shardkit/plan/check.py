@@ -1,4 +1,4 @@
-"""What must hold of a plan in itself, without a model or a process group; one generator per rule."""
+"""Check a plan by itself, without a model or a process group; one generator per rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def problems(plan: ShardingPlan) -> Iterator[str]:
-    """Everything wrong with ``plan``, one error message each; none when it can be applied."""
+    """Yield one error message for each thing wrong with ``plan``; none if it can be applied."""
     return (problem for rule in _RULES for problem in rule(plan))
 
 
@@ -24,7 +24,7 @@ def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
     found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
     if found:
         problem = f"param_dtype_override_fn is set for {listing(found, 6)}"
-        rule = "A plan is plain data, which ranks compare and JSON keeps, and a function is not"
+        rule = "A plan is plain data that ranks compare and JSON stores, and a function is not plain data"
         fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
         yield message("mp_policy", problem, rule, fix)
 
@@ -32,7 +32,9 @@ def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
 def _structure(plan: ShardingPlan) -> Iterator[str]:
     roots = [index for index, unit in enumerate(plan.units) if "" in unit.modules]
     if roots != [len(plan.units) - 1] or plan.units[-1].modules != ("",):
-        problem = f"the root is unit {listing(map(str, roots)) or 'of none'} of {len(plan.units)}"
+        problem = (
+            f"the root is unit {listing(map(str, roots))} of {len(plan.units)}" if roots else "the root is not a unit"
+        )
         fix = 'Make ShardUnit(modules=("",), ...) the last unit'
         yield message("units", problem, "The root is sharded last, once and alone", fix)
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
@@ -57,8 +59,8 @@ def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
         for fqn in unit.modules if len(unit.modules) > 1 else ():
             outer = next((name or "(root)" for name in ancestors(fqn) if name in unit.modules), None)
             if outer is not None:
-                rule = "The modules of one unit lie beside each other"
-                yield message(unit.name, f"{fqn} is inside {outer}", rule, f"Leave out {fqn}")
+                rule = "No module of a unit may be inside another module of the same unit"
+                yield message(unit.name, f"{fqn} is inside {outer}", rule, f"Leave {fqn} out of the unit")
 
 
 def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
@@ -84,13 +86,13 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
         if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
             problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
-            rule = "What trains in one unit has one dtype, since its gradients are reduced together"
+            rule = "The trainable parameters of a unit have one dtype, since their gradients are reduced together"
             fix = "Cast them to one dtype, or give the modules of one dtype a unit of their own"
             yield message(unit.name, problem, rule, fix)
 
 
 def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
-    rule = "FSDP2 shards parameters over dim 0, so they need a dim, and an element"
+    rule = "FSDP2 shards parameters over dim 0, so they need at least one dim and one element"
     for unit in plan.units:
         for spec in plan.specs_of(unit):
             if not spec.shards:
@@ -111,8 +113,8 @@ def _replicated(plan: ShardingPlan) -> Iterator[str]:
             fix = f"Leave it out of the tensor-parallel plan, or pass ignored_params=[{spec.fqn!r}]"
             yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which cannot be sharded", rule, fix)
         elif not spec.numel and computes not in (None, spec.dtype):
-            problem = f"is empty, shape {spec.shape}, and {spec.dtype} where {computes} is computed in"
-            rule = "It cannot be sharded, so nothing casts it, and torch does not promote it as it does scalars"
+            problem = f"is empty, shape {spec.shape}, and has dtype {spec.dtype} where forward computes in {computes}"
+            rule = "Only sharded parameters are cast, and torch does not promote empty tensors as it does scalars"
             yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")
 
 

@@ -15,7 +15,7 @@ from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, anc
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Every decision of a sharding, made before any of it is carried out; plain data, pure and local.
+    """Every decision about how to shard a model, made before anything is changed; plain data, pure and local.
 
     ``print(plan)`` is a table, ``plan.diff(other)`` compares, ``plan.to_python()`` writes the torch code,
     ``plan.to_dict()`` and ``from_dict`` go through JSON.
@@ -25,12 +25,12 @@ class ShardingPlan:
         mesh: shape and axis names of the data-parallel mesh.
         params: what is known of each parameter of the model, in the model's order.
         ignored: FQNs of the parameters that are left alone: not sharded, moved or reduced.
-        replicated: FQNs of the parameters that cannot be sharded, scalars and empty ones: whole on every rank, on the
-            mesh's device and in the dtype they are stored in, their gradients reduced over the whole mesh.
+        replicated: FQNs of the parameters that cannot be sharded, such as scalars and empty ones. Every rank holds them
+            on the mesh's device in their stored dtype, and their gradients are reduced over the whole mesh.
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
             names from the root.
-        notes: what the reader should know of how the plan came about; not compared.
+        notes: what the reader should know about how the plan was made; not compared.
     """
 
     units: tuple[ShardUnit, ...]
@@ -46,26 +46,21 @@ class ShardingPlan:
         object.__setattr__(self, "units", tuple(map(self._resolved, self.units)))
 
     def _resolved(self, unit: ShardUnit) -> ShardUnit:
-        """The unit with what torch takes its settings for."""
+        """Return the unit with the settings as torch understands them, the same in every version of torch."""
         value = unit.reshard_after_forward
         if is_world_size(value) and value in (1, self.mesh.shard_size):
             unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
-        return self._with_reduce_dtype(unit)
-
-    def _with_reduce_dtype(self, unit: ShardUnit) -> ShardUnit:
-        """The unit with the ``reduce_dtype`` that ``None`` stands for, so that a plan means the same on every torch.
-
-        It is the dtype of the parameters, as since torch 2.15. Before, torch reduced in ``param_dtype``.
-        """
         policy = unit.mp_policy
-        if policy.param_dtype is None or policy.reduce_dtype is not None:
-            return unit
-        dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
-        return replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop())) if len(dtypes) == 1 else unit
+        if policy.param_dtype is not None and policy.reduce_dtype is None:
+            # Since torch 2.15 None is the dtype of the parameters. Before, torch reduced in param_dtype.
+            dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
+            if len(dtypes) == 1:
+                unit = replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop()))
+        return unit
 
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
-        """The parameters by FQN."""
+        """The parameters, by FQN."""
         return {spec.fqn: spec for spec in self.params}
 
     @property
@@ -82,13 +77,13 @@ class ShardingPlan:
         return any(spec.trainable for spec in self.specs_of(unit))
 
     def check(self) -> None:
-        """Raises one PlanError that lists everything wrong with the plan in itself; pure and local."""
+        """Raise one PlanError that lists everything wrong with the plan itself; pure and local."""
         refuse(check.problems(self))
 
     def collectives(
         self, micro_batches: int = 1, *, keep_unsharded: bool | None = None, shard_gradients: bool = False
     ) -> Collectives:
-        """The collectives of one step, counted per rank; pure and local.
+        """Predict the collectives of one step on each rank; pure and local.
 
         Holds for eager torch when the units run in the model's order, each once per forward; a unit that runs
         twice is gathered again.
@@ -105,7 +100,7 @@ class ShardingPlan:
         ``shardkit.testing.comm_counts`` counts.
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
-            rule, fix = "A step has at least one forward and backward", "Pass the number that the step has"
+            rule, fix = "A step has at least one forward and backward", "Pass an int of at least 1"
             raise PlanError(message("micro_batches", f"is {micro_batches!r}", rule, fix))
         counts = Collectives()
         sharded = self.mesh.shard_size > 1
@@ -138,7 +133,7 @@ class ShardingPlan:
         return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
 
     def execution_order(self) -> list[ShardUnit]:
-        """The units in the order in which a forward most likely runs them: the model's own, parents first."""
+        """Return the units in the order in which a forward most likely runs them: the model's own, parents first."""
         first: dict[str, int] = {}
         for place, spec in enumerate(self.params):
             for fqn in ancestors(spec.fqn):
@@ -146,17 +141,17 @@ class ShardingPlan:
         return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
 
     def digest(self) -> bytes:
-        """32 bytes that two ranks share exactly when their plans are equal (SHA-256 of the JSON form)."""
+        """Return the SHA-256 of the JSON form: 32 bytes, equal on two ranks exactly when their plans are."""
         data = {key: value for key, value in self.to_dict().items() if key != "notes"}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-ready data: strings, numbers, lists and dicts."""
+        """Return the plan as JSON-ready data: strings, numbers, lists and dicts."""
         return serialize.plan_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ShardingPlan:
-        """The plan that ``to_dict`` wrote.
+        """Read the plan that ``to_dict`` wrote.
 
         Raises:
             PlanError: a key is missing or unknown, or a value has the wrong type.
@@ -164,14 +159,14 @@ class ShardingPlan:
         return cls(**serialize.fields_of_plan(data))
 
     def diff(self, other: ShardingPlan) -> str:
-        """One line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
+        """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
         return table.diff(self, other)
 
     def to_python(self) -> str:
-        """Plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
+        """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
 
-        Without what shardkit adds at run time: forwards without grad reshard, any module may run first, and gradients
-        of gradients are right.
+        It lacks what shardkit adds at run time: resharding after forwards without grad, calling any module first, and
+        correct gradients of gradients.
         """
         return python.python(self)
 

@@ -1,4 +1,4 @@
-"""A plan as the plain torch code it stands for, so that a user can leave shardkit at any time."""
+"""Write a plan as plain torch code, so that a user can leave shardkit at any time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reduce_replicated():
 
 
 def python(plan: ShardingPlan) -> str:
-    """Code that shards the ``model`` in scope; the process group must be there and have the mesh's size."""
+    """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size."""
     runs = fold(plan.units, calls)
     if not _children_first(runs):
         runs = [[unit] for unit in plan.units]
@@ -68,12 +68,12 @@ def python(plan: ShardingPlan) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as Python source, in double quotes; JSON's escapes are Python's too."""
+    """Return a name as Python source, in double quotes; JSON's escapes are valid in Python."""
     return json.dumps(name, ensure_ascii=False)
 
 
 def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool) -> Iterator[str]:
-    """The lines that import what code with ``fully_shard`` uses, ``fsdp_names`` of torch.distributed.fsdp besides."""
+    """Yield the imports of code with ``fully_shard``; ``fsdp_names`` are further names of torch.distributed.fsdp."""
     yield from ["import functools", ""] if recomputes else []
     yield "import torch"
     yield from ["import torch.distributed as dist"] if uses_dist else []
@@ -85,7 +85,7 @@ def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool) -
 def arguments(
     reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, pin: str = ""
 ) -> Iterator[str]:
-    """The arguments of a ``fully_shard`` call on ``mesh``; ``pin`` is code for ``pin_memory``, if not its value."""
+    """Yield the arguments of a ``fully_shard`` call; ``pin`` replaces the value of ``pin_memory`` by code."""
     yield "mesh=mesh"
     yield f"reshard_after_forward={reshard_after_forward}"
     if mp_policy != MixedPrecisionPolicy():
@@ -101,7 +101,7 @@ def _module(name: str) -> str:
 
 
 def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
-    """Whether carrying out the runs one after another still shards children before their parents."""
+    """Return whether executing the runs one after another still shards children before their parents."""
     done: set[str] = set()
     for unit in (unit for run in runs for unit in run):
         if any(outer in done for fqn in unit.modules for outer in ancestors(fqn)):

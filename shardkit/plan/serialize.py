@@ -1,4 +1,4 @@
-"""A plan as JSON-ready data, and back."""
+"""Convert a plan to JSON-ready data, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, eac
 
 
 def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
-    """The plan as strings, numbers, lists and dicts; keys are the field names."""
+    """Return the plan as strings, numbers, lists and dicts; keys are the field names."""
     return {"version": VERSION, **_plain(plan)}
 
 
@@ -37,7 +37,7 @@ def _plain(value: Any) -> Any:
 
 
 def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for ``ShardingPlan`` that :func:`plan_to_dict` wrote; PlanError when it did not."""
+    """Return the arguments for ``ShardingPlan``; PlanError unless :func:`plan_to_dict` wrote ``data``."""
     try:
         if data.keys() != {"version", "mesh", "units", "params", "prefetch", *_NAMES} or data["version"] != VERSION:
             raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
@@ -59,7 +59,7 @@ def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(cls: Any, data: dict[str, Any], **readers: Any) -> Any:
-    """A dataclass from exactly its fields; ``readers`` make those that JSON has in another form."""
+    """Return a dataclass from exactly its fields; ``readers`` convert those that JSON stores in another form."""
     names = {field.name for field in dataclasses.fields(cls)}
     if data.keys() != names:
         raise ValueError(f"{cls.__name__} with the keys {sorted(data)}")
@@ -67,12 +67,12 @@ def _read(cls: Any, data: dict[str, Any], **readers: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``"bfloat16"``."""
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"bfloat16"`` as ``torch.bfloat16``; ValueError when there is none of that name."""
+    """Return ``torch.bfloat16`` for ``"bfloat16"``; ValueError if torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no torch dtype is called {name!r}")
@@ -80,7 +80,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    """The fields that differ from torch's defaults, dtypes by name."""
+    """Return the fields that differ from torch's defaults, dtypes by name."""
     default = MixedPrecisionPolicy()
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return {name: _plain(value) for name, value in fields.items() if value != getattr(default, name)}

@@ -6,11 +6,9 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
 from shardkit.errors import listing
 from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
-from shardkit.plan.types import ParamSpec, ShardUnit
+from shardkit.plan.types import ShardUnit
 
 if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
@@ -21,7 +19,7 @@ _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component t
 
 
 def count(elements: int) -> str:
-    """Elements in short: ``8.03 B``, ``218.1 M``, ``1,024``."""
+    """Format a number of elements: ``8.03 B``, ``218.1 M``, ``1,024``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if elements >= 10 * size or (elements >= size and size > 1000):
             return f"{elements / size:.4g} {unit}"
@@ -29,7 +27,7 @@ def count(elements: int) -> str:
 
 
 def nbytes(size: float) -> str:
-    """Bytes in short, in powers of 1024: ``29.9 GiB``."""
+    """Format bytes in powers of 1024: ``29.9 GiB``."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 2**power:
             return f"{size / 2**power:.1f} {unit}"
@@ -37,7 +35,7 @@ def nbytes(size: float) -> str:
 
 
 def table(plan: ShardingPlan) -> str:
-    """The whole plan on a screen: a row per unit, equal neighbours folded, then what holds for all."""
+    """Return the plan as a table: a row per unit, equal consecutive units folded, then a summary."""
 
     def looks(unit: ShardUnit) -> tuple[object, ...]:
         return (*calls(unit), [spec[1:4] for spec in plan.specs_of(unit)])
@@ -50,7 +48,7 @@ def table(plan: ShardingPlan) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Rows of cells as lines with columns of one width; those in ``left`` flush left, the others right."""
+    """Format rows of cells with columns of one width, those in ``left`` aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if column in left else str.rjust for column in range(len(widths))]
     return [
@@ -61,49 +59,36 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 def _headline(plan: ShardingPlan) -> str:
     numel = sum(spec.numel for spec in plan.params)
-    per_rank = sum(_local_bytes(plan, spec) for unit in plan.units for spec in plan.specs_of(unit))
-    per_rank += sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
+    per_rank = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
+    for spec in (spec for unit in plan.units for spec in plan.specs_of(unit)):
+        # torch splits dim 0 like torch.chunk, so rank 0 has the largest shard.
+        rows = spec.shape[0] if spec.shape else 0
+        per_rank += spec.nbytes // rows * -(-rows // plan.mesh.shard_size) if rows else spec.nbytes
     return (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
         f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"
     )
 
 
-def _local_bytes(plan: ShardingPlan, spec: ParamSpec) -> int:
-    """Bytes of the largest local shard: torch splits dim 0 like ``torch.chunk``, so rank 0 has it."""
-    if not spec.shape or not spec.shape[0]:
-        return spec.nbytes
-    rows = -(-spec.shape[0] // plan.mesh.shard_size)
-    return spec.nbytes // spec.shape[0] * rows
-
-
 def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
     unit, specs = units[0], plan.specs_of(units[0])
     each = " each" if len(units) > 1 else ""
-    mp_policy = unit.mp_policy
+    mp_policy = mp_policy_to_dict(unit.mp_policy)
+    computes = str(mp_policy.get("param_dtype", "stored dtype")) if mp_policy else ""
+    computes += f", reduces in {mp_policy['reduce_dtype']}" if "reduce_dtype" in mp_policy else ""
+    trained = sorted({dtype_name(spec.dtype) for spec in specs if spec.trainable})
+    frozen = sorted({dtype_name(spec.dtype) + " frozen" for spec in specs if not spec.trainable})
     return [
         unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
         count(sum(spec.numel for spec in specs)) + each if specs else "-",
         nbytes(sum(spec.nbytes for spec in specs)) + each if specs else "-",
-        _dtypes(specs),
-        "" if mp_policy == MixedPrecisionPolicy() else _computes_in(mp_policy),
+        ", ".join([*trained, *frozen]),
+        computes,
         _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
         "yes" if unit.checkpoint_activations else "",
         "yes" if unit.compile else "",
     ]
-
-
-def _computes_in(mp_policy: MixedPrecisionPolicy) -> str:
-    names = mp_policy_to_dict(mp_policy)
-    computes = str(names.get("param_dtype", "stored dtype"))
-    return f"{computes}, reduces in {names['reduce_dtype']}" if "reduce_dtype" in names else computes
-
-
-def _dtypes(specs: Sequence[ParamSpec]) -> str:
-    trained = sorted({dtype_name(spec.dtype) for spec in specs if spec.trainable})
-    frozen = sorted({dtype_name(spec.dtype) for spec in specs if not spec.trainable})
-    return ", ".join([*trained, *(f"{name} frozen" for name in frozen)])
 
 
 def _footer(plan: ShardingPlan) -> list[str]:
@@ -123,7 +108,7 @@ def _footer(plan: ShardingPlan) -> list[str]:
 
 
 def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list[list[ShardUnit]]:
-    """Runs of units that differ only in one counted path component, as ``layers.0``, ``layers.1``, ..."""
+    """Return runs of units that differ only in one counted path component, as ``layers.0``, ``layers.1``, ..."""
     runs: list[list[ShardUnit]] = []
     open_runs: dict[str, tuple[int, list[ShardUnit]]] = {}
     for unit in units:
@@ -140,7 +125,7 @@ def fold(units: Sequence[ShardUnit], key: Callable[[ShardUnit], object]) -> list
 
 
 def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
-    """What is before and behind the last number of each FQN, and that number; None when its modules share none."""
+    """Return the text around the last number of each FQN, and that number; None if the modules do not share one."""
     found = [list(_INDEX.finditer(fqn)) for fqn in unit.modules]
     indices = {int(matches[-1].group()) if matches else None for matches in found}
     index = indices.pop() if len(indices) == 1 else None
@@ -151,13 +136,13 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 
 
 def calls(unit: ShardUnit) -> tuple[object, ...]:
-    """What two units must share to stand in one loop of the code."""
+    """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile
 
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
-    """One line per difference, ``-`` for ``plan`` and ``+`` for ``other``, sorted by what differs."""
+    """Return one line per difference, ``-`` for ``plan`` and ``+`` for ``other``, sorted by what differs."""
     shared = {unit.name for unit in plan.units} & {unit.name for unit in other.units}
     mine, theirs = _facts(plan, shared), _facts(other, shared)
     lines = []
@@ -168,7 +153,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
 
 
 def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
-    """The plan as one string per thing that two plans can differ in."""
+    """Return one string for each thing that two plans can differ in."""
     data = plan_to_dict(plan)
     facts = {
         name.replace("_", " "): str(data[name]) for name in ("prefetch", "ignored", "replicated", "forward_methods")

@@ -12,7 +12,7 @@ from shardkit.errors import PlanError, message
 
 
 def is_world_size(reshard_after_forward: bool | int) -> bool:
-    """Whether ``reshard_after_forward`` is a number of ranks.
+    """Return whether ``reshard_after_forward`` is a number of ranks.
 
     The one place that tells them apart: ``isinstance(True, int)`` and ``True == 1`` hold in Python.
     """
@@ -20,14 +20,14 @@ def is_world_size(reshard_after_forward: bool | int) -> bool:
 
 
 def ancestors(fqn: str) -> list[str]:
-    """The FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none for the root."""
+    """Return the FQNs of the modules around ``fqn``, innermost first, the root ``""`` last; none for the root."""
     parts = fqn.split(".")
     return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)] if fqn else []
 
 
 @dataclass
 class Collectives:
-    """How many collectives one forward and backward runs, on each rank.
+    """The number of collectives that one forward and backward runs on each rank.
 
     ``plan.collectives()`` predicts one of these, ``shardkit.testing.comm_counts()`` counts one.
     """
@@ -38,15 +38,15 @@ class Collectives:
 
 
 class ParamSpec(NamedTuple):
-    """What a plan knows of one parameter.
+    """What a plan records about one parameter.
 
     Attributes:
         fqn: its name in ``model.named_parameters()``.
-        shape: its whole, unsharded shape, in elements.
+        shape: its unsharded shape, in elements.
         dtype: the dtype it is stored and optimized in.
         trainable: its ``requires_grad``.
         aliases: the further FQNs under which a tied parameter is registered.
-        tensor_parallel: whether it was a DTensor already, on another axis of the mesh.
+        tensor_parallel: whether it was a DTensor before sharding, on another axis of the mesh.
     """
 
     fqn: str
@@ -58,17 +58,17 @@ class ParamSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return torch.Size(self.shape).numel()
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP2 can shard it: it has a dim, and an element."""
+        """Whether FSDP2 can shard it: it has a dim and an element."""
         return bool(self.shape) and 0 not in self.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter, as stored."""
+        """Bytes of the unsharded parameter, in its stored dtype."""
         return self.numel * self.dtype.itemsize
 
 
@@ -97,22 +97,22 @@ class MeshSpec:
 
     @classmethod
     def sharded(cls, ranks: int) -> MeshSpec:
-        """All ``ranks`` shard: FSDP."""
+        """Shard over all ``ranks``: FSDP."""
         return cls((ranks,), ("dp_shard",))
 
     @classmethod
     def hybrid(cls, replicate: int, shard: int) -> MeshSpec:
-        """``replicate`` copies, each sharded over ``shard`` ranks: HSDP."""
+        """Replicate ``replicate`` times, and shard each replica over ``shard`` ranks: HSDP."""
         return cls((replicate, shard), ("dp_replicate", "dp_shard"))
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return torch.Size(self.shape).numel()
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which each parameter is sharded."""
+        """The number of ranks over which each parameter is sharded."""
         return self.shape[-1]
 
     @property

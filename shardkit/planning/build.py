@@ -1,10 +1,9 @@
-"""From rules and settings to a plan: one pass, pure and local."""
+"""From rules and settings to a plan; pure and local."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -28,11 +27,6 @@ class Settings:
     checkpoint_activations: bool
     compile: bool
 
-    @cached_property
-    def inner_mp_policy(self) -> MixedPrecisionPolicy:
-        """For all but the root: only it returns to the user, and blocks that return output_dtype keep more."""
-        return replace(self.mp_policy, output_dtype=None)
-
 
 def build_plan(
     tree: ModelTree,
@@ -43,24 +37,26 @@ def build_plan(
     prefetch: int = 0,
     methods: Iterable[str] = (),
 ) -> ShardingPlan:
-    """The plan for the model of ``tree``; ``rules`` are the user's, or None for the default rule.
+    """Return the plan for the model of ``tree``; ``rules`` are the user's, or None for the default rule.
 
     Raises:
-        PlanError: the rules do not fit the model or each other, or the plan does not hold.
+        PlanError: the rules do not fit the model or each other, or the plan is not valid.
     """
     check_settings("", vars(settings))
     left_alone = frozenset(ignored)
-    whole = tree.unshardable - left_alone
+    replicated = tree.unshardable - left_alone
     if rules is not None:
-        selections, notes = _with_root(select(tree, rules)), list[str]()
+        selections, notes = select(tree, rules), list[str]()
+        if not any(0 in selection.entries for selection in selections):
+            selections.append(Selection((0,), reshard=False))
     else:
-        selections, notes = default_units(tree, left_alone | whole)
-        others = inseparable_dtypes(tree, selections, left_alone | whole)
-        whole = whole.union(others)
+        selections, notes = default_units(tree, left_alone | replicated)
+        others = inseparable_dtypes(tree, selections, left_alone | replicated)
+        replicated = replicated.union(others)
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
-    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, whole)
+    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
 
 
 def plan_of(
@@ -70,43 +66,44 @@ def plan_of(
     settings: Settings,
     left_alone: frozenset[str] = frozenset(),
     prefetch: int = 0,
-    notes: Sequence[str] = (),
+    notes: Iterable[str] = (),
     methods: Iterable[str] = (),
-    whole: frozenset[str] | None = None,
+    replicated: frozenset[str] | None = None,
 ) -> ShardingPlan:
-    """The plan whose units are ``selections``, the root's among them; ``whole`` is replicated.
+    """Return the plan whose units are ``selections``, the root among them; None replicates what FSDP2 cannot shard.
 
     Raises:
-        PlanError: the selections split a tie or lie inside each other, or the plan does not hold.
+        PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
     """
     selections = _children_first(tree, selections)
-    whole = tree.unshardable - left_alone if whole is None else whole
-    ownership = assign(tree, [selection.entries for selection in selections], left_alone | whole)
+    if replicated is None:
+        replicated = tree.unshardable - left_alone
+    ownership = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
     refuse(split_problem(tree, fqn) for fqn in ownership.split)
-    owned = zip(selections, ownership.params, strict=True)
+    trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
+    note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
+    # Below the root without output_dtype: only the root returns to the user, and blocks that cast would keep more.
+    inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
     plan = ShardingPlan(
-        units=tuple(_unit(tree, selection, params, settings) for selection, params in owned),
+        units=tuple(
+            _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
+            for selection, params in zip(selections, ownership.params, strict=True)
+        ),
         mesh=mesh,
         params=tree.specs(),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
-        replicated=tuple(fqn for fqn in tree.params if fqn in whole),
+        replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
         forward_methods=_forward_methods(tree, methods),
-        notes=(*notes, *_ignored_notes(tree, left_alone)),
+        notes=(*notes, *[note] * bool(trained)),
     )
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
 
 
-def _with_root(selections: list[Selection]) -> list[Selection]:
-    """The selections with the root among them; its own rule may have selected it already."""
-    rooted = any(0 in selection.entries for selection in selections)
-    return selections if rooted else [*selections, Selection((0,), reshard=False)]
-
-
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
-    """The order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
+    """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     inner: list[set[int]] = [set() for _ in selections]
     for index, selection in enumerate(selections):
@@ -119,7 +116,7 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
         if unit in path:
             name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
             problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
-            rule = "The modules of one unit lie beside each other"
+            rule = "No module of a unit may be inside another module of the same unit"
             raise PlanError(message(name, problem, rule, "Leave the inner module out"))
         if inner[unit]:
             for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
@@ -136,27 +133,20 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     # Blocks are units of one module that has submodules: recomputing a lone embedding, norm or head saves nothing,
     # and neither does recomputing the root.
     is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
-    mp_policy = settings.mp_policy if selection.entries == (0,) else settings.inner_mp_policy
     reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
         params=tuple(params),
         reshard_after_forward=selection.reshard if reshard is None else reshard,
-        mp_policy=chosen.get("mp_policy", mp_policy),
+        mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
         checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and is_block),
         compile=chosen.get("compile", settings.compile and is_block),
     )
 
 
-def _ignored_notes(tree: ModelTree, ignored: frozenset[str]) -> Iterable[str]:
-    trained = [fqn for fqn in ignored if tree.params[fqn].requires_grad]
-    if trained:
-        yield f"{listing(sorted(trained), 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
-
-
 def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
-    """``generate`` where the model has it, then those that the user named, each once."""
+    """Return ``generate`` where the model has it, then the methods that the user named."""
     if isinstance(given, str):
         rule = "It is a list of names"
         raise PlanError(message("forward_methods", f"the string {given!r}", rule, f"Pass forward_methods=[{given!r}]"))
@@ -165,7 +155,7 @@ def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    """Why a method that the plan names cannot gather; nothing where all can."""
+    """Yield an error for each method that the plan names and that cannot gather parameters."""
     units = {id(tree.modules[tree.places[fqn]]) for unit in plan.units for fqn in unit.modules if fqn in tree.places}
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".") if isinstance(name, str) else ("", "", name)

@@ -1,8 +1,9 @@
-"""The model that a command line names, for what can be said of it before anything runs."""
+"""Build the model that a command line names, on the meta device."""
 
 from __future__ import annotations
 
 import importlib
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,27 @@ from shardkit.errors import PlanError, message
 
 
 def named_model(given: str) -> nn.Module:
-    """The model that a command line names, on the meta device: a factory, or a configuration of transformers.
+    """Return the model that a command line names, on the meta device: of a factory, or of a transformers config.
 
     Raises:
         PlanError: it cannot be imported or built.
     """
     try:
         with torch.device("meta"):
-            model = _from_transformers(given) if Path(given).exists() else _from_factory(given)
+            model: Any
+            if Path(given).exists():
+                import transformers
+
+                build: Any = transformers.AutoModelForCausalLM.from_config  # has no types
+                model = build(transformers.AutoConfig.from_pretrained(given))
+            else:
+                name, _, attribute = given.partition(":")
+                model = operator.attrgetter(attribute)(importlib.import_module(name))()
     except Exception as error:  # whatever the user's code raises
         problem = f"{given} cannot be built: {type(error).__name__}: {error}"
         rule = "It is package.module:factory, a callable without arguments, or a config.json of transformers"
         raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
     if not isinstance(model, nn.Module):
         problem = f"{given} gives a {type(model).__name__}"
-        raise PlanError(message("model", problem, "It gives a module", "Return the model"))
+        raise PlanError(message("model", problem, "The factory returns an nn.Module", "Return the model"))
     return model
-
-
-def _from_factory(given: str) -> Any:
-    name, _, attribute = given.partition(":")
-    found: Any = importlib.import_module(name)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found()
-
-
-def _from_transformers(path: str) -> Any:
-    import transformers
-
-    build_model: Any = transformers.AutoModelForCausalLM.from_config  # has no types
-    return build_model(transformers.AutoConfig.from_pretrained(path))

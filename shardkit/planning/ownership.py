@@ -3,65 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardkit.errors import listing, message
 from shardkit.planning.tree import ModelTree
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """The parameters of each unit, and those that more than one unit would have to own."""
+class Ownership(NamedTuple):
+    """The parameters of each unit, and the tied parameters that more than one unit would have to own."""
 
-    params: list[list[str]]  # for each unit the FQNs it owns, in torch's order: children before parents
-    split: dict[str, list[int]]  # for each tied parameter that is in several units, the entries that register it
+    params: list[list[str]]  # of each unit, FQNs in torch's order: children before parents
+    split: list[str]  # FQNs
 
 
 def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Collection[str] = ()) -> Ownership:
-    """What a series of ``fully_shard`` calls would own: each parameter belongs to the innermost unit around it.
+    """Return what a series of ``fully_shard`` calls would own: each parameter belongs to the innermost unit around it.
 
-    ``units`` are the entries of each unit's modules, the root among them; no unit owns what is ``ignored``.
+    ``units`` are the entries of each unit's modules, the root among them. No unit owns ``ignored`` parameters.
     """
     around = unit_of_entries(tree, units)
-    left_alone = frozenset(ignored)
+    ignored = frozenset(ignored)
     owner: dict[str, int] = {}
-    params: list[list[str]] = [[] for _ in units]
-    split: dict[str, list[int]] = {}
+    split: dict[str, None] = {}
     for entry in tree.post_order:
-        for param in tree.owned[entry]:
-            unit, fqn = around[entry], tree.names[id(param)]
-            if fqn in left_alone:
-                continue
-            if fqn not in tree.ties or fqn not in owner:
-                owner[fqn] = unit
-                params[unit].append(fqn)
-            elif owner[fqn] != unit:
-                split[fqn] = owners(tree, fqn)
-    return Ownership(params, split)
+        unit = around[entry]
+        for fqn in tree.owned[entry]:
+            if fqn not in ignored and owner.setdefault(fqn, unit) != unit:
+                split[fqn] = None
+    params: list[list[str]] = [[] for _ in units]
+    for fqn, unit in owner.items():
+        params[unit].append(fqn)
+    return Ownership(params, list(split))
 
 
 def unit_of_entries(tree: ModelTree, units: Sequence[Sequence[int]]) -> list[int]:
-    """For each entry of the tree the unit that is innermost around it."""
-    by_module = {id(tree.modules[entry]): index for index, unit in enumerate(units) for entry in unit}
-    around: list[int] = []
-    for entry, module in enumerate(tree.modules):
-        outer = around[tree.parents[entry]] if entry else -1
-        around.append(by_module.get(id(module), outer))
+    """Return the innermost unit around each entry of the tree."""
+    unit_at = {path: index for index, unit in enumerate(units) for entry in unit for path in tree.paths(entry)}
+    around = [-1] * len(tree.modules)
+    for entry in sorted(unit_at):  # outer modules first, so that inner ones overwrite
+        around[entry : tree.ends[entry]] = [unit_at[entry]] * (tree.ends[entry] - entry)
     return around
 
 
 def owners(tree: ModelTree, fqn: str) -> list[int]:
-    """The entries whose modules register the parameter ``fqn``, under any of its names; each module once."""
-    param = tree.params[fqn]
-    found: dict[int, int] = {}
-    for entry, owned in enumerate(tree.owned):
-        if any(own is param for own in owned):
-            found.setdefault(id(tree.modules[entry]), entry)
-    return list(found.values())
+    """Return the entries of the modules that register the parameter ``fqn`` under any of its names."""
+    return [entry for entry in tree.first_entries if fqn in tree.owned[entry]]
 
 
 def split_problem(tree: ModelTree, fqn: str) -> str:
-    """The error for a tied parameter that is in several units."""
+    """Return the error for a tied parameter that is in several units."""
     modules = [tree.fqns[entry] or "(root)" for entry in owners(tree, fqn)]
     problem = f"is shared by {listing(modules)}, which are in different units"
     rule = "A tied parameter is gathered and reduced in one unit"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -47,13 +47,13 @@ Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], 
 
 
 def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
-    """Every module of one of ``classes``, or of a subclass, is a unit of its own.
+    """Make every module of one of ``classes``, or of a subclass, a unit of its own.
 
     Args:
-        classes: classes, or names of classes where importing them is a burden.
-        together: fuses this many consecutive modules into one unit, torch's ``fully_shard([a, b])``. Small blocks
-            then cost less time on the CPU, in fewer hooks and larger collectives, and more memory, since they are
-            gathered together.
+        classes: classes, or names of classes, where importing them is inconvenient.
+        together: fuses this many consecutive modules into one unit, torch's ``fully_shard([a, b])``. For small blocks
+            this saves CPU time, with fewer hooks and larger collectives. It costs memory, since they are gathered
+            together.
         overrides: settings for these units.
 
     Example:
@@ -62,12 +62,12 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
     """
     shown = ", ".join(repr(cls) if isinstance(cls, str) else getattr(cls, "__name__", repr(cls)) for cls in classes)
     text = f"by_class({shown})"
-    for cls in classes:
-        if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            fix = "Pass a class"
-            raise PlanError(message(text, f"{cls!r} is not a module class", "It takes nn.Module classes or names", fix))
     types = tuple(cls for cls in classes if not isinstance(cls, str))
     names = {cls for cls in classes if isinstance(cls, str)}
+    for cls in types:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            fix = "Pass a class, or its name as a string"
+            raise PlanError(message(text, f"{cls!r} is not a module class", "It takes nn.Module classes or names", fix))
 
     def matches(_: str, module: nn.Module) -> bool:
         return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
@@ -76,7 +76,7 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
 
 
 def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
-    """Every module whose FQN matches one of ``globs`` is a unit of its own.
+    """Make every module whose FQN matches one of ``globs`` a unit of its own.
 
     Args:
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
@@ -94,7 +94,7 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
 
 
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
-    """The innermost modules that hold at least ``min_numel`` elements that no inner unit holds.
+    """Make units of the innermost modules that hold at least ``min_numel`` elements outside of inner units.
 
     Containers without forward are looked into; ``nn.MultiheadAttention`` is taken whole, since it uses the
     weight of its ``out_proj`` without calling it.
@@ -105,16 +105,26 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
     """
     text = f"by_size({min_numel})"
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
-        raise PlanError(message(text, f"{min_numel!r}", "It is a number of elements, at least 1", "Use by_size(10**8)"))
+        raise PlanError(message(text, f"is {min_numel!r}", "min_numel is at least 1", "Use by_size(10**8)"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
-        return [Selection((entry,), overrides) for entry in _entries_of_size(tree, taken, min_numel)]
+        mha = (entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.MultiheadAttention))
+        skipped = {0, *taken, *(below for entry in mha for below in tree.subtree(entry) if below != entry)}
+        # The elements below each entry that no unit has, summed up from the innermost modules.
+        left = [sum(tree.params[fqn].numel() for fqn in owned) for owned in tree.owned]
+        found: list[int] = []
+        for entry in tree.post_order:
+            if left[entry] >= min_numel and entry not in skipped and has_forward(tree.modules[entry]):
+                found.append(entry)
+            elif entry not in taken and entry != 0:
+                left[tree.parents[entry]] += left[entry]
+        return [Selection((entry,), overrides) for entry in sorted(found)]
 
     return UnitRule(text, select)
 
 
 def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
-    """All modules whose FQN matches one of ``globs`` are one unit together, torch's ``fully_shard([a, b])``.
+    """Make one unit of all modules whose FQN matches one of ``globs``, torch's ``fully_shard([a, b])``.
 
     They are gathered when the first of them runs and resharded when all have run. Tied modules must be grouped.
 
@@ -128,7 +138,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
         found: list[int] = []
         for glob in globs:
             pattern = _compile_glob(glob)
-            matched = [entry for entry in first_entries(tree) if pattern.fullmatch(tree.fqns[entry])]
+            matched = [entry for entry in tree.first_entries if pattern.fullmatch(tree.fqns[entry])]
             if not matched:
                 raise PlanError(_no_match(text, tree, f"{glob!r} matches no module"))
             found += [entry for entry in matched if entry not in found]
@@ -138,7 +148,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
 
 
 def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
-    """The selections of all rules together; first match wins.
+    """Return the selections of all rules; the first match wins.
 
     Raises:
         PlanError: a rule matches nothing or nothing that is left, two rules claim one module for different
@@ -147,21 +157,32 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     selections: list[Selection] = []
     taken: dict[int, str] = {}
     for rule in map(as_rule, rules):
-        found = [new for new in rule.select(tree, frozenset(taken)) if _has_params(tree, new)]
+        found = rule.select(tree, frozenset(taken))
+        found = [new for new in found if any(not entry or tree.has_params(entry) for entry in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
         fresh = [new for new in found if not any(entry in taken for entry in new.entries)]
         if not fresh or (rule.together and fresh != found):
-            raise PlanError(_claimed(rule, tree, found, taken))
+            entries = [entry for new in found for entry in new.entries if entry in taken]
+            claims = [f"{tree.fqns[entry] or '(root)'} (by {taken[entry]})" for entry in entries]
+            problem = f"matches modules of earlier rules: {listing(claims)}"
+            first_wins = "Each module is in one unit, and the first matching rule wins"
+            fix = "Remove one of the rules, or put the narrower one first"
+            raise PlanError(message(rule.text, problem, first_wins, fix))
         for new in fresh:
-            _check_selection(tree, rule, new)
+            for entry in (entry for entry in new.entries if not has_forward(tree.modules[entry])):
+                name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
+                called = "A unit is gathered when its module is called, and a module without forward is never called"
+                fix = f'Select its children instead: by_name("{name}.*")'
+                raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
+            check_settings(rule.text, new.overrides)
             taken.update(dict.fromkeys(new.entries, rule.text))
         selections += fresh
     return selections
 
 
 def as_rule(rule: Rule) -> UnitRule:
-    """A rule object for what a user may write as one: a class, an FQN glob, a callable or a rule."""
+    """Return the rule object for a class, an FQN glob, a callable or a rule."""
     if isinstance(rule, UnitRule):
         return rule
     if isinstance(rule, str):
@@ -174,13 +195,8 @@ def as_rule(rule: Rule) -> UnitRule:
     raise PlanError(message("units", f"{rule!r} is not a unit rule", kinds, "Pass one of these or a list of them"))
 
 
-def first_entries(tree: ModelTree) -> list[int]:
-    """The entries, each module once, at its first path."""
-    return list({id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}.values())[::-1]
-
-
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module can work; fully_shard's hooks run only around a call."""
+    """Return whether the module can be called; the hooks of ``fully_shard`` run only around a call."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -193,27 +209,22 @@ def _rule_of_predicate(
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         found = []
-        for entry in first_entries(tree):
+        for entry in tree.first_entries:
             answer = predicate(tree.fqns[entry], tree.modules[entry])
             if answer or isinstance(answer, Mapping):
                 own = answer if isinstance(answer, Mapping) else Overrides()
                 found.append(Selection((entry,), Overrides(**{**overrides, **own})))
-        return found if together == 1 else _joined(tree, found, taken, together)
+        if together == 1:
+            return found
+        siblings: dict[int, list[Selection]] = {}  # by parent
+        for new in found:
+            if new.entries[0] not in taken:
+                siblings.setdefault(tree.parents[new.entries[0]], []).append(new)
+        starts = ((each, start) for each in siblings.values() for start in range(0, len(each), together))
+        fused = (each[start : start + together] for each, start in starts)
+        return [Selection(tuple(new.entries[0] for new in each), each[0].overrides) for each in fused]
 
     return UnitRule(text, select)
-
-
-def _joined(tree: ModelTree, found: list[Selection], taken: frozenset[int], together: int) -> list[Selection]:
-    """Units of ``together`` modules that have one parent and are not taken, in the model's order."""
-    siblings: dict[int, list[Selection]] = {}
-    for new in found:
-        if new.entries[0] not in taken:
-            siblings.setdefault(tree.parents[new.entries[0]], []).append(new)
-    return [
-        Selection(tuple(entry for new in some for entry in new.entries), some[0].overrides)
-        for each in siblings.values()
-        for some in (each[start : start + together] for start in range(0, len(each), together))
-    ]
 
 
 def _compile_glob(glob: str) -> re.Pattern[str]:
@@ -223,54 +234,11 @@ def _compile_glob(glob: str) -> re.Pattern[str]:
     return re.compile("".join((meaning | sets).get(token, re.escape(token)) for token in tokens))
 
 
-def _entries_of_size(tree: ModelTree, taken: frozenset[int], min_numel: int) -> list[int]:
-    """Children before parents; ``left`` counts the elements that no unit below has taken."""
-    left = [sum(param.numel() for param in owned) for owned in tree.owned]
-    found: list[int] = []
-    whole: set[int] = set()
-    for entry, module in enumerate(tree.modules):
-        if isinstance(module, nn.MultiheadAttention):
-            whole.update(below for below in tree.subtree(entry) if below != entry)
-    for entry in tree.post_order:
-        large = left[entry] >= min_numel and entry not in whole and has_forward(tree.modules[entry])
-        if large and entry not in taken and entry != 0:
-            found.append(entry)
-        elif entry not in taken and entry != 0:
-            left[tree.parents[entry]] += left[entry]
-    return sorted(found)
-
-
-def _has_params(tree: ModelTree, selection: Selection) -> bool:
-    return any(entry == 0 or tree.has_params(entry) for entry in selection.entries)
-
-
 def _no_match(text: str, tree: ModelTree, problem: str) -> str:
     classes = dict.fromkeys(type(module).__name__ for module in tree.modules)
     modules = [fqn for fqn in tree.fqns if fqn and fqn.count(".") < 2]
-    there = f"Classes there are: {listing(classes)}. Modules there are: {listing(modules)}"
-    return message(text, problem, there, "Name one of these, or leave the rule out")
-
-
-def _claimed(rule: UnitRule, tree: ModelTree, found: Sequence[Selection], taken: Mapping[int, str]) -> str:
-    entries = [entry for new in found for entry in new.entries if entry in taken]
-    claims = [f"{tree.fqns[entry] or '(root)'} (by {taken[entry]})" for entry in entries]
-    problem = f"claims what earlier rules claim: {listing(claims)}"
-    first_wins = "A module is in one unit; for each module the first rule that matches it wins"
-    return message(rule.text, problem, first_wins, "Leave one of the rules out, or put the narrower one first")
-
-
-def _check_selection(tree: ModelTree, rule: UnitRule, selection: Selection) -> None:
-    for entry in selection.entries:
-        if not has_forward(tree.modules[entry]):
-            name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
-            called = "A unit is gathered when its module is called, and this one never is"
-            fix = f'Take what is in it: by_name("{name}.*")'
-            raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
-    unknown = sorted(set(selection.overrides) - set(_SETTINGS))
-    if unknown:
-        known = f"A unit's settings are {listing(_SETTINGS)}"
-        raise PlanError(message(rule.text, f"unknown setting {listing(unknown)}", known, "Use one of these"))
-    check_settings(rule.text, selection.overrides)
+    there = f"The model's classes are: {listing(classes)}. Its modules are: {listing(modules)}"
+    return message(text, problem, there, "Name one of these, or remove the rule")
 
 
 _SETTINGS: dict[str, type] = {
@@ -283,10 +251,15 @@ _SETTINGS: dict[str, type] = {
 
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
-    """Raises PlanError where a setting has another type than torch's; None means the default."""
+    """Raise PlanError for unknown settings and for values of another type than torch's; None means the default."""
+    unknown = sorted(settings.keys() - _SETTINGS.keys())
+    if unknown:
+        known = f"A unit's settings are {listing(_SETTINGS)}"
+        raise PlanError(message(subject, f"unknown setting {listing(unknown)}", known, "Use one of these"))
     wrong = []
     for name, kind in _SETTINGS.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
             rule = f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks"
-            wrong.append(message(f"{subject}, {name}" if subject else name, repr(settings[name]), rule, "Pass one"))
+            where = f"{subject}, {name}" if subject else name
+            wrong.append(message(where, f"is {settings[name]!r}", rule, "Pass a value of this type"))
     refuse(wrong)

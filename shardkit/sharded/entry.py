@@ -1,8 +1,8 @@
-"""What runs with a sharded model after ``shard_model``: little, at the beginning and end of a forward or backward.
+"""What runs with a sharded model after ``shard_model``, at the begin and end of each forward and backward.
 
-FSDP2 leaves four things to its user. Units that are not resharded after forward stay gathered when no backward comes.
-The module that runs first becomes the root, and ``forward`` called by name gathers nothing. Buffers made under
-``inference_mode`` cannot be trained with. And what ``create_graph=True`` saved is freed before it is used.
+FSDP2 leaves four things to its user. Units with ``reshard_after_forward=False`` stay gathered when no backward comes.
+The module that runs first becomes the root, and ``forward`` called by name gathers nothing. Parameters first gathered
+under ``inference_mode`` cannot be trained. And what ``create_graph=True`` saved is freed before it is used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardkit.sharded.root import check_written
 
 
 def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
-    """Makes forwards without grad, entries besides the root's forward, and double backward right. Local, in place.
+    """Support forwards without grad, entries other than the root's forward, and double backward. Local, in place.
 
-    For any FSDP2 model, before its first forward. What it adds runs once a forward and once a backward; where a
-    module around ``root`` becomes the FSDP root, none of it runs.
+    For any FSDP2 model, before its first forward. What it adds runs once per forward and per backward. If a module
+    around ``root`` becomes the FSDP root, none of it runs.
 
     Args:
         root: the outermost FSDP module.
@@ -46,20 +46,20 @@ def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:
 
 
 class _Watch:
-    """Reshards what a forward without grad left gathered, and holds what a double backward needs."""
+    """Reshards what a forward without grad left gathered, and keeps gathered what a double backward needs."""
 
     def __init__(self, root: FSDPModule) -> None:
         self.root = root
         self._units: list[FSDPUnit] = []
         self._gathered: set[int] = set()  # by id: units that were gathered before, as by unshard(), and stay so
         self._noted = 0
-        self._methods = 0  # under way; one may run several forwards
+        self._methods = 0  # how many are running; one may run several forwards
         self._hold: events.Hold | None = None
         self._frees_graph = True
 
     def forward_begins(self) -> None:
         if self._hold is not None and self._hold.is_stale:
-            self._release()
+            self._release(self._hold)
         self._units = self._units or events.units_of_root(self.root)
         if torch.is_inference_mode_enabled():
             events.gather_outside_inference_mode(self._units, True)
@@ -74,7 +74,7 @@ class _Watch:
 
     @contextmanager
     def method(self) -> Iterator[list[Any]]:
-        """Around a call that may run several forwards; the caller appends what it returned to the list."""
+        """Surround a call that may run several forwards; the caller appends what it returned to the list."""
         if not self._methods:
             self._remember()
         self._methods += 1
@@ -83,8 +83,10 @@ class _Watch:
             yield returned
         finally:
             self._methods -= 1
-        ended = not self._methods and not events.is_forward_under_way(self.root)
-        if ended and not (torch.is_grad_enabled() and _requires_grad(returned)):
+        trains = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(returned)
+        )
+        if not (self._methods or events.is_forward_under_way(self.root) or trains):
             self._restore()
 
     def _remember(self) -> None:
@@ -92,30 +94,29 @@ class _Watch:
         self._noted = events.forwards_noted(self.root) if self._units else 0
 
     def _restore(self) -> None:
-        """No backward comes for what ran since: reshards it."""
-        if self._units:
-            events.forget_forwards(self.root, self._noted)
+        """Reshard what was gathered since, because no backward will."""
         for unit in self._units:
             if not unit.is_sharded and id(unit) not in self._gathered:
                 events.reshard(unit)
+        if self._units:
+            events.forget_forwards(self.root, self._noted)
 
     def backward_begins(self) -> None:
         self._frees_graph = not events.backward_keeps_graph()
-        if self._hold is None and torch.is_grad_enabled():  # so it is in hooks of a backward with create_graph only
+        if self._hold is None and torch.is_grad_enabled():  # enabled in a backward only with create_graph
             self._hold = events.Hold(self.root, _refuse_gradients_with_graph)
 
     def backward_ended(self) -> None:
         if self._hold is not None and self._frees_graph:
-            self._release()
+            self._release(self._hold)
 
-    def _release(self) -> None:
-        assert self._hold is not None
-        self._hold.release()
+    def _release(self, hold: events.Hold) -> None:
+        hold.release()
         self._hold = None
 
 
 def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
-    """Lets a registered method gather where nothing has yet, and not again inside the module's own forward."""
+    """Make a registered method gather only if the module is not gathered yet, as inside its own forward."""
     gathering = getattr(module, name)
     original: Callable[..., Any] = gathering.__wrapped__
 
@@ -133,12 +134,8 @@ def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
             raise_named(watch.root, error)  # type: ignore[arg-type]
             raise
 
-    events.apart_when_compiled(method)  # type: ignore[arg-type]
+    events.not_inlined_when_compiled(method)  # type: ignore[arg-type]
     setattr(module, name, MethodType(method, module))
-
-
-def _requires_grad(output: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(output))
 
 
 def _check_materialized(root: nn.Module) -> None:
@@ -151,8 +148,8 @@ def _check_materialized(root: nn.Module) -> None:
 
 
 def _refuse_gradients_with_graph() -> None:
-    problem = "called with create_graph=True, which gives parameters gradients that have a graph"
-    rule = "Gradients of sharded parameters are reduced, and a reduction has no graph"
+    problem = "called with create_graph=True, which gives parameters gradients with a graph"
+    rule = "Gradients of sharded parameters are reduced across ranks, and autograd cannot differentiate the reduction"
     fix = "Use torch.autograd.grad(outputs, inputs, create_graph=True) for the inner gradient and backward() for the "
     fix += "loss; call shardkit.reset_after_error(model) before the next step"
     raise ShardkitError(message("backward", problem, rule, fix))

@@ -1,7 +1,7 @@
-"""What an optimizer that knows nothing of sharding is told: which parameters were replaced, which gradients wait.
+"""Checks and gradients for optimizers that know nothing of sharding: replaced parameters, gradients not reduced yet.
 
-An optimizer built before sharding holds parameters that are in no model any more, and one that steps while gradients
-wait to be reduced has none to apply. Both would train nothing, without a word.
+An optimizer built before sharding holds parameters that no model has any more, and one that steps before gradients are
+reduced finds none. Both would silently train nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from shardkit._fsdp.params import (
     NO_TORCH_FUNCTION,
     around_backward,
     before_reductions,
-    drop_unreduced_gradient,
+    drop_unreduced_gradients,
+    gathered_parameters,
     is_reduce_scattered,
-    stand_in,
     unreduced,
+    unsharded_parameter,
     without_memory,
 )
 from shardkit._torch import local_tensor, tree_leaves, with_local
@@ -38,62 +39,61 @@ from shardkit.sharded.replicated import waiting_parameters
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 logger = logging.getLogger("shardkit")
 
-_replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced and somebody still holds
+_replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
 _units: WeakSet[Any] = WeakSet()  # of the models that are watched
-_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many of an optimizer's groups were looked at
-_vouched: WeakSet[Optimizer] = WeakSet()  # those that may update in low precision
-_waiting: WeakKeyDictionary[Any, list[_Shown]] = WeakKeyDictionary()  # by FSDP2's own FSDPParam
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many param groups each optimizer had then
+_low_precision_allowed: WeakSet[Optimizer] = WeakSet()
+_waiting: WeakKeyDictionary[Any, list[_Mark]] = WeakKeyDictionary()  # by FSDPParam
 
 
 @contextmanager
 def replacing(model: nn.Module) -> Iterator[None]:
-    """In this context the model is sharded; optimizers that hold what it loses raise at their first step. Local.
+    """In this context the model is sharded; optimizers with a parameter that it loses raise at their first step. Local.
 
-    Nothing is kept alive: what nobody else holds is forgotten as FSDP2 frees it.
+    Nothing is kept alive: replaced parameters that no one else holds are freed and forgotten.
     """
     before: Any = WeakIdKeyDictionary()
     before.update({param: fqn for fqn, param in model.named_parameters()})
     yield
     now = set(model.parameters())
     _replaced.update({param: fqn for param, fqn in before.items() if param not in now})
-    _known.clear()
+    _checked.clear()
     watch_gradients(model)
 
 
 def watch_gradients(model: nn.Module) -> None:
-    """Let ``zero_grad()``, the model's or an optimizer's, drop gradients that wait to be reduced. Local, idempotent.
+    """Let ``zero_grad()``, the model's or an optimizer's, drop gradients that are not reduced yet. Local, idempotent.
 
     For any model sharded by ``fully_shard``. After a backward that does not reduce (``no_sync``,
     ``set_requires_gradient_sync(False)``) the ``.grad`` of a sharded parameter is a :class:`WaitingGradient`, without
-    memory, until the next backward begins. If it was cleared by then, the gradient that waits is dropped. A step of
-    an optimizer that holds such a parameter raises.
+    memory, until the next backward begins. If it is cleared by then, the gradient that waits is dropped. A step of an
+    optimizer that holds such a parameter raises.
     """
     new = [unit for unit in fsdp_units(model) if unit not in _units]
-    if not new:
-        return
-    _units.update(new)
-    around_backward(model, _unmark, _mark)
-    before_reductions(new, _unmark)
-    _hook()
+    if new:
+        _units.update(new)
+        around_backward(model, _unmark, _mark)
+        before_reductions(new, _unmark)
+        _hook()
 
 
 @functools.cache
 def _hook() -> None:
-    """Torch's own registry of what runs before any optimizer's step: entered once in a process."""
+    """Enter torch's registry of hooks before any optimizer's step, once in a process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
-    """No warning at their first step that parameters are updated in low precision."""
-    _vouched.update(optimizers)
+    """Log no warning at their first step that they update parameters in low precision."""
+    _low_precision_allowed.update(optimizers)
 
 
 def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
-    """Say which parameters train in low precision without float32 masters; None where none does. Local, pure.
+    """Say which parameters train in low precision without float32 masters; None if none does. Local, pure.
 
     Args:
-        named: parameters with what to call them.
-        subject: what to call instead of the parameters.
+        named: parameters by name.
+        subject: what the message is about, instead of the parameters.
     """
     low = {name: param.dtype for name, param in named if param.requires_grad and param.dtype in _LOW_PRECISION}
     dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
@@ -104,18 +104,18 @@ def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | No
     return message(subject or listing(low), problem, rule, fix) if low else None
 
 
-# Gradients that wait.
+# Gradients that wait to be reduced.
 
 
 class WaitingGradient(Tensor):
     """Stands in for a gradient that is not reduced yet. It has no memory and can be zeroed; any other use raises.
 
-    Of a sharded parameter it is the local tensor of the DTensor in ``.grad``.
+    For a sharded parameter it is the local tensor of the DTensor in ``.grad``.
     """
 
     __torch_function__ = NO_TORCH_FUNCTION
-    param: ref[Tensor]  # which holds this one
-    reduced: Tensor | None  # what it had before, and has again when this one is taken away
+    param: ref[Tensor]  # its ``.grad`` is this tensor
+    reduced: Tensor | None  # the ``.grad`` that it replaced
     is_zeroed: bool
 
     @staticmethod
@@ -138,7 +138,7 @@ class WaitingGradient(Tensor):
                 each.become_zeros() if isinstance(each, WaitingGradient) else each.zero_()
             return args[0] if name == "zero_" else None
         if name == "add" and not isinstance(args[0], WaitingGradient):
-            return args[0].clone()  # autograd, outside of what FSDP2 knows of
+            return args[0].clone()  # autograd accumulates in a backward that FSDP2 has no part in
         shape = next(tuple(each.shape) for each in given if isinstance(each, WaitingGradient))
         raise _waiting_error(f"a gradient, of which this rank has {shape}", name)
 
@@ -161,81 +161,75 @@ def _waiting_error(what: str, use: str) -> ShardkitError:
     return ShardkitError(message(use, problem, rule, fix))
 
 
-def _mark(units: list[FSDPUnit]) -> None:
-    """After a backward: put marks where a gradient waits."""
-    for unit in units:
-        for param in [] if unit.reduce_grads and unit.all_reduce_grads else unreduced(unit):
-            whole = stand_in(param)
-            shown = [param.sharded_param] if whole is None or unit.is_sharded else [param.sharded_param, whole]
-            _waiting[param] = [_Shown(each) for each in shown]
+class _Mark:
+    """A waiting gradient in the ``.grad`` of a parameter that the user sees: sharded or, if kept gathered, unsharded.
 
-
-class _Shown:
-    """A parameter that the user sees while its gradient waits: sharded or, where it is kept, whole."""
+    The gradient that waits may be in the ``.grad`` of an unsharded parameter itself; then nothing is put there.
+    """
 
     def __init__(self, param: Tensor) -> None:
         self._param = ref(param)
-        self.mark: WaitingGradient | None = None
-        self.grad: Tensor | None = None
-        if isinstance(param, DTensor):
-            self.mark = WaitingGradient(param)
-            self.grad = param.grad = with_local(param, self.mark)
-        elif param.grad is None:
-            self.mark = self.grad = param.grad = WaitingGradient(param)
+        self._mark = WaitingGradient(param) if isinstance(param, DTensor) or param.grad is None else None
+        if self._mark is not None:
+            param.grad = with_local(param, self._mark) if isinstance(param, DTensor) else self._mark
+        self._grad = None if self._mark is None else param.grad
 
     @property
     def param(self) -> Tensor:
         param = self._param()
-        assert param is not None  # FSDP2 has it
+        assert param is not None  # FSDP2 holds it
         return param
 
     @property
-    def is_zeroed(self) -> bool:
-        return self.mark is not None and self.mark.is_zeroed
-
-    @property
     def is_cleared(self) -> bool:
-        """Whether somebody took the gradient away, or zeroed it."""
-        return self.param.grad is None or self.is_zeroed
+        """Whether the gradient was removed or zeroed."""
+        return self.param.grad is None or (self._mark is not None and self._mark.is_zeroed)
 
-    def unmark(self, cleared: bool) -> None:
-        """Take the mark away, if it is there; a gradient too if it was cleared elsewhere. Zeros stay."""
-        if cleared and not self.is_zeroed:
+    def remove(self, cleared: bool) -> None:
+        """Restore ``.grad``; ``cleared`` if this or another mark of the parameter was, where zeros stay."""
+        if cleared and not (self._mark is not None and self._mark.is_zeroed):
             self.param.grad = None
-        elif self.mark is not None and self.param.grad is self.grad:
-            self.param.grad = self.mark.reduced
+        elif self._mark is not None and self.param.grad is self._grad:
+            self.param.grad = self._mark.reduced
 
 
-def _unmark(units: Iterable[FSDPUnit], *, cleared_alone: bool = False) -> None:
-    """Before a backward or a reduction: take the marks away, and drop what waits where somebody cleared them."""
+def _mark(units: list[FSDPUnit]) -> None:
+    """Mark the parameters whose gradients wait, after a backward."""
+    for unit in units:
+        for param in [] if unit.reduce_grads and unit.all_reduce_grads else unreduced(unit):
+            unsharded = None if unit.is_sharded else unsharded_parameter(param)
+            _waiting[param] = [_Mark(each) for each in (param.sharded_param, unsharded) if each is not None]
+
+
+def _unmark(units: Iterable[FSDPUnit], *, only_cleared: bool = False) -> None:
+    """Remove marks before a backward or a reduction, and drop the gradients whose marks were cleared."""
     for unit in units if _waiting else ():
         waiting = {param: _waiting[param] for param in unit.fsdp_params if param in _waiting}
-        cleared = {param for param, shown in waiting.items() if any(each.is_cleared for each in shown)}
+        cleared = [param for param, marks in waiting.items() if any(mark.is_cleared for mark in marks)]
         if cleared and len(cleared) < len(waiting) and is_reduce_scattered(unit):
             problem = f"cleared the gradients of {len(cleared)} of the {len(waiting)} parameters of one unit"
-            rule = "What a unit has reduce-scattered on an HSDP mesh waits for its all-reduce as one tensor"
+            rule = "Gradients that a unit on an HSDP mesh has reduce-scattered wait for the all-reduce as one tensor"
             fix = "Clear the gradients of all parameters, as model.zero_grad() does, or accumulate without "
             raise ShardkitError(message("zero_grad()", problem, rule, fix + "shard_gradients"))
-        for param in cleared if cleared_alone else waiting:
-            for each in _waiting.pop(param):
-                each.unmark(param in cleared)
-            if param in cleared:
-                drop_unreduced_gradient(unit, param)
+        for param in cleared if only_cleared else waiting:
+            for mark in _waiting.pop(param):
+                mark.remove(param in cleared)
+        drop_unreduced_gradients(unit, cleared)
 
 
 # Before an optimizer's step.
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at an optimizer before its first step, and whenever a gradient waits."""
+    """Check an optimizer at its first step, when groups were added, and while any gradient waits."""
     if torch.compiler.is_compiling():
         return
     groups = optimizer.param_groups
-    if _known.get(optimizer) != len(groups):
+    if _checked.get(optimizer) != len(groups):
         _check_held([param for group in groups for param in group["params"]], optimizer)
-        _known[optimizer] = len(groups)
-    _unmark(_units, cleared_alone=True)
-    waiting = [each.param for shown in _waiting.values() for each in shown] + waiting_parameters()
+        _checked[optimizer] = len(groups)
+    _unmark(_units, only_cleared=True)
+    waiting = [mark.param for marks in _waiting.values() for mark in marks] + waiting_parameters()
     held = {param for group in groups for param in group["params"]} if waiting else set()
     shapes = [str(tuple(param.shape)) for param in waiting if param in held]
     if shapes:
@@ -248,16 +242,16 @@ def _check_held(params: list[Tensor], optimizer: Optimizer) -> None:
     replaced = [_replaced[param] for param in params if param in _replaced]
     if replaced:
         problem = f"holds {len(replaced)} parameters that sharding has replaced: {listing(replaced)}"
-        rule = "They are in no model any more, so a step has no effect"
+        rule = "They no longer belong to the model, so a step has no effect"
         raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
-    whole = {id(stand_in(param)) for unit in _units for param in unit.fsdp_params}
-    copies = [str(tuple(param.shape)) for param in params if id(param) in whole]
+    gathered = gathered_parameters(_units)
+    copies = [str(tuple(param.shape)) for param in params if param in gathered]
     if copies:
         problem = f"holds {len(copies)} gathered copies of parameters, of shapes {listing(copies, 5)}"
         rule = "The next all-gather overwrites them, so a step has no effect"
         fix = "Build the optimizer right after shard_model, or call model.reshard() before"
         raise ShardkitError(message(name, problem, rule, fix))
     sharded = ((str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor))
-    low = None if optimizer in _vouched else low_precision_problem(sharded, name)
+    low = None if optimizer in _low_precision_allowed else low_precision_problem(sharded, name)
     if low:
         logger.warning(low)

@@ -1,4 +1,4 @@
-"""full_params: a model's parameters as plain, full tensors for a while."""
+"""full_params: replace a model's sharded parameters by plain, full ones in a context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardkit.state.names import parameter_names, refuse_meta
 from shardkit.state.routes import routes_of
 from shardkit.state.transfer import Move, Want, gathered, transfer
 
-Slots: TypeAlias = "dict[nn.Parameter, list[tuple[nn.Module, str]]]"  # where each parameter is registered
+Slots: TypeAlias = "dict[nn.Parameter, list[tuple[nn.Module, str]]]"  # the modules and names of each parameter
 
 
 def full_params(
@@ -33,32 +33,31 @@ def full_params(
 ) -> AbstractContextManager[None]:
     """In this context the model's sharded parameters are plain ``nn.Parameter``\\ s of the full tensors.
 
-    As FSDP1's ``summon_full_params``, for any FSDP2 model or module that holds some. Names, ties, dtypes,
-    ``requires_grad`` and attributes are those of the sharded ones, whatever the mixed precision policy says. The hooks
-    of FSDP2 do nothing inside: modules, methods such as ``generate``, and parts that are not units run on the full
-    parameters, without collectives, each rank by itself. Backward works too, on gradients that are not reduced and
-    are gone afterwards. Hooks of others run: modules of ``parallelize_module`` still make DTensors of their inputs,
-    which full parameters cannot take. Plain parameters stay what they are. Do not step an optimizer inside.
+    Like FSDP1's ``summon_full_params``, for any module with FSDP2 units. Names, ties, dtypes, ``requires_grad`` and
+    attributes are those of the sharded parameters, independent of the mixed precision policy. FSDP2's hooks do nothing
+    inside: modules, methods such as ``generate``, and parts that are not units run on the full parameters, without
+    collectives, each rank by itself. Backward works, but its gradients are not reduced, and are dropped on exit. Other
+    hooks run: modules of ``parallelize_module`` still make DTensors of their inputs, which do not mix with full
+    parameters. Plain parameters are unchanged. Do not step an optimizer inside.
 
-    Afterwards the same sharded parameters are in place, with or without an error, and resharded. What was written to
-    the full ones is lost unless ``writeback``, which writes each rank's part into the live shards, in place; not after
-    an error.
+    On exit, with or without an error, the same sharded parameters are registered again. Changes of the full ones are
+    lost unless ``writeback=True``, which copies each rank's part into its shards, in place, unless there was an error.
 
     **Collective**, on entry and, with both ``writeback`` and ``rank0_only``, on exit.
 
     Args:
-        model: any module; its own mesh, ties and layout do not matter.
-        writeback: keep what was written. With ``rank0_only`` rank 0's is scattered, which FSDP1 refused.
-        rank0_only: give full parameters to the lowest rank that holds a part of the model alone; others keep shards.
-        offload_to_cpu: full tensors on the CPU, wherever the shards are.
-        with_grads: gather gradients too, where there are any, as ``grad`` of the full parameters; ``writeback``
-            writes them back too. FSDP1 refused it with ``offload_to_cpu``.
-        recurse: False is for the unit of ``model`` alone, if it is one: units inside of it stay sharded, and gather
+        model: any module, on any mesh, with any ties.
+        writeback: write changes into the shards. With ``rank0_only`` rank 0's are scattered, which FSDP1 refused.
+        rank0_only: give full parameters only to the lowest rank that holds a part of the model; others keep shards.
+        offload_to_cpu: put full tensors on the CPU, wherever the shards are.
+        with_grads: gather existing gradients too, as ``grad`` of the full parameters; ``writeback`` writes them back
+            too. FSDP1 refused it with ``offload_to_cpu``.
+        recurse: False gathers only the parameters of ``model``'s own unit: units inside of it stay sharded, and gather
             themselves when they are called.
 
     Raises:
-        ShardkitError: on every rank: inside of a forward or backward, on meta, ranks that disagree about which
-            parameters have gradients; on exit, a full parameter that has another shape now, or is gone.
+        ShardkitError: on every rank: inside of a forward or backward; on meta; if ranks differ in ``with_grads`` or in
+            which parameters have gradients; on exit, if a full parameter has another shape, or is gone.
 
     Example:
         >>> with full_params(model, writeback=True):
@@ -78,24 +77,27 @@ def full_params_from(
     with_grads: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """As :func:`full_params`, gathered as ``want`` says. Collective.
+    """Do what :func:`full_params` does, gathered as ``want`` says. Collective.
 
     Args:
-        root: the global rank that holds the full parameters unless all do; None is the lowest. Ranks that replicate may
-            each name one of their own, as FSDP1 has one for each group that shards; then nothing can be written back.
+        root: the global rank that holds the full parameters unless all do; None is the lowest. Each replica may name a
+            rank of its own, as FSDP1 has one for each group that shards; then nothing can be written back.
     """
     groups = groups_of(model)
-    with together(groups, call="full_params"):
+    with together(groups, call="full_params") as any_rank:
         if _fsdp.is_under_way(model):
-            rule = "Parameters cannot be exchanged while they are in use"
-            raise ShardkitError(message("full_params", "called in a forward or backward", rule, "Call it outside"))
+            rule = "Parameters cannot be replaced while they are in use"
+            fix = "Call it before the forward or after backward"
+            raise ShardkitError(message("full_params", "called in a forward or backward", rule, fix))
         own = None if recurse else set(_fsdp.own_parameters(model))
-        names = {p: name for p, name in parameter_names(model).items() if _is_sharded(p) and (own is None or p in own)}
+        names = {p: name for p, name in parameter_names(model).items() if own is None or p in own}
+        names = {param: name for param, name in names.items() if _is_sharded(param)}
         refuse_meta((name, param) for param, name in names.items())
+        any_rank.own = with_grads
     routes = routes_of(names, root)
     grads = {param: _plain(param.grad) for param in names if with_grads and param.grad is not None}
-    if with_grads:
-        _check_same("\n".join(names[param] for param in grads), groups)
+    if any_rank.any:
+        _check_same_grads(with_grads, [names[param] for param in grads], groups)
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
     fulls = dict(gathered(shards.items(), routes, want))
@@ -104,39 +106,49 @@ def full_params_from(
     found: dict[nn.Parameter, Tensor | None] = {}
     try:
         modules = list(model.modules()) if recurse else [model]
-        with _fsdp.without_hooks(modules), _exchanged(slots, _parameters(names, fulls)):
+        with _fsdp.without_hooks(modules), _registered(slots, _full_parameters(names, fulls)):
             yield
             found = {param: getattr(*places[0], None) for param, places in slots.items() if fulls}
     except Exception as caught:
         problem = caught
     if writeback:
         problem = problem or _lost(names, found, grads)
-        if not want.everywhere:
-            _raise_own(problem, groups)
-        elif problem is not None:
-            raise problem
+        try:
+            raise_together(problem, [] if want.everywhere else groups)
+        except ShardkitError as error:
+            raise problem or error from None
         moves = [_move(param, found.get(param)) for param in names]
         moves += [_move(grad, getattr(found.get(param), "grad", None)) for param, grad in grads.items()]
         transfer(moves, routes, "all" if want.everywhere else "rank0")
-    if problem is not None:
+    elif problem is not None:
         raise problem
 
 
-def _is_sharded(param: object) -> bool:
+def _is_sharded(param: object) -> bool:  # not narrowed, or mypy takes the keys for DTensors
     return isinstance(param, DTensor)
 
 
 def _plain(grad: Tensor) -> Tensor:
-    """A DTensor of torch's own class on the same memory; the drop-in's gradients answer for this rank's shard."""
+    """Return a DTensor of torch's own class on the same memory; in the drop-in ``shape`` is that of the shard."""
     return with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
 
 
+def _check_same_grads(with_grads: bool, names: list[str], groups: Groups) -> None:
+    """Raise on every rank unless all pass ``with_grads`` and have gradients of the same parameters. Collective."""
+    own = repr((with_grads, names)).encode()
+    found = [other for group in groups for other in all_gather_bytes(own, group)]  # of all groups, also after the first
+    problem = "ranks have gradients of different parameters, or only some of them pass with_grads=True"
+    rule = "with_grads=True gathers gradients from all ranks, so all must pass it and have the same ones"
+    fix = "Pass with_grads=False, or run the same backward on every rank before full_params(..., with_grads=True)"
+    raise_together(ShardkitError(message("full_params", problem, rule, fix)) if set(found) - {own} else None, groups)
+
+
 def _slots(model: nn.Module, names: Mapping[nn.Parameter, str]) -> Slots:
-    """Where the parameters are registered, under all names, once all units are resharded."""
+    """Reshard all units; return where each parameter is registered, under all its names."""
+    slots: Slots = {param: [] for param in names}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    slots: Slots = {param: [] for param in names}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param in slots:
@@ -144,8 +156,10 @@ def _slots(model: nn.Module, names: Mapping[nn.Parameter, str]) -> Slots:
     return slots
 
 
-def _parameters(names: Mapping[nn.Parameter, str], fulls: Mapping[str, Tensor]) -> dict[nn.Parameter, nn.Parameter]:
-    """The full parameter for each sharded one, on the ranks that have them."""
+def _full_parameters(
+    names: Mapping[nn.Parameter, str], fulls: Mapping[str, Tensor]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make the full parameter for each sharded one, on the ranks that have full tensors."""
     made = {}
     for param, name in names.items() if fulls else ():
         made[param] = full = nn.Parameter(fulls[name], requires_grad=param.requires_grad)
@@ -155,41 +169,23 @@ def _parameters(names: Mapping[nn.Parameter, str], fulls: Mapping[str, Tensor]) 
 
 
 @contextmanager
-def _exchanged(slots: Slots, instead: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+def _registered(slots: Slots, fulls: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """In this context full parameters are registered in the place of sharded ones."""
+
+    def register(param: nn.Parameter, instead: nn.Parameter) -> None:
+        for module, name in slots[param]:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = instead
+            else:  # modules that keep parameters elsewhere too, such as nn.LSTM in _flat_weights
+                setattr(module, name, instead)
+
     try:
-        for param, other in instead.items():
-            _register(slots[param], other)
+        for param, full in fulls.items():
+            register(param, full)
         yield
     finally:
-        for param in instead:
-            _register(slots[param], param)
-
-
-def _register(places: list[tuple[nn.Module, str]], param: nn.Parameter) -> None:
-    for module, name in places:
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            module._parameters[name] = param
-        else:  # modules that keep more than the registry, such as nn.LSTM's flat weights
-            setattr(module, name, param)
-
-
-def _check_same(names: str, groups: Groups) -> None:
-    """Raise on every rank if the ranks do not all have gradients of the same parameters."""
-    own = names.encode()
-    differ = any(other != own for group in groups for other in all_gather_bytes(own, group))
-    rule = "with_grads gathers gradients from all ranks, so the same parameters must have some everywhere"
-    problem = message("full_params", "ranks have gradients of different parameters", rule, "Leave with_grads out")
-    raise_together(ShardkitError(problem) if differ else None, groups)
-
-
-def _raise_own(problem: Exception | None, groups: Groups) -> None:
-    """As ``raise_together``, with this rank's own error as it is."""
-    try:
-        raise_together(problem, groups)
-    except ShardkitError:
-        if problem is None:
-            raise
-        raise problem from None
+        for param in fulls:
+            register(param, param)
 
 
 def _lost(
@@ -197,12 +193,15 @@ def _lost(
     found: Mapping[nn.Parameter, Tensor | None],
     grads: Mapping[nn.Parameter, Tensor],
 ) -> ShardkitError | None:
-    shapes = {param: tuple(getattr(value, "shape", ())) for param, value in found.items()}
-    lost = [f"{names[param]} {shape}" for param, shape in shapes.items() if shape != tuple(param.shape)]
-    of_grads = {p: getattr(getattr(found[p], "grad", None), "shape", None) for p in grads if p in found}
-    lost += [f"grad of {names[param]}" for param, shape in of_grads.items() if shape != param.shape]
-    rule = "What is written back has the shape of the sharded parameter"
-    text = message(listing(lost), "has another shape, or is gone", rule, "Resize before sharding")
+    """Return an error that names full parameters and gradients that cannot be written back, or None."""
+    lost = []
+    for param, full in found.items():
+        if (shape := tuple(getattr(full, "shape", ()))) != tuple(param.shape):
+            lost.append(f"{names[param]} {shape}")
+        if param in grads and getattr(getattr(full, "grad", None), "shape", None) != param.shape:
+            lost.append(f"grad of {names[param]}")
+    rule = "A tensor that is written back must have the shape of the sharded parameter"
+    text = message(listing(lost), "has another shape, or is gone", rule, "Resize parameters before sharding")
     return ShardkitError(text) if lost else None
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
-from shardkit.state.names import ModelState, clean_name, is_extra, refuse_meta
+from shardkit.state.names import clean_name, is_extra, refuse_meta
 from shardkit.state.place import Room, live_state
 from shardkit.state.plan import (
     IncompatibleKeys,
@@ -38,56 +37,56 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load plain, full tensors by FQN, such as :func:`full_state_dict` gives, into a model of any layout.
 
-    In place: parameters and buffers stay the same objects, so optimizers, ties and attributes still point at them.
-    Values are converted to the model's dtypes. The dict is left as it was, and shares no memory with the model
-    afterwards. Of tied tensors one name is enough; values under several must be equal. Names in the dict may have the
-    wrappers ``_orig_mod`` and ``_checkpoint_wrapped_module``, or not. Hooks of ``load_state_dict`` do not run.
+    In place: parameters and buffers stay the same objects, so optimizers, ties and attributes stay valid. Values are
+    converted to the model's dtypes. The dict is not changed, and shares no memory with the model. One name of tied
+    tensors is enough; the values of several must be equal. Names in the dict may have the wrappers ``_orig_mod`` and
+    ``_checkpoint_wrapped_module``, or not. Hooks of ``load_state_dict`` do not run.
 
-    A model on meta is materialised: what the dict has gets memory where the mesh wants it (the CPU where offloaded),
-    and other meta tensors, such as non-persistent buffers, what the construction computes, as by ``materialize``.
+    A model on meta is materialized: tensors in the dict get memory on the mesh's device (the CPU if offloaded), and
+    other meta tensors, such as non-persistent buffers, the values of their construction, as by ``materialize``.
 
-    **Collective**: every rank calls it. ``src="rank0"`` sends each rank its own shard alone, straight from the dict
-    and into place where dtypes agree, and broadcasts what ranks hold whole; with ``src="all"`` ranks exchange only
-    success or failure. Besides the shards, the most that is held is one bucket of 64 MiB or one tensor.
+    **Collective**: every rank calls it. ``src="rank0"`` sends each rank only its shards, straight from the dict and
+    into place if dtypes are equal, and broadcasts tensors that are not sharded; with ``src="all"`` ranks exchange only
+    success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
 
     Args:
-        model: any module, with values or on meta, sharded by anyone or not at all.
-        state_dict: full tensors on any device. With ``src="rank0"`` it is read on the lowest rank that holds a part
-            of the model alone; elsewhere it may be ``{}``.
-        src: ``"rank0"``, or ``"all"`` where every rank has the same dict.
+        model: any module, with values or on meta, sharded or not.
+        state_dict: full tensors on any device. With ``src="rank0"`` it is read only on the lowest rank that holds a
+            part of the model; elsewhere it may be ``{}``.
+        src: ``"rank0"``, or ``"all"`` if every rank has the same dict.
         strict: raise for missing and unexpected names, and for different values of one tied tensor. False leaves such
             names alone and returns them, and takes the first of the values with a warning.
-        assign: take over the dict's dtypes, in new memory where they differ from the model's, which belongs before
-            the first forward. It never shares the dict's memory, as torch's ``assign`` does.
+        assign: take over the dict's dtypes, in new memory where they differ from the model's. Use it before the first
+            forward. Unlike torch's ``assign`` it never shares the dict's memory.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``; both empty when strict.
 
     Raises:
-        ShardkitError: on every rank, with nothing changed: names that are missing or unexpected, shapes that differ,
-            values that are not plain tensors with values (all listed together); a hook on ``state_dict()`` replaces
-            the model's tensors; meta tensors that neither the dict nor the construction gives a value.
+        ShardkitError: on every rank, with nothing changed: missing or unexpected names, different shapes, values that
+            are not plain tensors with values (all listed together); a hook on ``state_dict()`` that replaces the
+            model's tensors; meta tensors that have a value neither in the dict nor from the construction.
 
     Example:
         >>> state = torch.load("model.pt") if rank == 0 else {}
         >>> load_full_state_dict(model, state)
     """
     groups = groups_of(model) or world_groups(src)
-    request = Request(
-        "state_dict",
-        strict,
-        clean_name,
-        unless_complex,
-        "strict=False leaves names that do not match alone",
-        ShardkitError,
-    )
+    fix = "Pass strict=False to leave names that do not match alone"
+    request = Request("state_dict", strict, clean_name, unless_complex, fix, ShardkitError)
 
     def prepared(offered: Mapping[str, Any]) -> tuple[LoadPlan, Room]:
-        plan = plan_load({name: state.tensors.get(name, None) for name in state.order}, offered, request)
+        plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
+        tensors = {name: source for name, source in plan.copies.items() if name in state.tensors}
+        dtypes = {n: offered[source].dtype if assign else state.tensors[n].dtype for n, source in tensors.items()}
+
+        def are_equal(name: str, one: str, other: str) -> bool:
+            first, second = given[one], given[other]
+            device, dtype = first.device, dtypes[name]
+            return first is second or same_values(first.to(dtype), second.to(device, dtype))
+
         if given:
-            check_ties(plan, partial(_are_equal, given, state), request)
-        names = [name for name in plan.copies if name in state.tensors]
-        dtypes = {n: offered[plan.copies[n]].dtype if assign else state.tensors[n].dtype for n in names}
+            check_ties(plan, are_equal, request)
         room = Room(model, state.tensors, dtypes)
         room.compute()
         return plan, room
@@ -115,17 +114,15 @@ def load_full_state_dict(
     ]
     transfer(moves, routes, src)
     room.install()
-    _set_extras(model, {name: offered[source] for name, source in plan.copies.items() if name in state.others})
+    modules: dict[str, Any] = {clean_name(n): module for n, module in model.named_modules(remove_duplicate=False)}
+    for name, source in plan.copies.items():
+        if name in state.others:
+            modules[name.rpartition(".")[0]].set_extra_state(offered[source])
     return plan.keys
 
 
-def _are_equal(given: Mapping[str, Any], state: ModelState, name: str, one: str, other: str) -> bool:
-    values = [given[each].to(state.tensors[name].dtype) for each in (one, other)]
-    return values[0] is values[1] or same_values(*values)
-
-
 def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The dict, which holds what can be loaded."""
+    """Return the dict; raise unless it holds full tensors with values."""
     if not isinstance(state_dict, Mapping):
         problem = f"is a {type(state_dict).__name__}"
         raise ShardkitError(message("state_dict", problem, "It maps names to tensors", "Pass a state dict"))
@@ -135,10 +132,3 @@ def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ShardkitError(message("state_dict", f"{listing(sharded)} is a DTensor", rule, fix))
     refuse_meta((name, value) for name, value in state_dict.items() if isinstance(value, Tensor))
     return state_dict
-
-
-def _set_extras(model: nn.Module, extras: Mapping[str, object]) -> None:
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    for name, value in extras.items():
-        setter: Callable[[object], None] = modules[name.rpartition(".")[0]].set_extra_state
-        setter(value)

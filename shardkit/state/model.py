@@ -1,4 +1,4 @@
-"""A model's state, sharded, full at once or tensor by tensor, read without changing the model."""
+"""Read a model's state: sharded, full, or tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
-from shardkit.ranks import Groups, any_true, groups_of, together
+from shardkit.ranks import any_true, groups_of, together
 from shardkit.state.complete import check_complete
 from shardkit.state.names import ModelState, first_names, model_state, refuse_meta
 from shardkit.state.routes import routes_of
@@ -18,14 +18,14 @@ from shardkit.state.transfer import Want, gather_bucket, gathered, gathers
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state as it is sharded, by clean FQN. Local.
+    """Return the sharded state of the model by clean FQN. Local.
 
-    As ``model.state_dict()``: live memory, not copies; DTensors where parameters are sharded; tied tensors under all
+    Like ``model.state_dict()``: live memory, not copies; DTensors where parameters are sharded; tied tensors under all
     their names, persistent buffers, ``_extra_state``. Names are without ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. This is what ``torch.distributed.checkpoint`` saves and loads in place.
+    ``_checkpoint_wrapped_module``. ``torch.distributed.checkpoint`` can save it, and load into it in place.
 
-    Units that a forward left unsharded are resharded first, as ``model.state_dict()`` does; the next forward
-    gathers them again.
+    Units that a forward left unsharded are resharded first, as by ``model.state_dict()``; the next forward gathers
+    them again.
     """
     state = model_state(model)
     values = {**{name: tensor.detach() for name, tensor in state.tensors.items()}, **state.others}
@@ -39,25 +39,25 @@ def full_state_dict(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Plain, full tensors by clean FQN: what ``state_dict()`` of the unsharded model gives.
+    """Return plain, full tensors by clean FQN, as ``state_dict()`` of the unsharded model.
 
     Works for any model: sharded by FSDP2 alone or with tensor parallelism, replicated (HSDP), with plain parameters
-    (each rank's own), or with no DTensor at all. Same keys, order, ties (one tensor under both names),
-    persistent buffers, ``_extra_state`` and version metadata as ``nn.Module.state_dict``, whose hooks run on the
-    shards. Names are without ``_orig_mod`` and ``_checkpoint_wrapped_module``. All tensors are copies.
+    (each rank's own), or without DTensors. Keys, order, ties (one tensor under both names), persistent buffers,
+    ``_extra_state`` and version metadata are those of ``nn.Module.state_dict``, whose hooks run on the shards. Names
+    are without ``_orig_mod`` and ``_checkpoint_wrapped_module``. All tensors are copies.
 
     **Collective**: every rank calls it. Shards go straight into place in the full tensors; those below 256 KiB are
-    packed, by buckets of 64 MiB of full tensors. With ``rank0_only`` a rank sends its own part once and receives
-    nothing; in HSDP only one replica sends. Beyond the result, the most that is held is one bucket, or the largest
-    tensor where it must be moved or cast.
+    packed, in buckets of 64 MiB of full tensors. With ``rank0_only`` each rank sends its part once and receives
+    nothing; in HSDP only one replica sends. Besides the result, at most one bucket is held, or the largest tensor if it
+    must be moved or cast.
 
     Args:
-        model: any module, sharded or not; the first dimension need not divide among ranks.
+        model: any module, sharded or not, evenly or not.
         rank0_only: give the result to the lowest rank that holds a part of the model, and ``{}`` to all others.
             False gives it to all ranks.
-        device: where the result is.
-        dtype: of floating-point tensors in the result; None keeps each one's. Cast before sending where that makes
-            the message smaller.
+        device: the device of the result.
+        dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that makes the
+            message smaller.
 
     Raises:
         ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
@@ -88,24 +88,24 @@ def named_full_tensors(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, such as an inference engine is given.
+    """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
 
-    Tensors are gathered in buckets of 64 MiB, so no rank ever holds the whole model; tied tensors are yielded under
-    every name. The tensors are copies, and yours to keep. Tensors of one layout come in the model's order.
+    Tensors are gathered in buckets of 64 MiB, so no rank holds the whole model; tied tensors are yielded under every
+    name. The tensors are copies. Tensors of one layout come in the model's order.
 
-    **Collective**, bucket by bucket: every rank must iterate to the end, in its own time. When a rank stops earlier
-    (``break``, an error, ``close()``), closing its iterator tells the others, at the end of their bucket: they then
-    raise, unless they stop in the same one. If the iterator is kept alive in a variable, they wait for the rank.
+    **Collective**, once a bucket: every rank must iterate to the end. If a rank stops earlier (``break``, an error,
+    ``close()``), closing its iterator notifies the others, at the end of their bucket: they raise, unless they stop in
+    the same one. While the iterator is kept alive in a variable, they wait for the rank.
 
     Args:
         model: any module, sharded or not.
-        rank0_only: yield on the lowest rank that holds a part of the model alone; others must iterate too, and get
+        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too, and get
             nothing.
-        device: where the tensors are; None: where they are gathered, the device of the shards or of their mesh.
-        dtype: of floating-point tensors; None keeps each one's. Cast before sending where that is smaller.
+        device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
+        dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
-        ShardkitError: on every rank, a tensor is on the meta device; on the others, a rank stopped before the end.
+        ShardkitError: on every rank, if a tensor is on the meta device; on the other ranks, if one stopped early.
 
     Example:
         >>> for name, tensor in named_full_tensors(model, dtype=torch.bfloat16):
@@ -130,15 +130,10 @@ def named_full_tensors(
                 any_true(True, groups)
             raise
         del full  # before the next bucket takes its memory
-        if left:
-            _check_all_go_on(groups)
-
-
-def _check_all_go_on(groups: Groups) -> None:
-    if any_true(False, groups):
-        rule = "All ranks must take all tensors, since each takes part in gathering"
-        fix = "Iterate to the end, or stop at the same tensor everywhere"
-        raise ShardkitError(message("named_full_tensors", "another rank stopped before the end", rule, fix))
+        if left and any_true(False, groups):
+            rule = "All ranks must iterate to the end, since each sends its shards"
+            fix = "Iterate to the end, or stop at the same tensor on every rank"
+            raise ShardkitError(message("named_full_tensors", "another rank stopped before the end", rule, fix))
 
 
 def _in_order(values: Mapping[str, object], state: ModelState) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""An optimizer's state by FQN, full or sharded, read without changing the optimizer."""
+"""Read an optimizer's state by FQN, full or sharded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardkit._torch import make_adagrad_state
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.state.names import parameter_names, repeated
@@ -23,30 +24,36 @@ OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "pa
 def sharded_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], *, initialize: bool = False
 ) -> OptimizerState:
-    """Return the optimizer's state as it is sharded, by clean FQN of the parameters. Local.
+    """Return the optimizer's sharded state by clean FQN of the parameters. Local.
 
     ``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}, ...]}``, the layout of
-    torch's ``get_optimizer_state_dict``, which either side may load. Live tensors, not copies: DTensors where the
-    optimizer holds such. Nothing is initialized: a parameter without state (no gradient yet, frozen, plain SGD) has
-    no entry. Groups keep their order, their options whatever they are, and may be empty.
+    torch's ``get_optimizer_state_dict``; torch and shardkit can load each other's. Tensors are live, not copies, and
+    DTensors if the optimizer's are. Nothing is initialized: a parameter without state (no gradient yet, frozen, plain
+    SGD) has no entry. Groups keep their order and options, and may be empty.
 
     Args:
-        model: the model whose parameters are optimized; a tied one has its first name.
-        optimizer: one, or several of different parameters, whose groups follow one another.
-        initialize: give entries also to parameters that train and have no state yet, in new memory: what a step of
-            zero gradients would make. ``torch.distributed.checkpoint.load`` fills them in place, and
-            :func:`load_sharded_optimizer_state_dict` then gives them to the optimizer, which does not change before.
+        model: the model whose parameters are optimized; a tied parameter has its first name.
+        optimizer: one, or several of different parameters, whose groups are concatenated.
+        initialize: add entries for trainable parameters without state, in new memory, as a step of zero gradients
+            would make them. ``torch.distributed.checkpoint.load`` fills them in place, and
+            :func:`load_sharded_optimizer_state_dict` gives them to the optimizer, which does not change before.
 
     Raises:
-        ShardkitError: an optimizer holds tensors that are not in the model, or two hold the same parameter; for
-            ``initialize``, its step needs more than gradients, as LBFGS's.
+        ShardkitError: an optimizer holds tensors that are not in the model, or two hold the same parameter; with
+            ``initialize``, its step needs more than gradients, such as LBFGS's.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
-    found = [_by_name(each, names) for each in optimizers]
+    found = []
+    for each in optimizers:
+        fqns = chain.from_iterable(group_names(each, names))
+        packed = each.state_dict()  # whose hooks run
+        numbers = [number for group in packed["param_groups"] for number in group["params"]]
+        found.append(renamed_state(packed, dict(zip(numbers, fqns, strict=True)).get))
     groups = list(chain.from_iterable(each["param_groups"] for each in found))
     if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
         rule = "State is kept by parameter, so each may be in one group of one optimizer"
-        raise ShardkitError(message("optimizer", f"{listing(twice)} is in several groups", rule, "Pass it to one"))
+        fix = "Leave it out of all groups but one"
+        raise ShardkitError(message("optimizer", f"{listing(twice)} is in several groups", rule, fix))
     state = {fqn: entry for each in found for fqn, entry in each["state"].items()}
     for each in optimizers if initialize else ():
         state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
@@ -60,15 +67,15 @@ def full_optimizer_state_dict(
     rank0_only: bool = True,
     device: torch.device | str = "cpu",
 ) -> OptimizerState:
-    """As :func:`sharded_optimizer_state_dict`, in plain, full tensors, which are copies.
+    """Return :func:`sharded_optimizer_state_dict` with plain, full copies of the tensors.
 
-    **Collective**: every rank calls it. Tensors travel as in :func:`full_state_dict`, with the same memory.
+    **Collective**: every rank calls it. Messages and memory are as in :func:`full_state_dict`.
 
     Args:
         model: the model whose parameters are optimized.
         optimizer: one, or several of different parameters.
         rank0_only: give the result to the lowest rank that holds a part of the model, and ``{}`` to all others.
-        device: where the tensors of the result are.
+        device: the device of the tensors.
 
     Raises:
         ShardkitError: on every rank, as :func:`sharded_optimizer_state_dict`.
@@ -81,24 +88,23 @@ def full_optimizer_state_dict(
 
 
 def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
-    """The same nested dicts with full tensors, copies, on the ranks that get them; None elsewhere. Collective."""
-    fulls = dict(gathered(sorted(tensor_leaves(tree).items()), routes, want))  # in an order that all ranks share
+    """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
+    fulls = dict(gathered(sorted(tensor_leaves(tree).items()), routes, want))  # in one order on all ranks
     return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or routes.is_root else None
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """One or several optimizers as a list; raises for anything else."""
+    """Return one or several optimizers as a list; raise for anything else."""
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
     found: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
     if wrong := [type(each).__name__ for each in found if not isinstance(each, Optimizer)]:
-        raise ShardkitError(
-            message("optimizer", f"of type {listing(wrong)}", "Optimizers are torch.optim.Optimizer", "Pass such")
-        )
+        rule, fix = "An optimizer is a torch.optim.Optimizer", "Pass the torch.optim.Optimizer that it wraps"
+        raise ShardkitError(message("optimizer", f"is of type {listing(wrong)}", rule, fix))
     return found
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    """The FQNs of each group's parameters; raises if some are not in the model."""
+    """Return the FQNs of each group's parameters; raise if some are not in the model."""
     unexpected = [
         f"param_groups[{number}]['params'][{place}] of shape {tuple(param.shape)}"
         for number, group in enumerate(optimizer.param_groups)
@@ -106,28 +112,27 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list
         if param not in names
     ]
     if unexpected:
-        rule = "An optimizer must hold the model's own, sharded parameters"
+        rule = "An optimizer must hold the model's own sharded parameters"
         fix = "Make the optimizer after sharding, from model.parameters(), and not between a forward and the reshard"
         raise ShardkitError(message("optimizer", f"{listing(unexpected)} is not in the model", rule, fix))
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def is_tensor(value: object) -> bool:
-    """Whether it is a tensor."""
+def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def tensor_leaves(tree: object, is_leaf: Callable[[object], bool] = is_tensor) -> dict[str, Any]:
-    """All tensors, or other leaves, in nested dicts, lists and tuples, by path."""
+def tensor_leaves(tree: object, is_leaf: Callable[[object], bool] = _is_tensor) -> dict[str, Any]:
+    """Return all tensors, or other leaves, in nested dicts, lists and tuples, by path."""
     leaves: dict[str, Any] = {}
     with_leaves(tree, leaves.setdefault, is_leaf)
     return leaves
 
 
 def with_leaves(
-    tree: Any, change: Callable[[str, Any], object], is_leaf: Callable[[object], bool] = is_tensor, path: str = ""
+    tree: Any, change: Callable[[str, Any], object], is_leaf: Callable[[object], bool] = _is_tensor, path: str = ""
 ) -> Any:
-    """The same nested dicts, lists and tuples, new ones, with each leaf changed; other values stay."""
+    """Return new nested dicts, lists and tuples with ``change(path, leaf)`` for each leaf; other values stay."""
     if is_leaf(tree):
         return change(path, tree)
     if isinstance(tree, dict):
@@ -138,7 +143,7 @@ def with_leaves(
 
 
 def renamed_state(state: Mapping[str, Any], rename: Callable[[Any], str | None]) -> OptimizerState:
-    """The state by other names; what has none is left out."""
+    """Rename parameters in a state; leave out those that ``rename`` maps to None."""
     groups = [
         {**group, "params": [new for name in group["params"] if (new := rename(name)) is not None]}
         for group in state["param_groups"]
@@ -147,20 +152,12 @@ def renamed_state(state: Mapping[str, Any], rename: Callable[[Any], str | None])
     return {"state": entries, "param_groups": groups}
 
 
-def _by_name(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerState:
-    """``optimizer.state_dict()``, whose hooks run, with FQNs for numbers."""
-    fqns = chain.from_iterable(group_names(optimizer, names))
-    packed = optimizer.state_dict()
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    return renamed_state(packed, dict(zip(numbers, fqns, strict=True)).get)
-
-
 def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """For each parameter that trains and has no state, what a first step would give it. Local, pure.
+    """Return the state that a first step would make for each trainable parameter without state. Local, pure.
 
-    A copy of the optimizer without parameters, state and hooks steps a stand-in of each parameter in turn, so neither
-    the optimizer nor weights and random generators change, and beyond the result one parameter is held. Raises for
-    optimizers that do not step on one parameter by itself, as LBFGS, which wants a closure.
+    A copy of the optimizer without state and hooks steps a stand-in for each parameter in turn, so the optimizer, the
+    weights and the random generators do not change, and at most one parameter is held besides the result. Raises for
+    optimizers that cannot step one parameter by itself, such as LBFGS, which needs a closure.
     """
     used = {param.device for group in optimizer.param_groups for param in group["params"]}
     devices = [device for device in used if device.type != "cpu"]
@@ -178,17 +175,17 @@ def _state_of(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) 
     stand_in = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     stand_in.grad = torch.zeros_like(stand_in)
     copy: Any = object.__new__(type(optimizer))
-    # An LR scheduler's or our own step is bound to the optimizer itself, and hooks are the user's.
+    # Not the step of an LR scheduler, which is bound to the optimizer itself, nor the user's hooks.
     copy.__dict__.update({key: v for key, v in vars(optimizer).items() if key != "step" and "hook" not in key})
     options = {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
     copy.param_groups, copy.state = [options | {"params": [stand_in]}], defaultdict(dict)
     copy.__setstate__({})
+    make_adagrad_state(copy)
     try:
         type(optimizer).step(copy)
     except Exception as error:  # whatever its step needs besides gradients
-        rule = "State is made by a step of zero gradients on each parameter by itself"
+        rule = "initialize=True makes state by a step of zero gradients on each parameter by itself"
         problem = f"{type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
-        raise ShardkitError(
-            message("optimizer", problem, rule, "Step it once, or load with load_checkpoint, which needs no state")
-        ) from error
+        fix = "Step it once, or load with load_checkpoint, which needs no state"
+        raise ShardkitError(message("optimizer", problem, rule, fix)) from error
     return dict(copy.state[stand_in])

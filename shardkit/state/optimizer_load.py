@@ -1,4 +1,4 @@
-"""Optimizer state by FQN into optimizers, fresh ones too, of models in any layout."""
+"""Load optimizer state by FQN into optimizers, also fresh ones, of models in any layout."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def load_full_optimizer_state_dict(
     *,
     src: Source = "rank0",
 ) -> None:
-    """Load what :func:`full_optimizer_state_dict` gives, or torch's ``get_optimizer_state_dict`` of full tensors.
+    """Load a :func:`full_optimizer_state_dict`, or torch's ``get_optimizer_state_dict`` of full tensors.
 
-    The optimizer has exactly the dict's state afterwards: a fresh one is restored without a step, and a parameter
-    without an entry has no state. Options of groups are matched by FQN, so groups may stand in another order; those
-    that the dict lacks stay, and tensors among them (``lr``) are written in place. It ends in
-    ``optimizer.load_state_dict``, whose hooks run and which converts state to the parameters' dtypes. LR schedulers
-    keep working, also those made before. The dict is left as it was.
+    Afterwards the optimizer has exactly the dict's state: a fresh one is restored without a step, and a parameter
+    without an entry has no state. Options of groups are matched by FQN, so groups may be in another order; options that
+    the dict lacks stay, and tensors among them (``lr``) are written in place. ``optimizer.load_state_dict`` is called
+    last; its hooks run, and it converts state to the parameters' dtypes. LR schedulers keep working, also those made
+    before. The dict is not changed.
 
-    State of a parameter's shape is sharded as the parameter is, of another shape replicated on its mesh, and scalars
-    are plain; where the optimizer has state already, as that is.
+    State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
+    plain; if the optimizer has state already, its placements are kept.
 
-    **Collective**: every rank calls it; tensors travel as in :func:`load_full_state_dict`.
+    **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
 
     Args:
         model: the model whose parameters are optimized.
         optimizer: one, or several of different parameters.
-        state_dict: with ``src="rank0"`` it is read on the lowest rank that holds a part of the model alone.
-        src: ``"rank0"``, or ``"all"`` where every rank has the same dict.
+        state_dict: with ``src="rank0"`` it is read only on the lowest rank that holds a part of the model.
+        src: ``"rank0"``, or ``"all"`` if every rank has the same dict.
 
     Raises:
-        ShardkitError: on every rank, with nothing changed: parameters that only one side has, and groups of the
-            optimizer whose parameters have different options in the dict, all listed; not such a dict.
+        ShardkitError: on every rank, with nothing changed: the dict is not an optimizer's state by FQN; or, all
+            listed, parameters that only one side has, and groups whose parameters have different options in the dict.
     """
     groups = groups_of(model) or world_groups(src)
     with together(groups, call="load_full_optimizer_state_dict"):
@@ -83,9 +83,9 @@ def load_full_optimizer_state_dict(
 def load_sharded_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], state_dict: Mapping[str, Any]
 ) -> None:
-    """Load what :func:`sharded_optimizer_state_dict` gives on the same layout; nothing is copied.
+    """Load a :func:`sharded_optimizer_state_dict` of the same layout, without copies.
 
-    As :func:`load_full_optimizer_state_dict`, but each rank passes its own part, and its tensors become the
+    Like :func:`load_full_optimizer_state_dict`, but each rank passes its own part, and its tensors become the
     optimizer's. Ranks exchange only success or failure.
 
     Raises:
@@ -106,10 +106,10 @@ def distributed(
     groups: Groups,
     error: type[ShardkitError] = ShardkitError,
 ) -> OptimizerState:
-    """An optimizer's state with its tensors cut for this rank. Collective over ``groups``.
+    """Return an optimizer's state with this rank's part of each tensor. Collective over ``groups``.
 
-    Tensors are full, or with ``src="all"`` sharded too. ``place`` is given the state with a :class:`Spec` for each
-    tensor, and returns it with memory for each.
+    Tensors are full, or with ``src="all"`` sharded. ``place`` is given the state with a :class:`Spec` for each tensor,
+    and returns it with memory for each.
     """
     with together(groups, error):
         specs = with_leaves(given.get("state", {}), lambda _, value: Spec(value.dtype, shape_of(value)))
@@ -120,7 +120,7 @@ def distributed(
     with together(groups, error):
         made = place(described)
     leaves, sources = tensor_leaves(described["state"], is_spec), tensor_leaves(given.get("state", {}))
-    targets = sorted(tensor_leaves(made["state"]).items())  # in an order that all ranks share
+    targets = sorted(tensor_leaves(made["state"]).items())  # in one order on all ranks
     transfer([Move(target, leaves[path].dtype, sources.get(path)) for path, target in targets], routes, src)
     return made
 
@@ -131,10 +131,10 @@ def with_rooms(
     place: Callable[[str, str, Any, Tensor | None], object],
     is_leaf: Callable[[object], bool] = is_spec,
 ) -> dict[str, Any]:
-    """The state by FQN with what ``place`` makes of its leaves. Local.
+    """Return the state by FQN with ``place(fqn, path, leaf, present)`` for each leaf. Local.
 
-    It is given the FQN, the leaf's path in the parameter's state, such as ``"/step"``, the leaf, and what the optimizer
-    has there, if anything, which ``present`` says by FQN.
+    ``path`` is the leaf's in the parameter's state, such as ``"/step"``, and ``present`` the tensor that the optimizer
+    has there, or None.
     """
 
     def placed(fqn: str, entry: object) -> object:
@@ -145,7 +145,7 @@ def with_rooms(
 
 
 def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None) -> Tensor:
-    """New memory for a tensor of a parameter's state, placed as :func:`load_full_optimizer_state_dict` says. Local."""
+    """Return memory for a tensor of a parameter's state, as :func:`load_full_optimizer_state_dict` says. Local."""
     home = local_of(param).device
     if isinstance(present, DTensor) and present.shape == spec.shape:
         return unwritten(present, spec.dtype, local_of(present).device)
@@ -154,16 +154,16 @@ def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None)
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if scalar else home)
     if spec.shape == param.shape:  # plain memory, whatever subclass the weight is of
         return as_sharded(torch.empty(local_of(param).shape, dtype=spec.dtype, device=home), param)
-    # Computed from a DTensor, and so one too, such as the row and column means of Adafactor.
+    # A DTensor, since it was computed from one, such as the row and column means of Adafactor.
     return replicated(torch.empty(spec.shape, dtype=spec.dtype, device=home), param.device_mesh)
 
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
-    """The dict by clean names."""
+    """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         problem = f"has no 'state' and 'param_groups', but is {type(state_dict).__name__}"
         rule = "It is {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
-        raise ShardkitError(message("state_dict", problem, rule, "Pass what full_optimizer_state_dict gives"))
+        raise ShardkitError(message("state_dict", problem, rule, "Pass full_optimizer_state_dict(model, optimizer)"))
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     if any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
         rule = "State is kept by FQN: numbers depend on the order in which an optimizer was given its parameters"
@@ -173,7 +173,7 @@ def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
 
 
 def mismatches(own: Sequence[list[str]], found: OptimizerState) -> dict[str, list[str]]:
-    """What of a state does not fit an optimizer with these groups of FQNs, by kind. Pure."""
+    """Return what does not fit an optimizer with these groups of FQNs, by kind. Pure."""
     known = set(chain.from_iterable(own))
     options = options_by_name(found)
     return {
@@ -188,35 +188,34 @@ def mismatches(own: Sequence[list[str]], found: OptimizerState) -> dict[str, lis
 
 
 def options_by_name(state: OptimizerState) -> dict[str, dict[str, Any]]:
-    """For each parameter the group that it is in."""
+    """Return the group of each parameter."""
     return {fqn: group for group in state["param_groups"] for fqn in group["params"]}
 
 
 def _differing(groups: list[dict[str, Any]]) -> str:
-    """Options that are not the same in all of the groups."""
+    """Return the options that are not the same in all of the groups, or that only some have, for a message."""
     first, *others = {id(group): group for group in groups}.values() or ({},)
-    keys = [key for key in first if key not in _NO_OPTIONS]
-    return ", ".join(f"{key} differs" for key in keys if any(not _equal(first[key], o.get(key)) for o in others))
+    keys = [key for key in dict.fromkeys(chain(first, *others)) if key not in _NO_OPTIONS]
+    absent = object()
 
+    def same(one: object, other: object) -> bool:
+        return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+    differ = [key for key in keys if not all(same(first.get(key, absent), o.get(key, absent)) for o in others)]
+    return ", ".join(f"{key} differs" for key in differ)
 
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
     own = [fqns for each in optimizers for fqns in group_names(each, names)]
     rule = "Parameters and the options of groups must fit; nothing was changed"
-    raise_listed(
-        "state_dict", mismatches(own, found), rule, "Make the optimizer of the same parameters, in the same groups"
-    )
+    fix = "Make the optimizer of the same parameters, in the same groups"
+    raise_listed("state_dict", mismatches(own, found), rule, fix)
 
 
 def install(
     optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], state: OptimizerState, *, exact: bool = False
 ) -> None:
-    """Give optimizers their state and their groups the options of their parameters, by ``load_state_dict``. Local.
+    """Load each optimizer's state, and the options of its parameters' groups, by ``load_state_dict``. Local.
 
     Options that the state lacks stay. ``exact`` keeps its dtypes, which torch converts to those of the parameters.
     """
@@ -233,24 +232,13 @@ def install(
         found = zip(numbers, chain.from_iterable(fqns), strict=True)
         entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
         optimizer.load_state_dict({**packed, "state": entries, "param_groups": groups})
-        _keep_tensors(before, optimizer.param_groups)
-        if exact:
-            _undo_casts(optimizer, names, state["state"])
-
-
-def _keep_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Write tensor options, such as ``lr``, into the tensors that were there, which compiled code holds on to."""
-    for old, new in zip(before, groups, strict=True):
-        for key, tensor in old.items():
-            if isinstance(tensor, Tensor):
-                tensor.fill_(new[key]) if not tensor.ndim else tensor.copy_(torch.as_tensor(new[key]))
-                new[key] = tensor
-
-
-def _undo_casts(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]) -> None:
-    """Put back what torch's load_state_dict casts to the parameter's dtype, such as float32 moments of bfloat16."""
-    for param, fqn in names.items():
-        entries = optimizer.state.get(param, {})
-        for name, value in state.get(fqn, {}).items() if entries else ():
-            if name != "step" and isinstance(value, Tensor) and entries[name].dtype != value.dtype:
-                entries[name] = value.to(entries[name].device)
+        for old, new in zip(before, optimizer.param_groups, strict=True):
+            for key, tensor in old.items():
+                if isinstance(tensor, Tensor):  # compiled code holds on to tensors such as ``lr``
+                    tensor.fill_(new[key]) if not tensor.ndim else tensor.copy_(torch.as_tensor(new[key]))
+                    new[key] = tensor
+        for param, fqn in names.items() if exact else ():
+            kept = optimizer.state.get(param, {})
+            for name, value in state["state"].get(fqn, {}).items() if kept else ():
+                if name != "step" and isinstance(value, Tensor) and kept[name].dtype != value.dtype:
+                    kept[name] = value.to(kept[name].device)  # which load_state_dict cast to the parameter's dtype

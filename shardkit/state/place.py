@@ -1,4 +1,4 @@
-"""Which tensors of a model a load writes to, and new memory for those that cannot be written where they are."""
+"""The tensors that a load writes to, and new memory for those that cannot be written in place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.materialize import check_unbound, find_targets, is_on_meta
-from shardkit.meta.rest import Rest
+from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
 from shardkit.meta.shards import Homes, Target, install
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.names import ModelState, is_extra, model_state
@@ -19,13 +18,13 @@ from shardkit.state.routes import local_of
 
 
 def live_state(model: nn.Module) -> ModelState:
-    """:func:`model_state`, of a model that can be written to by name; raises for any other. Local."""
+    """Return :func:`model_state`; raise if a hook replaced tensors, or if elements share memory. Local."""
     state = model_state(model)
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
     made += [name for name in state.others if not is_extra(name)]
     if made:
-        rule = "Values are written into the parameters and buffers that the model has, by name"
+        rule = "Values are written into the model's own parameters and buffers, by name"
         fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
         raise ShardkitError(message(listing(made), "replaced by a hook on state_dict()", rule, fix))
     check_memory(state)
@@ -33,53 +32,54 @@ def live_state(model: nn.Module) -> ModelState:
 
 
 def check_memory(state: ModelState) -> None:
-    """Raise for tensors whose elements share memory, which torch refuses to write when others are written already."""
-    shared = [
-        name
-        for name, part in ((name, local_of(tensor)) for name, tensor in state.tensors.items())
-        if any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True))
-    ]
+    """Raise for tensors whose elements share memory, which torch would refuse to write half-way through a load."""
+    shared = []
+    for name, tensor in state.tensors.items():
+        part = local_of(tensor)
+        if any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
+            shared.append(name)
     if shared:
-        rule, fix = "Each element that is loaded has memory of its own", "Register tensor.expand(...).contiguous()"
+        rule, fix = "Each element that is loaded needs memory of its own", "Register tensor.expand(...).contiguous()"
         raise ShardkitError(message(listing(shared), "expanded, so that elements share memory", rule, fix))
 
 
 class Room:
-    """The memory that a load of some of a model's tensors, those in ``dtypes``, writes to. Local.
+    """The memory that a load writes to, for the tensors in ``dtypes``. Local.
 
-    A tensor that is on meta, or changes its dtype, has new memory; any other its own. Meta tensors that the load does
-    not write, such as non-persistent buffers, get what the construction computes. Making it changes nothing, and raises
-    where a meta tensor would get no value, or cannot be replaced.
+    A tensor that is on meta, or changes its dtype, gets new memory; others are written in place. Meta tensors that the
+    load does not write, such as non-persistent buffers, get the values of their construction. Making it changes
+    nothing; it raises if a meta tensor would get no value, or cannot be replaced.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
         given = {id(tensors[name]): dtype for name, dtype in dtypes.items()}
         self._model = model
-        self._rest = Rest(model, given.keys())
+        others = [target for target in find_targets(model) if id(target.tensor) not in given]
+        self._others = Replay(model, others, draw_all=False)
         self._targets = new_memory(model, given)
         self._new = {id(target.tensor): target.value for target in self._targets}
-        self.digest = self._rest.digest  # of what the construction computes, which must be equal on all ranks
+        self.digest = self._others.digest  # of the construction's values, which must be equal on all ranks
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What is written for one of the model's tensors."""
+        """Return the tensor to write to for one of the model's."""
         new = self._new.get(id(tensor))
         return tensor if new is None else new
 
     def compute(self) -> None:
-        """Compute what the load does not write. Local; the model is unchanged."""
-        self._rest.compute()
+        """Compute the values that the load does not write. Local; the model is unchanged."""
+        self._others.compute()
 
     def install(self) -> None:
-        """Give the model all that has new memory; tensor objects stay. Local."""
-        if targets := [*self._targets, *self._rest.targets]:
+        """Put new memory under the model's tensor objects. Local."""
+        if targets := [*self._targets, *self._others.targets]:
             install(self._model, targets)
-            self._rest.forget()
+            forget(self._model)
 
 
 def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Target]:
-    """The given tensors, by ``id``, that cannot be written where they are: on meta, or of another dtype. Local.
+    """Make memory for the given tensors, by ``id``, that are on meta or of another dtype. Local.
 
-    Each with unwritten memory of its dtype as its value, for ``shardkit.meta.shards.install``.
+    The value of each target is uninitialized, for ``shardkit.meta.shards.install``.
     """
 
     def cannot(tensor: Tensor) -> bool:
@@ -97,7 +97,7 @@ def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Targe
 
 
 def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory, placed like another tensor, and inside of the same subclass where that wraps plain memory."""
+    """Return uninitialized memory with the placement of another tensor, and in its subclass if that wraps memory."""
     local = torch.empty(local_of(like).shape, dtype=dtype, device=device)
     if not _torch.is_wrapper(local_value(like)):
         local = wrapped_as(local, local_of(like))

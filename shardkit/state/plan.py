@@ -1,4 +1,4 @@
-"""One plan for every load into a model: what goes where, and all that does not fit, before anything is read."""
+"""Plan a load into a model: pair names, and report everything that does not fit, before anything is read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardkit.state.names import first_names
 
 logger = logging.getLogger("shardkit")
 
-# From names that are offered to names in the model: a function (None: leave it out), whole names, or patterns with what
-# replaces them.
+# Maps offered names to the model's: a function (None leaves the name out), a dict of full names, or pairs of a regular
+# expression and its replacement.
 KeyMap: TypeAlias = "Callable[[str], str | None] | Mapping[str, str] | Sequence[tuple[str, str]]"
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a load that is not strict left alone, as ``nn.Module.load_state_dict`` returns it."""
+    """The names that a load with ``strict=False`` left alone, as ``nn.Module.load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -32,14 +32,14 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor is, whole: its dtype, and its shape in elements."""
+    """The dtype and shape of a full tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize  # torch.Size.numel() wraps around at 2**63
 
 
@@ -49,38 +49,38 @@ def is_spec(value: object) -> bool:
 
 
 def exactly(have: torch.dtype, want: torch.dtype) -> bool:
-    """Convert nothing."""
+    """Whether the dtypes are equal: no conversion."""
     return have == want
 
 
 def among_floats(have: torch.dtype, want: torch.dtype) -> bool:
-    """Convert floating-point values to other floating-point dtypes."""
+    """Whether a conversion is between floating-point dtypes."""
     return have == want or (have.is_floating_point and want.is_floating_point)
 
 
 def unless_complex(have: torch.dtype, want: torch.dtype) -> bool:
-    """Convert as ``Tensor.copy_`` does, but not complex values to real ones."""
+    """Whether ``Tensor.copy_`` converts without dropping imaginary parts."""
     return want.is_complex or not have.is_complex
 
 
 @dataclass(frozen=True)
 class Request:
-    """How what is offered may differ from what is wanted, and what errors say."""
+    """How the offered tensors may differ from the wanted ones, and what errors say."""
 
     where: str  # the subject of errors
     strict: bool = True  # missing and unexpected names, and different values for one tied tensor, are errors
     key_map: KeyMap | None = None  # from offered names to the model's
-    converts: Callable[[torch.dtype, torch.dtype], bool] = among_floats  # whether values of one may become the other
+    converts: Callable[[torch.dtype, torch.dtype], bool] = among_floats  # whether the first may become the second
     fix: str = "Pass key_map= for other names, or strict=False to leave names that do not match alone"
     error: type[ShardkitError] = CheckpointError
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What goes where, by names."""
+    """Which offered tensor is loaded into which of the model's, by names."""
 
-    copies: dict[str, str]  # what is offered for each name that is loaded: of a tied tensor the first
-    ties: list[tuple[str, str, str]]  # the first name of a tied tensor, another of its names, what is offered for that
+    copies: dict[str, str]  # the offered name for each name that is loaded, the first one of a tied tensor
+    ties: list[tuple[str, str, str]]  # the first name of a tied tensor, another of its names, the offered name for that
     keys: IncompatibleKeys
 
 
@@ -90,14 +90,14 @@ def plan_load(
     request: Request,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> LoadPlan:
-    """Pair what a model wants with what is offered. Pure.
+    """Pair wanted with offered names. Pure.
 
     Args:
-        wanted: tensors by name, of which one object under several names is tied, so that one of them is enough; other
-            values take whatever there is.
+        wanted: tensors by name; one object under several names is tied, and one of its names is enough. Other values
+            accept any value.
         offered: a :class:`Spec` for each tensor, and other values.
         request: how both may differ.
-        dtypes: what tensors are to be instead of their own dtype.
+        dtypes: dtypes that tensors are loaded as, instead of their own.
 
     Raises:
         ShardkitError: of the request's class, listing every name that is missing, unexpected, mapped to twice, or of
@@ -157,12 +157,12 @@ def raise_listed(
 
 
 def check_ties(plan: LoadPlan, are_equal: Callable[[str, str, str], bool], request: Request) -> None:
-    """Compare what is offered twice for one tensor; different values are an error, if strict, or a warning. Local."""
+    """Compare the values that are offered for one tensor; a difference is an error, if strict, or a warning. Local."""
     found = [(f"{name} differs from {first}", first, source) for first, name, source in plan.ties]
     differ = [text for text, first, source in found if not are_equal(first, plan.copies[first], source)]
     if not differ:
         return
-    rule = "They are one tensor in the model, which can have one value"
+    rule = "They are one tied tensor in the model, which has one value"
     fix = "Untie them (config.tie_word_embeddings=False), leave one out, or pass strict=False to take the first"
     text = message(request.where, "; ".join(differ), rule, fix)
     if request.strict:
@@ -178,7 +178,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def rename(name: str, key_map: KeyMap | None) -> str | None:
-    """An offered name as the model's; None: left out. Of patterns the first that is found in the name is applied."""
+    """Return an offered name as the model's, or None to leave it out. The first pattern found in the name applies."""
     if key_map is None:
         return name
     if callable(key_map):
@@ -193,16 +193,16 @@ def rename(name: str, key_map: KeyMap | None) -> str | None:
 
 
 def check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
-    """Raise unless it is one."""
+    """Raise unless it is a valid ``KeyMap``."""
     if key_map is None or callable(key_map):
         return
     try:
         pairs = list(key_map.items() if isinstance(key_map, Mapping) else key_map)
         if not all(isinstance(text, str) for pair in pairs for text in pair) or any(len(pair) != 2 for pair in pairs):
-            raise TypeError("not of pairs of texts")
+            raise TypeError("its items are not pairs of strings")
         for pattern, replacement in [] if isinstance(key_map, Mapping) else pairs:
             re.sub(pattern, replacement, "")
     except (TypeError, ValueError, re.error) as problem:
-        rule = "It is a function, a map of names, or a list of (regular expression, replacement)"
-        fix = r'Pass such as [("^transformer\.", "model.")]'
+        rule = "It is a function, a dict of names, or a list of (regular expression, replacement)"
+        fix = r'Pass for example [("^transformer\.", "model.")]'
         raise error(message("key_map", f"cannot be used ({problem})", rule, fix)) from None

@@ -1,4 +1,4 @@
-"""Along which mesh axes a tensor travels between the root, the one rank that has it whole, and all others."""
+"""The mesh axes along which a tensor travels between the root, the rank that has the full tensor, and all others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardkit.shards import Box, box_at, cutting_order, device_of
 class Axis:
     """A mesh axis of more than one rank, as this rank sees it."""
 
-    number: int  # of the axis in its mesh
+    number: int  # its index in the mesh
     group: dist.ProcessGroup  # this rank's group along it
-    here: int  # this rank's index in it
-    root: int  # the root rank's
+    here: int  # this rank's index in the group
+    root: int  # the root's index
 
     @property
     def at_root(self) -> bool:
-        """Whether this rank is where the root is, on this axis."""
+        """Whether this rank and the root have the same index on this axis."""
         return self.here == self.root
 
 
@@ -37,8 +37,8 @@ class Axis:
 class Route:
     """The axes along which a tensor travels."""
 
-    cuts: tuple[Axis, ...] = ()  # which shard the tensor, in the order in which they cut it
-    copies: tuple[Axis, ...] = ()  # along which ranks hold the same
+    cuts: tuple[Axis, ...] = ()  # those that shard it, in the order in which they cut
+    copies: tuple[Axis, ...] = ()  # those along which ranks hold equal parts
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Routes:
     """How the tensors of one model travel to and from its root."""
 
     root: int  # the global rank that gathers and scatters
-    ranks: int  # how many hold a part of the model
-    everyone: Route  # of what all of them hold whole
+    ranks: int  # the number of ranks that hold a part of the model
+    everyone: Route  # reaches all of them, for what each holds whole
     known: dict[object, Route | None] = field(default_factory=dict, compare=False)  # by mesh and placements
 
     @property
@@ -56,7 +56,7 @@ class Routes:
         return not dist.is_initialized() or dist.get_rank() == self.root
 
     def of(self, tensor: DTensor) -> Route | None:
-        """The route of a tensor between the root and all ranks; None where none is known, and torch must gather."""
+        """Return the route of a tensor between the root and all ranks, or None where torch must gather it."""
         known = [place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements]
         if not all(known) or _torch.has_own_dispatch(type(local_of(tensor))):  # partial sums, wrapped local tensors
             return None
@@ -66,9 +66,10 @@ class Routes:
         return self.known[key]
 
     def _route(self, tensor: DTensor) -> Route | None:
-        """A mesh may be a part of the one that reaches everyone, whose other ranks then hold copies.
+        """Return the route on the tensor's mesh, or None if it does not reach all ranks.
 
-        Such as norms on ``dp`` alone beside weights on ``dp`` and ``tp``.
+        The mesh may be a slice of the widest one, whose other axes then hold copies: norms on ``dp`` beside weights on
+        ``dp`` and ``tp``.
         """
         axes, others = _axes(tensor.device_mesh, self.root), []
         if tensor.device_mesh.size() != self.ranks:
@@ -83,10 +84,10 @@ class Routes:
 
 
 def routes_of(tensors: Iterable[Tensor], root: int | None = None) -> Routes:
-    """The routes of a model with these tensors; ``root`` is by default the lowest rank that holds a part. Local.
+    """Return the routes of a model with these tensors; ``root`` is by default the lowest rank that holds a part. Local.
 
-    Without a DTensor the root is rank 0, and all ranks of the default group are taken to hold the model. Raises for
-    several meshes, none of which reaches all ranks of the others.
+    Without a DTensor the root is rank 0, and all ranks of the default group hold the model. Raises if no mesh has all
+    ranks of the others.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
@@ -97,14 +98,14 @@ def routes_of(tensors: Iterable[Tensor], root: int | None = None) -> Routes:
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         problem = f"its tensors are on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
-        rule = "One mesh must hold all ranks that the others have, for one rank to gather from all"
-        raise ShardkitError(message("model", problem, rule, "Gather the parts of the model one by one"))
+        rule = "One mesh must have all ranks of the others, so that one rank can gather from all"
+        raise ShardkitError(message("model", problem, rule, "Gather the parts of the model on each mesh by themselves"))
     first = min(ranks) if root is None else root
     return Routes(first, len(ranks), Route(copies=tuple(_axes(widest, first).values())))
 
 
 def _axes(mesh: DeviceMesh, root: int) -> dict[int, Axis]:
-    """The axes of a mesh that have more than one rank, by number; a root outside of it counts as its first rank."""
+    """Return the axes of a mesh with more than one rank, by number; a root outside of it counts as its first rank."""
     here = mesh.get_coordinate()
     assert here is not None, "a rank outside its parameters' mesh"
     found = (mesh.mesh == root).nonzero()
@@ -113,7 +114,7 @@ def _axes(mesh: DeviceMesh, root: int) -> dict[int, Axis]:
 
 
 def box_along(like: Tensor, cuts: Iterable[Axis], peer: int | None = None) -> Box:
-    """What a rank has while only ``cuts`` have cut the tensor: this rank, or the one at ``peer`` of the last cut."""
+    """Return the part of this rank, or of ``peer`` on the last axis, were the tensor cut along ``cuts`` alone."""
     assert isinstance(like, DTensor), "plain tensors are not cut"
     cuts = list(cuts)
     coordinate = list(like.device_mesh.get_coordinate() or ())
@@ -123,19 +124,19 @@ def box_along(like: Tensor, cuts: Iterable[Axis], peer: int | None = None) -> Bo
 
 
 def part_of(whole: Tensor, whole_box: Box, box: Box) -> Tensor:
-    """The part at ``box`` of a tensor at ``whole_box``, both in elements of the full tensor. A view."""
+    """Return the part at ``box`` of a tensor at ``whole_box``, both in elements of the full tensor. A view."""
     for dim, ((start, length), (offset, _)) in enumerate(zip(box, whole_box, strict=True)):
         whole = whole.narrow(dim, start - offset, length)
     return whole
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, without its history. A view."""
+    """Return this rank's part of a tensor, detached. A view."""
     return (_torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def wire_device(tensor: Tensor, route: Route) -> torch.device:
-    """Where a tensor's parts must be to be sent: where they are, if the groups can, else the mesh's device."""
+    """Return where parts must be to be sent: where they are, if the groups can send that, else the mesh's device."""
     local, axes = local_of(tensor), route.cuts + route.copies
     if not axes:
         return local.device

@@ -1,4 +1,4 @@
-"""Full tensors from shards and shards from full tensors, bucket by bucket, through one rank or on every rank."""
+"""Gather full tensors from shards and scatter them to shards, in buckets, through one rank or on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardkit.errors import ShardkitError, message
 from shardkit.ranks import Groups
 from shardkit.shards import local_box, local_part
 from shardkit.state.routes import Axis, Route, Routes, box_along, local_of, part_of, wire_device
-from shardkit.state.wire import Parcel, all_gather, broadcast, exchange, narrower
+from shardkit.state.wire import Parcel, all_gather, broadcast, copy_into, exchange, narrower
 
 BUCKET_BYTES = 1 << 26  # of full tensors that travel together
 Source = Literal["rank0", "all"]
@@ -24,40 +24,40 @@ Source = Literal["rank0", "all"]
 
 @dataclass(frozen=True)
 class Want:
-    """What a full tensor is wanted as."""
+    """Where gathered tensors go, and as which dtype."""
 
-    everywhere: bool = False  # on all ranks, else on the root only
-    device: torch.device | None = None  # None leaves it where it was gathered, on that of the shards or of their mesh
+    everywhere: bool = False  # to all ranks, else to the root only
+    device: torch.device | None = None  # None: where it was gathered, the device of the shards or of their mesh
     dtype: torch.dtype | None = None  # of floating-point tensors; None keeps theirs
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """The dtype that a tensor is wanted in."""
+        """Return the dtype of the gathered tensor."""
         return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @dataclass
 class Move:
-    """A full tensor and where it goes."""
+    """A full tensor and its target."""
 
     target: Tensor  # DTensor or plain, written in place
     dtype: torch.dtype  # of the full tensor
-    source: Any = None  # the full tensor, on the ranks that have it; for ``cut`` a sharded one too
+    source: Any = None  # the full tensor, on the ranks that have it; ``cut`` also takes a sharded one
 
 
 @dataclass
 class Bucket:
-    """What travels together."""
+    """Tensors that are sent together."""
 
-    route: Route | None  # None where none is known
+    route: Route | None  # None where torch must gather
     device: torch.device  # where parts are sent from and received
     items: list[Any] = field(default_factory=list)
     bytes: int = 0  # of the full tensors
 
 
 def buckets(items: Iterable[tuple[Tensor, torch.dtype, Any]], routes: Routes, plain: Route) -> list[Bucket]:
-    """Items in buckets of at most ``BUCKET_BYTES``, or of one item. Local, and the same on every rank.
+    """Return items in buckets of at most ``BUCKET_BYTES``, or of one item. Local, and the same on every rank.
 
-    Each comes with its shards and the dtype of the full tensor; tensors that are not DTensors take the route ``plain``.
+    Each item comes with its tensor and the dtype of the full one. Tensors other than DTensors take the route ``plain``.
     """
     done: list[Bucket] = []
     filling: dict[object, Bucket] = {}
@@ -77,14 +77,14 @@ def buckets(items: Iterable[tuple[Tensor, torch.dtype, Any]], routes: Routes, pl
 
 
 def gathers(tensors: Iterable[tuple[str, Tensor]], routes: Routes, want: Want) -> list[Bucket]:
-    """The buckets in which tensors are gathered, by name; what is not a DTensor is each rank's own. Local."""
+    """Return the buckets in which tensors are gathered, by name; other than DTensors are not sent. Local."""
     return buckets(((like, want.dtype_of(like), (name, like)) for name, like in tensors), routes, Route())
 
 
 def gathered(tensors: Iterable[tuple[str, Tensor]], routes: Routes, want: Want) -> Iterator[tuple[str, Tensor]]:
-    """All full tensors, in new memory, on the ranks that get them; nothing on others. Collective.
+    """Yield all full tensors, in new memory, on the ranks that get them; nothing on others. Collective.
 
-    Every rank must pass the same tensors, by name, and run the iterator to its end.
+    Every rank must pass the same names, and exhaust the iterator.
     """
     for bucket in gathers(tensors, routes, want):
         yield from gather_bucket(bucket, routes, want)
@@ -92,30 +92,23 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], routes: Routes, want: Want) 
 
 @torch.no_grad()
 def gather_bucket(bucket: Bucket, routes: Routes, want: Want) -> list[tuple[str, Tensor]]:
-    """The full tensors of one bucket, on the ranks that get them. Collective over the bucket's ranks."""
+    """Return the full tensors of one bucket, on the ranks that get them. Collective over the bucket's ranks."""
     names, likes = zip(*bucket.items, strict=True)
-    route = bucket.route
-    fulls = [like.full_tensor() for like in likes] if route is None else _whole(likes, route, bucket.device, want)
+    cuts, copies = (bucket.route.cuts, bucket.route.copies) if bucket.route else ((), ())
+    fulls = [local_of(like).to(bucket.device) if bucket.route else like.full_tensor() for like in likes]
+    for left in range(len(cuts), 0, -1):
+        if not want.everywhere and not all(axis.at_root for axis in (*cuts[left:], *copies)):
+            break  # this rank has sent its parts already
+        fulls = _join(cuts[:left], likes, fulls, want)
     if not (want.everywhere or routes.is_root):
         return []
-    is_new = route is None or bool(route.cuts)
+    is_new = bucket.route is None or bool(cuts)
     found = zip(names, fulls, strict=True)
     return [(name, full.to(want.device or full.device, want.dtype_of(full), copy=not is_new)) for name, full in found]
 
 
-def _whole(likes: Iterable[Tensor], route: Route, device: torch.device, want: Want) -> list[Tensor]:
-    """Undo one cut after the other; ranks that have given their part away do not go on."""
-    likes = list(likes)
-    values = [local_of(like).to(device) for like in likes]
-    for left in range(len(route.cuts), 0, -1):
-        if not want.everywhere and not all(axis.at_root for axis in (*route.cuts[left:], *route.copies)):
-            break
-        values = _undo_last(route.cuts[:left], likes, values, want)
-    return values
-
-
-def _undo_last(cuts: tuple[Axis, ...], likes: list[Tensor], values: list[Tensor], want: Want) -> list[Tensor]:
-    """What the ranks along the last axis have together, on those that get it; what there was, on the others."""
+def _join(cuts: tuple[Axis, ...], likes: Sequence[Tensor], values: list[Tensor], want: Want) -> list[Tensor]:
+    """Undo the last cut: return what the ranks along its axis have together where that is wanted, else ``values``."""
     axis, device = cuts[-1], values[0].device
     dtypes = [want.dtype_of(value) for value in values]
     wire = [narrower(value.dtype, dtype) for value, dtype in zip(values, dtypes, strict=True)]
@@ -124,10 +117,8 @@ def _undo_last(cuts: tuple[Axis, ...], likes: list[Tensor], values: list[Tensor]
         exchange({axis.root: own}, {}, axis.group, device)
         return values
     boxes = [box_along(like, cuts[:-1]) for like in likes]
-    wholes = [
-        torch.empty([length for _, length in box], dtype=dtype, device=device)
-        for box, dtype in zip(boxes, dtypes, strict=True)
-    ]
+    shapes = [[length for _, length in box] for box in boxes]
+    wholes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def parcel(peer: int) -> list[tuple[Tensor, torch.dtype]]:
         found = zip(wholes, boxes, likes, wire, strict=True)
@@ -139,8 +130,7 @@ def _undo_last(cuts: tuple[Axis, ...], likes: list[Tensor], values: list[Tensor]
     others = [peer for peer in range(axis.group.size()) if peer != axis.here]
     exchange({}, {peer: parcel(peer) for peer in others}, axis.group, device)
     for (part, _), value in zip(parcel(axis.here), values, strict=True):
-        if value.numel():  # FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim
-            part.copy_(value)
+        copy_into(part, value)
     return wholes
 
 
@@ -151,44 +141,39 @@ def check_src(src: object) -> None:
     """Raise for an unknown ``src``."""
     if src not in ("rank0", "all"):
         rule = 'It is "rank0" (one rank has the tensors) or "all" (every rank has them)'
-        raise ShardkitError(message("src", f"is {src!r}", rule, "Pass one of the two"))
+        raise ShardkitError(message("src", f"is {src!r}", rule, 'Pass src="rank0" or src="all"'))
 
 
 def world_groups(src: Source) -> Groups:
-    """The ranks that share a model without DTensors: all of them, if one is to send it to the others."""
+    """Return the groups for a model without DTensors: all ranks, if one sends tensors to the others."""
     return [None] if src == "rank0" and dist.is_initialized() and dist.get_world_size() > 1 else []
 
 
 def transfer(moves: Sequence[Move], routes: Routes, src: Source) -> None:
-    """Carry out the moves. Collective if ``src`` is one rank."""
+    """Write each full tensor into its target. Collective if ``src`` is one rank."""
     cut(moves) if src == "all" else scatter(moves, routes)
 
 
 @torch.no_grad()
 def cut(moves: Sequence[Move]) -> None:
-    """Copy this rank's part of each full tensor into its target. Local, but for sources that are sharded otherwise."""
+    """Copy this rank's part of each full tensor into its target. Local, unless a source is sharded.
+
+    A DTensor that is sharded otherwise than its target is gathered, so every rank must pass its own; a ShardedTensor
+    always is, since each rank knows only of its own part whether it is the wanted one.
+    """
     for move in moves:
-        _put(local_of(move.target), part_for(move.target, move.source))
+        like, value = move.target, move.source
+        part = None if is_sharded_tensor(value) else own_part(like, value)
+        if part is None:
+            part = local_part(whole_of(value), like) if isinstance(like, DTensor) else whole_of(value)
+        copy_into(local_of(like), part)
     torch.autograd.graph.increment_version([move.target for move in moves])  # for autograd to see it
 
 
-def part_for(like: Tensor, value: Any) -> Tensor:
-    """What a rank needs of a value for a tensor placed as ``like``; a view where it can be. Collective, or local.
-
-    A DTensor that is sharded otherwise is gathered, so every rank must pass its own; a ShardedTensor in any case, since
-    each rank knows of its own part alone whether it is the wanted one.
-    """
-    part = None if is_sharded_tensor(value) else own_part(like, value)
-    if part is None:
-        full = whole_of(value)
-        part = local_part(full, like) if isinstance(like, DTensor) else full
-    return part
-
-
 def own_part(like: Tensor, value: Any) -> Tensor | None:
-    """What this rank has of a value that is sharded as ``like``; None where it is sharded otherwise, or whole. Local.
+    """Return this rank's part of a value that is sharded as ``like``; None if it is sharded otherwise, or full. Local.
 
-    A mesh that was read from a file has no groups, and is another object than the model's, with the same ranks.
+    A mesh that was read from a file has no groups, so meshes are compared by their ranks.
     """
     if not isinstance(like, DTensor):
         return None
@@ -206,7 +191,7 @@ def own_part(like: Tensor, value: Any) -> Tensor | None:
 
 
 def whole_of(value: Any) -> Tensor:
-    """The whole of a value. Collective where it is sharded."""
+    """Return the full tensor. Collective if the value is sharded."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     return gathered_sharded_tensor(value) if is_sharded_tensor(value) else value
@@ -218,7 +203,7 @@ def is_sharded(value: object) -> bool:
 
 
 def shape_of(value: Any) -> torch.Size:
-    """Of the full tensor; a ShardedTensor warns when its ``shape`` is read."""
+    """Return the shape of the full tensor; a ShardedTensor warns when its ``shape`` is read."""
     return torch.Size(value.metadata().size) if is_sharded_tensor(value) else value.shape
 
 
@@ -226,8 +211,8 @@ def shape_of(value: Any) -> torch.Size:
 def scatter(moves: Sequence[Move], routes: Routes) -> None:
     """Send each rank its part of each full tensor that the root has. Collective over all ranks that hold the model.
 
-    Along the axes that shard, every rank is sent its part alone; along those that replicate, parts are broadcast.
-    Where no route is known the full tensor is broadcast. At most a bucket, or one tensor, is held besides.
+    Along the axes that shard, every rank is sent only its part; along those that replicate, parts are broadcast.
+    Where no route is known the full tensor is broadcast. At most one bucket, or one tensor, is held besides.
     """
     for bucket in buckets(((move.target, move.dtype, move) for move in moves), routes, routes.everyone):
         if bucket.route is not None:
@@ -243,46 +228,41 @@ def scatter(moves: Sequence[Move], routes: Routes) -> None:
 def _scatter_bucket(moves: Sequence[Move], route: Route, device: torch.device) -> None:
     wire = [narrower(move.dtype, move.target.dtype) for move in moves]
     values = [move.source for move in moves]
-    for done, axis in enumerate(route.cuts, start=1):
+    for done in range(1, len(route.cuts) + 1):
         if all(other.at_root for other in (*route.cuts[done:], *route.copies)):
-            values = _cut_along(axis, moves, wire, values, route.cuts[:done], device)
+            values = _split([move.target for move in moves], wire, values, route.cuts[:done], device)
     locals_ = [local_of(move.target) for move in moves]
     for target, value in zip(locals_, values, strict=True):
         if value is not None and value is not target:
-            _put(target, value)
+            copy_into(target, value)
     spread(list(zip(locals_, wire, strict=True)), route, device)
 
 
-def _cut_along(
-    axis: Axis,
-    moves: Sequence[Move],
+def _split(
+    likes: Sequence[Tensor],
     wire: Sequence[torch.dtype],
     values: Sequence[Tensor],
     cuts: tuple[Axis, ...],
     device: torch.device,
 ) -> list[Tensor]:
-    """Pass on the parts of the last axis's other ranks, or receive one's own; what this rank then has."""
-    likes = [move.target for move in moves]
+    """Make the last cut: send the ranks along its axis their parts, or receive one's own. Return this rank's parts."""
+    axis = cuts[-1]
     if not axis.at_root:
-        rooms = [_room(like, cuts, dtype, device) for like, dtype in zip(likes, wire, strict=True)]
-        exchange({}, {axis.root: list(zip(rooms, wire, strict=True))}, axis.group, device)
-        return rooms
+        parts = []
+        for like, dtype in zip(likes, wire, strict=True):
+            local, shape = local_of(like), [length for _, length in box_along(like, cuts)]
+            is_last = list(local.shape) == shape or not local.numel()  # nothing else cuts it: straight into the target
+            parts.append(local if is_last else torch.empty(shape, dtype=dtype, device=device))
+        exchange({}, {axis.root: list(zip(parts, wire, strict=True))}, axis.group, device)
+        return parts
 
-    def parts(peer: int) -> list[Tensor]:
+    def parts_of(peer: int) -> list[Tensor]:
         found = zip(values, likes, strict=True)
         return [part_of(value, box_along(like, cuts[:-1]), box_along(like, cuts, peer)) for value, like in found]
 
     others = [peer for peer in range(axis.group.size()) if peer != axis.here]
-    exchange({peer: list(zip(parts(peer), wire, strict=True)) for peer in others}, {}, axis.group, device)
-    return parts(axis.here)
-
-
-def _room(like: Tensor, cuts: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where a part is received: in the target if nothing will cut it any more."""
-    local, shape = local_of(like), [length for _, length in box_along(like, cuts)]
-    if list(local.shape) == shape or not local.numel():
-        return local
-    return torch.empty(shape, dtype=dtype, device=device)
+    exchange({peer: list(zip(parts_of(peer), wire, strict=True)) for peer in others}, {}, axis.group, device)
+    return parts_of(axis.here)
 
 
 def spread(parcel: Parcel, route: Route, device: torch.device) -> None:
@@ -293,7 +273,7 @@ def spread(parcel: Parcel, route: Route, device: torch.device) -> None:
 
 
 def share(data: bytes, routes: Routes) -> bytes:
-    """The root's bytes, on all ranks. Collective over all ranks that hold the model."""
+    """Return the root's bytes on all ranks. Collective over all ranks that hold the model."""
     size = torch.tensor([len(data)])
     device = wire_device(size, routes.everyone)
     spread([(size, size.dtype)], routes.everyone, device)
@@ -302,8 +282,3 @@ def share(data: bytes, routes: Routes) -> bytes:
         content = torch.frombuffer(buffer, dtype=torch.uint8)
         spread([(content, content.dtype)], routes.everyone, device)
     return bytes(buffer)
-
-
-def _put(target: Tensor, value: Tensor) -> None:
-    if target.numel():  # FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim
-        target.copy_(value)

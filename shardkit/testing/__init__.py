@@ -1,4 +1,4 @@
-"""Helpers to test a sharded model: on one process, or on several ranks of one machine.
+"""Test a sharded model in one process, or on several ranks of one machine.
 
 ``fake_world`` and ``comm_counts`` show structure in this process; ``distributed`` and ``RankPool`` run real
 collectives. ``docs/testing-your-model.md`` says what each of them can and cannot show.

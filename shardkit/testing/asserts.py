@@ -1,4 +1,4 @@
-"""Assertions that all ranks make together."""
+"""Assertions across ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from shardkit.errors import ShardkitError, listing, message
 def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGroup | None = None) -> None:
     """Fail on every rank unless all ranks of the group hold the same value, bit for bit. Collective.
 
-    Compared are dtype, shape and every byte, so NaN equals the same NaN and 0.0 differs from -0.0. Needs memory
-    for as many copies of the value as there are ranks, on each of them.
+    Compares dtype, shape and every byte, so NaN equals the same NaN and 0.0 differs from -0.0. Each rank needs memory
+    for one copy of the value from every rank.
 
     Args:
-        value: a plain tensor on any device, or bytes (a JSON-dumped object, say).
-        group: the ranks to compare; None is all of them.
+        value: a plain tensor on any device, or bytes, such as a JSON-dumped object.
+        group: the ranks to compare; None is all ranks.
 
     Raises:
         AssertionError: on every rank, naming the ranks that differ from the group's first.
-        ShardkitError: ``value`` is neither a plain tensor nor bytes, or no process group exists.
+        ShardkitError: ``value`` is neither a plain tensor nor bytes, or there is no process group.
 
     Example:
         assert_same_on_all_ranks(torch.nn.utils.get_total_norm(gradients).full_tensor())
     """
-    tensor = _plain(value)
+    if not dist.is_initialized():
+        problem, fix = "there is no process group", "Call it inside @distributed, RankPool.run or a torchrun script"
+        raise ShardkitError(message("assert_same_on_all_ranks", problem, "It compares ranks", fix))
+    if isinstance(value, bytes):
+        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        tensor = value.detach().contiguous()
+    else:
+        rule = "It must be a plain tensor or bytes; the shards of a DTensor differ by design"
+        fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
+        raise ShardkitError(message("value", f"is a {type(value).__name__}", rule, fix))
+    # NCCL moves tensors on its GPU only; gloo is faster on the CPU.
+    tensor = tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     kind = f"{len(value)} bytes" if isinstance(value, bytes) else f"{value.dtype} of shape {tuple(value.shape)}"
     kinds = [""] * len(ranks)
@@ -39,25 +51,8 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
     _raise_unless_same(ranks, differences, kinds[0])
 
 
-def _plain(value: torch.Tensor | bytes) -> torch.Tensor:
-    if not dist.is_initialized():
-        fix = "Call it inside @distributed, RankPool.run or a torchrun script"
-        problem = "there is no process group"
-        raise ShardkitError(message("assert_same_on_all_ranks", problem, "It compares ranks", fix))
-    if isinstance(value, bytes):
-        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
-    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        tensor = value.detach().contiguous()
-    else:
-        rule = "A plain tensor or bytes is compared; the shards of a DTensor differ on purpose"
-        fix = "Pass dtensor.full_tensor(), dtensor.to_local() or pickle.dumps(value)"
-        raise ShardkitError(message("value", f"it is a {type(value).__name__}", rule, fix))
-    # NCCL moves tensors on its GPU only; gloo's are best on the CPU.
-    return tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
-
-
 def _difference(first: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> str:
-    """How one rank's bytes differ from the first rank's, or nothing."""
+    """Return how one rank's bytes differ from the first rank's; empty if they do not."""
     if torch.equal(first, row):
         return ""
     width = dtype.itemsize

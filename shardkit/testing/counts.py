@@ -1,4 +1,4 @@
-"""What can be tested in one process: a pretended world, and the number of collectives."""
+"""Test in one process: a fake world, and counts of collectives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from shardkit._torch import TorchDispatchMode, fake_store, forget_meshes
 from shardkit.errors import ShardkitError, message
 from shardkit.plan import Collectives
 
-# An operator of either namespace is one collective: c10d is what torch.distributed's functions and FSDP2
-# dispatch, _c10d_functional is what DTensor dispatches. Matched by prefix: all_gather_into_tensor_coalesced,
-# all_reduce_ and so on are the same collective.
+# Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2 dispatch c10d, DTensor
+# dispatches _c10d_functional. Matched by prefix, so that all_gather_into_tensor_coalesced, all_reduce_ and so on count.
 NAMESPACES = ("c10d", "_c10d_functional")
 KINDS = {
     "allgather": "all_gathers",
@@ -32,14 +31,14 @@ NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Pretend, in this process alone, to be one rank of ``world_size``. Local: no other process exists.
+    """Act as one rank of ``world_size`` in this process alone. Local: no other process exists.
 
-    Everything of FSDP2 runs, and no value is right: collectives return at once with whatever their output held.
-    Use it for structure (units, placements, shapes, state-dict keys) and for ``comm_counts``, never for numbers.
+    All of FSDP2 runs, but values are wrong: collectives return at once and leave their outputs as they were. Use it for
+    structure (units, placements, shapes, state-dict keys) and for ``comm_counts``, never for values.
 
     Args:
-        world_size: ranks in the pretended world.
-        rank: which of them this process is.
+        world_size: number of ranks.
+        rank: of this process.
 
     Raises:
         ShardkitError: a process group exists already, or ``rank`` is not in the world.
@@ -54,7 +53,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         problem = f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already"
         fix = "Leave the other fake_world or call destroy_process_group"
-        raise ShardkitError(message(subject, problem, "A process can be in one world at a time", fix))
+        raise ShardkitError(message(subject, problem, "A process can have one default process group at a time", fix))
     if not 0 <= rank < world_size:
         problem, fix = f"rank {rank} is not in a world of {world_size}", "Pass a rank between 0 and world_size - 1"
         raise ShardkitError(message(subject, problem, "Ranks are 0 to world_size - 1", fix))
@@ -69,22 +68,22 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @dataclass
 class CommCounts(Collectives):
-    """A count of collectives; equal to any ``Collectives`` with the same three numbers.
+    """Counts of collectives; equal to any ``Collectives`` with the same three numbers.
 
     Attributes:
-        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not compared,
-            because ``plan.collectives()`` speaks of training steps only; compare it yourself where it matters.
+        other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not compared, because
+            ``plan.collectives()`` predicts training steps only.
     """
 
     other: dict[str, int] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Compare the three numbers, also with a plain ``Collectives``, from either side."""
+        """Compare the three numbers, also with a plain ``Collectives``."""
         names = ("all_gathers", "reduce_scatters", "all_reduces")
         return isinstance(other, Collectives) and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def add(self, operator: str) -> None:
-        """Count one call of a c10d operator, given by its name without namespace and overload."""
+        """Count one call of a collective operator, by its name without namespace and overload."""
         kind = next((kind for prefix, kind in KINDS.items() if operator.startswith(prefix)), None)
         if kind is not None:
             setattr(self, kind, getattr(self, kind) + 1)
@@ -94,10 +93,10 @@ class CommCounts(Collectives):
 
 @contextmanager
 def comm_counts() -> Iterator[CommCounts]:
-    """Count the collectives that this process issues inside the block, forward and backward. Local.
+    """Count the collectives that this process issues inside the block, in forward and backward. Local.
 
-    Yields a ``CommCounts`` that grows as the block runs. Works with every backend (gloo, NCCL, fake) and any
-    number of forwards. ``all_gather_object`` and the like are counted as the collectives they are made of.
+    Yields a ``CommCounts`` that is updated as the block runs. Works with every backend (gloo, NCCL, fake) and any
+    number of forwards. ``all_gather_object`` and the like count as the collectives that they consist of.
 
     Example:
         >>> with fake_world(8):
@@ -126,7 +125,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # then DTensor runs it, and its own collectives come here one by one
+            return NotImplemented  # so that DTensor runs it, whose own collectives come here one by one
         namespace, _, operator = func.name().partition("::")
         if namespace in NAMESPACES:
             self.counts.add(operator.partition(".")[0])

@@ -1,4 +1,4 @@
-"""An accelerator that is not there: devices and values are real, speed and memory are the host's."""
+"""A simulated accelerator in Python: real devices and values, with the host's speed and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardkit.testing.counts import fake_world
 
 @dataclass(frozen=True)
 class PretendedAccelerator:
-    """What :func:`pretend_accelerator` yields.
+    """The result of :func:`pretend_accelerator`.
 
     Attributes:
         device: the only device, ``pretend:0``.
         syncs: what made the host wait for the device, in order: ``"item"``, ``"copy to the host"``, ``"copy to the
-            device"``, ``"stream"``, ``"event"``, ``"device"``, and operators such as ``"aten::nonzero"``. A copy is
-            one unless it is ``non_blocking`` and its CPU side is pinned. Clear it where counting begins.
+            device"``, ``"stream"``, ``"event"``, ``"device"``, and operators such as ``"aten::nonzero"``. A copy counts
+            unless it is ``non_blocking`` and its CPU side is pinned. Clear the list to start counting.
     """
 
     device: torch.device
@@ -28,27 +28,27 @@ class PretendedAccelerator:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the device's tensors that are alive, without what FSDP2 has freed."""
+        """Bytes of the device's live tensors, without what FSDP2 has freed."""
         return machine.memory.allocated()
 
 
 @contextmanager
 def pretend_accelerator(world_size: int | None = None, rank: int = 0) -> Iterator[PretendedAccelerator]:
-    """Pretend that this process has an accelerator, of type ``"pretend"``. Local.
+    """Give this process an accelerator of type ``"pretend"`` inside the block. Local.
 
-    Its tensors are plain tensors on that device with memory of the host, and operators compute what they compute on
-    the CPU. An operator on tensors of two devices raises, as on a GPU. Memory that nobody wrote, or that FSDP2 has
-    freed, reads as NaN. An operator raises if it uses memory that another stream uses and has not waited for it, and a
-    copy to pinned memory reads as NaN until the host has waited. A collective is done when it is issued.
+    Its tensors are plain tensors on that device in host memory, and operators compute as on the CPU. An operator on
+    tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN. An
+    operator raises if it uses memory that another stream uses, without having waited for it; a copy to pinned memory
+    reads as NaN until the host waits for it. A collective is complete when it is issued.
 
-    torch gives the name and the operators of such a device to a process for good, and some functions of torch are
-    replaced inside of the block: use it in tests, and in a process that is to have no other accelerator.
+    torch registers the name and the operators of such a device for the rest of the process, and some functions of torch
+    are replaced inside of the block: use it in tests, in a process without another accelerator.
 
     Args:
-        world_size: pretend to be one rank of that many too, as ``fake_world`` does, whose collectives leave their
-            outputs as they are. None: the process group is yours; with
-            ``init_process_group("cpu:gloo,pretend:gloo")`` collectives are real.
-        rank: which of them this process is.
+        world_size: act as one rank of that many, as in ``fake_world``, whose collectives leave their outputs as they
+            were. None uses the present process group: collectives are real with ``"cpu:gloo,pretend:gloo"`` as the
+            backend of ``init_process_group`` or of a ``RankPool``.
+        rank: of this process.
 
     Raises:
         ShardkitError: ``world_size`` is given, and there is a process group already.

@@ -1,4 +1,4 @@
-"""The parent's side of one set of rank processes: start them, exchange one call, end them."""
+"""Start a set of rank processes, exchange calls with them, and end them; the parent's side."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from shardkit.testing.report import Failure
 from shardkit.testing.worker import STACK_SIGNAL, STARTED, Call, Returned, Seat, exit_with_parent, serve
 
 # A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
-# 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s for each spawn of 4, on 2 cores.
+# 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2 cores.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
-# A process has one fork server: one that the program has started already serves as well, only slower.
-TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # imported there too, where this process has them
-LAZY_IMPORTS = ("transformers",)  # with all of their modules that this process has: 1 to 3 s for each rank otherwise
-START_LIMIT = 120.0  # seconds to start, and to import what a call needs: a slow disk is not the test's fault
-GRACE = 1.0  # seconds that the other ranks have to report too, once one has failed
-STACK_LIMIT = 1.0  # seconds to wait for the stack of a rank that is stuck
-LAST_LINES = 10  # of the output of a rank that died, for its report
-STACK_PAUSE = 0.05  # a stack file that has not grown for so long is complete
+# A process has one fork server: one that the program has started already works too, more slowly.
+TEST_IMPORTS = ("numpy", "pytest", "hypothesis")  # preloaded too, if this process has imported them
+LAZY_IMPORTS = ("transformers",)  # likewise, with all submodules: saves 1 to 3 s for each rank
+START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which a slow disk delays
+GRACE = 1.0  # seconds for the other ranks to report after one has failed
+STACK_LIMIT = 1.0  # seconds to wait for the stack of a stuck rank
+LAST_LINES = 10  # of the output of a rank that died, in its report
+STACK_PAUSE = 0.05  # seconds without growth after which a stack file is complete
 
 Outcome = Returned | Failure
 
@@ -51,8 +51,8 @@ class Rank:
 
     @classmethod
     def start(cls, seat: Seat) -> Rank:
-        """Start the process; it joins the group on its own."""
-        # CUDA does not survive a fork either, and an import may have asked it for its devices.
+        """Start the process, which joins the group on its own."""
+        # CUDA does not survive a fork either, and an import may have initialized it.
         context = _context("spawn" if seat.backend == "nccl" else START_METHOD)
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
@@ -61,21 +61,21 @@ class Rank:
         return cls(seat, process, ours)
 
     def receive(self) -> Outcome | str:
-        """What it has to say, or that it is dead. Called when either is known."""
+        """Return its message, or that it died. Called when either is known."""
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, OSError):
             self.process.join(GRACE)
         last = self._new_output().decode(errors="replace").splitlines()[-LAST_LINES:]
-        code = self.process.exitcode  # None if it is not known; below 0 the signal's number
+        code = self.process.exitcode  # None if unknown; below 0, the negated signal number
         how = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
         return Failure("died", how, "\n".join([_call_stack(self.seat.stack.read_text()), *last]))
 
     def stack(self) -> str:
-        """Its Python stack now, most recent call last; empty when it gives none."""
+        """Return its present Python stack, most recent call last; empty if it writes none."""
         assert self.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it may die as we look
+        with contextlib.suppress(ProcessLookupError):  # it may die meanwhile
             os.kill(self.process.pid, STACK_SIGNAL)
         deadline, size = time.monotonic() + STACK_LIMIT, 0
         while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ class Rank:
         return _call_stack(self.seat.stack.read_text())
 
     def print_output(self) -> None:
-        """Print what it has printed since the last time, each line after its rank."""
+        """Print its output since the last time, each line after its rank."""
         new = self._new_output()
         self.printed += len(new)
         for line in new.decode(errors="replace").splitlines():
@@ -99,7 +99,7 @@ class Rank:
 
 
 class Ranks:
-    """Processes in one process group. After a failure the only use of them is ``kill``."""
+    """Processes in one process group. After a failure they can only be killed."""
 
     def __init__(self, world_size: int, backend: str) -> None:
         self.directory = tempfile.mkdtemp(prefix="shardkit-ranks-")
@@ -116,16 +116,16 @@ class Ranks:
             raise
 
     def alive(self) -> bool:
-        """Whether every process still runs; a library's thread may have ended one between calls."""
+        """Return whether every process still runs; a library's thread may end one between calls."""
         return all(rank.process.is_alive() for rank in self.ranks)
 
     def exchange(self, call: Call, timeout: float) -> list[Outcome]:
-        """Run one call on every rank; what became of it, by rank. Prints the ranks' output."""
-        # A file, for a pipe would block on a large request to a rank that is stuck.
+        """Run one call on every rank, print the ranks' output, and return the outcomes by rank."""
+        # A file, because a pipe would block on a large request to a stuck rank.
         request = Path(self.directory, "request")
         request.write_bytes(pickle.dumps(call))
         for rank in self.ranks:
-            with contextlib.suppress(BrokenPipeError):  # receive will find that it is dead
+            with contextlib.suppress(BrokenPipeError):  # receive() will report that it died
                 rank.connection.send(str(request))
         outcomes = _collect(self.ranks, timeout)
         for rank in self.ranks:
@@ -133,10 +133,10 @@ class Ranks:
         return outcomes
 
     def kill(self) -> None:
-        """End the processes, however stuck they are, and remove their files."""
+        """Kill the processes and remove their files."""
         for rank in self.ranks:
             rank.process.kill()
-        while self.ranks:  # emptied, for a second kill may follow one that Ctrl-C interrupted
+        while self.ranks:  # emptied one by one: a second kill may follow one that Ctrl-C interrupted
             rank = self.ranks[-1]
             rank.process.join()
             rank.connection.close()
@@ -151,22 +151,24 @@ _owner = os.getpid()
 
 @atexit.register
 def _kill_all() -> None:
-    if os.getpid() == _owner:  # not in a fork of the process that they belong to
+    if os.getpid() == _owner:  # not in a fork of the process that owns them
         for ranks in list(_running):
             ranks.kill()
 
 
 def _collect(ranks: list[Rank], timeout: float) -> list[Outcome]:
-    """Wait for one outcome of every rank, but not longer than allowed."""
+    """Wait for one outcome of every rank, within the time limits."""
     outcomes: dict[int, Outcome] = {}
     loading = {rank.seat.rank for rank in ranks}
     late, deadline = f"did not start and import within {START_LIMIT:g} s", time.monotonic() + START_LIMIT
     failed = False
     while len(outcomes) < len(ranks):
-        speaking = _speaking([rank for rank in ranks if rank.seat.rank not in outcomes], deadline)
-        if not speaking:
+        waiting = [rank for rank in ranks if rank.seat.rank not in outcomes]
+        handles = [handle for rank in waiting for handle in (rank.connection, rank.process.sentinel)]
+        ready = wait(handles, max(0.0, deadline - time.monotonic()))
+        if not ready:
             break
-        for rank in speaking:
+        for rank in [each for each in waiting if each.connection in ready or each.process.sentinel in ready]:
             news = rank.receive()
             loading.discard(rank.seat.rank)
             if not isinstance(news, str):
@@ -184,15 +186,8 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Outcome]:
     return [outcomes[rank] for rank in range(len(ranks))]
 
 
-def _speaking(ranks: list[Rank], deadline: float) -> list[Rank]:
-    """The ranks that have sent something or died, as soon as there are any; none when the time is up."""
-    handles = [handle for rank in ranks for handle in (rank.connection, rank.process.sentinel)]
-    ready = wait(handles, max(0.0, deadline - time.monotonic()))
-    return [rank for rank in ranks if rank.connection in ready or rank.process.sentinel in ready]
-
-
 def _call_stack(dump: str) -> str:
-    """The call's frames in faulthandler's dump of all threads, most recent last, without those of ours."""
+    """Return the call's frames in faulthandler's dump of all threads, most recent last, without the worker's."""
     for thread in dump.split("\n\n"):
         frames = [line for line in thread.splitlines() if line.startswith("  File")]
         ours = [number for number, frame in enumerate(frames) if worker.__file__ in frame]
@@ -206,9 +201,10 @@ def _context(method: str) -> SpawnContext | ForkServerContext:
     if method == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *_imports_of_tests()])
+    context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *imports_of_tests()])
     return context
 
 
-def _imports_of_tests() -> list[str]:
+def imports_of_tests() -> list[str]:
+    """Return the modules of this process that its ranks are likely to need."""
     return [name for name in sys.modules if name in TEST_IMPORTS or name.partition(".")[0] in LAZY_IMPORTS]

@@ -1,4 +1,4 @@
-"""How a call failed on each rank, and the error that reports it."""
+"""The error that reports how a call failed on each rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from shardkit.errors import ShardkitError
 
 
 class Failure(NamedTuple):
-    """What happened on a rank that did not return.
+    """The failure of one rank that did not return.
 
     Attributes:
-        kind: its process ended; the function raised, could not be called, or its value not sent; or it did neither.
-        title: what happened, after "rank 1": "raised KeyError", "was killed by SIGABRT".
-        detail: the traceback; or the Python stack and the last that it printed; empty where there is none.
-        skip: the reason, if it asked for the test to be skipped.
+        kind: "died" if its process ended; "raised" if the function raised, could not be called, or returned a value
+            that cannot be sent; "stuck" if it did not finish.
+        title: to follow "rank 1": "raised KeyError", "was killed by SIGABRT".
+        detail: the traceback, or the Python stack and its last output; may be empty.
+        skip: the reason, if it asked to skip the test.
     """
 
     kind: Literal["died", "raised", "stuck"]
@@ -27,11 +28,11 @@ class Failure(NamedTuple):
 class RankFailure(ShardkitError):
     """A call did not return on every rank.
 
-    The message names the ranks that died (with signal or exit code), raised (with their tracebacks) or got stuck
-    (with the place); the same text on several ranks is shown once.
+    The message names the ranks that died (with signal or exit code), raised (with traceback) or got stuck (with the
+    Python stack); a text that several ranks share is shown once.
 
     Attributes:
-        failures: what happened, by rank; ranks that returned are not in it.
+        failures: by rank, without ranks that returned.
     """
 
     def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
@@ -45,7 +46,7 @@ class RankFailure(ShardkitError):
 
     @property
     def skip(self) -> str | None:
-        """The reason, when every failure is the wish to skip the test, else None."""
+        """The reason, if every failed rank asked to skip the test, else None."""
         reasons = [failure.skip for failure in self.failures.values()]
         return None if None in reasons else reasons[0]
 

@@ -1,4 +1,4 @@
-"""How a rank finds the function to run: by the names of its module and itself, never by its code."""
+"""Find the function that a rank runs, by the names of its module and itself."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import Any
 
 from shardkit.errors import ShardkitError, message
 
-# The undecorated functions under @distributed, by module and qualified name. Each rank fills its own by importing
-# the module, so that it finds the body whatever other decorators the name stands for in the end.
+# The undecorated functions under @distributed, by module and qualified name. Each rank fills its own dict by importing
+# the module, so that it finds the body even if other decorators replace the name.
 _bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A function of a module, as any process can find it."""
+    """A function of a module, in a form that any process can look up."""
 
     module: str
-    file: str | None  # where the module was loaded from
+    file: str | None  # that the module was loaded from
     name: str  # qualified
-    decorated: bool  # the body under @distributed is meant
-    rewritten: bool  # pytest has rewritten the module's asserts, so ranks should too
+    decorated: bool  # whether the body under @distributed is meant
+    rewritten: bool  # whether pytest rewrote the module's asserts, which ranks then do too
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Target:
-        """Where ``function`` is.
+        """Return the target for a function.
 
         Raises:
-            ShardkitError: it cannot be found by name, such as a lambda or a function inside a function.
+            ShardkitError: no other process can find it by name, such as a lambda or a function inside a function.
         """
         module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
         loaded = sys.modules.get(module or "")
         decorated = _bodies.get((_common(module or ""), name or "")) is function
         if loaded is None or name is None or not (decorated or _attribute(loaded, name) is function):
             raise ShardkitError(not_found(function))
-        rewritten = "@pytest_ar" in vars(loaded)  # the name pytest gives its helper in a rewritten module
+        rewritten = "@pytest_ar" in vars(loaded)  # pytest's name for its helper in a rewritten module
         return cls(loaded.__name__, getattr(loaded, "__file__", None), name, decorated, rewritten)
 
     def find(self) -> Callable[..., Any]:
-        """The function, in this process; imports its module."""
+        """Import the module and return the function."""
         module = _load(self)
         found = _bodies.get((_common(self.module), self.name)) if self.decorated else _attribute(module, self.name)
         if found is None:
-            problem = f"the ranks find no such function in {self.file}"
+            problem = f"the ranks do not find this function in {self.file}"
             rule = "Ranks import the module again and look the function up by name"
-            fix = "Define it where an import alone defines it"
+            fix = "Define it so that importing the module defines it"
             raise ShardkitError(message(f"{self.module}.{self.name}", problem, rule, fix))
         return found
 
 
 def register(function: Callable[..., Any]) -> None:
-    """Note that ``function`` is the body of a decorated one.
+    """Record that ``function`` is the body of a decorated one.
 
     Raises:
-        ShardkitError: a function inside a function, which no rank could find.
+        ShardkitError: it is a function inside a function, which no rank can find.
     """
     if not isinstance(function, FunctionType) or "<" in function.__qualname__:
         raise ShardkitError(not_found(function))
@@ -67,7 +67,7 @@ def register(function: Callable[..., Any]) -> None:
 
 
 def not_found(function: object) -> str:
-    """The message for a function that no other process could find."""
+    """Return the message for a function that no other process can find."""
     name = getattr(function, "__qualname__", repr(function))
     problem = "other processes cannot find it by its module and name"
     rule = "Each rank imports the module and looks the function up, so it must be at the module's top level"
@@ -75,7 +75,7 @@ def not_found(function: object) -> str:
 
 
 def _common(module: str) -> str:
-    return "__main__" if module == "__mp_main__" else module  # multiprocessing's name for the script, in children
+    return "__main__" if module == "__mp_main__" else module  # the script's name in child processes
 
 
 def _attribute(module: ModuleType, name: str) -> Any:
@@ -97,11 +97,11 @@ def _load(target: Target) -> ModuleType:
     loaded = sys.modules.get(target.module)
     if loaded is not None and (target.module == "__main__" or getattr(loaded, "__file__", None) == target.file):
         return loaded
-    # ``sys.path`` does not reach the file, or another of its name hides it. pytest can import such a file too.
+    # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
     assert target.file is not None
     file = Path(target.file)
     directory = file.parent.parent if file.name == "__init__.py" else file.parent
-    # All finders, for pytest's among them rewrites asserts.
+    # All finders, because pytest's rewrites asserts.
     specs = (finder.find_spec(target.module, [str(directory)]) for finder in sys.meta_path)
     spec = next(spec for spec in specs if spec is not None)
     assert spec.loader is not None
@@ -111,7 +111,7 @@ def _load(target: Target) -> ModuleType:
 
 
 def _rewrite_asserts(module: str) -> None:
-    """Let pytest's import hook handle the module, which is not public; without it asserts work and only say less."""
+    """Let pytest's import hook rewrite the module's asserts; it is not public, and without it asserts only say less."""
     try:
         from _pytest.assertion import install_importhook
         from _pytest.config import get_config

@@ -19,17 +19,17 @@ from shardkit.testing.counts import fake_world
 
 
 class Name(NamedTuple):
-    """One private name."""
+    """One private name of torch."""
 
     path: str  # from ``torch``, or from one of the objects of ``_owners``
     purpose: str
-    needed_by: str  # the public functions that stop working without it
-    public: str = ""  # what serves instead where torch offers it, and since when
-    until: tuple[int, int] = (99, 0)  # the first torch without it, or that needs it no more
+    needed_by: str  # the public functions that do not work without it
+    public: str = ""  # torch's public replacement, and since which version
+    until: tuple[int, int] = (99, 0)  # the first torch that lacks it, or for which shardkit does not need it
     since: tuple[int, int] = (2, 11)  # the first torch that has it
 
     def expected(self, version: tuple[int, int]) -> bool:
-        """Whether that torch has it, as far as shardkit knows."""
+        """Return whether this version of torch should have it."""
         return self.since <= version < self.until
 
 
@@ -43,7 +43,7 @@ _PRETEND = "shardkit.testing.pretend_accelerator"
 
 
 def _names(owner: str, names: str, purpose: str, needed_by: str, public: str = "", **versions: Any) -> Iterator[Name]:
-    """Several names of one owner, for one purpose."""
+    """Return several names of one owner that serve one purpose."""
     return (Name(f"{owner}.{name}", purpose, needed_by, public, **versions) for name in names.split())
 
 
@@ -53,80 +53,81 @@ _PENDING = "_all_gather_result _all_reduce_state _post_reduce_event _reshard_aft
 _HOOKS = "_forward_hooks _forward_pre_hooks _forward_hooks_with_kwargs _forward_hooks_always_called"
 _ATTENTION = "_scaled_dot_product_flash_attention"
 NAMES = (
-    Name("FSDPModule._get_fsdp_state", "the way from a module to its units", _ENGINE),
-    Name(f"{_STATE}._fsdp_param_groups", "the units of a module", _ENGINE, since=(2, 12)),
-    Name(f"{_STATE}._fsdp_param_group", "the unit of a module", _ENGINE, until=(2, 12)),
-    Name(f"{_STATE}._modules", "the modules of a state", _ENGINE),
-    Name(f"{_STATE}._is_root", "whether a first forward has made it a root", f"{_RESET}, accumulate"),
-    Name(f"{_STATE}._auto_reshard_after_forward", "a root that was left to torch", "accumulate(keep_unsharded=)"),
-    Name(f"{_STATE}._register_root_post_backward_final_callback", "when a backward begins", "shard_model"),
-    Name(f"{_STATE}._training_state", "whether a forward or backward is under way", _RESET),
-    *_names(_STATE, _UNDER_WAY, "what a forward or backward has under way", _RESET, "reset_iter_state, since 2.13"),
-    *_names(_STATE, "_lazy_init _mp_policy", "become a root, and cast inputs, after construction", _DROP_IN),
-    *_names(_STATE, "_pre_forward _post_forward", "forwards that do not gather", _DROP_IN),
-    *_names(_GROUP, "modules fsdp_params device mesh_info", "the modules, parameters and groups of a unit", _ENGINE),
-    Name(f"{_GROUP}.mp_policy", "what gradients are reduced in", "set_reduce_precision", until=(2, 15)),
-    Name(f"{_PARAM}.mp_policy", "what gradients are reduced in", "set_reduce_precision", since=(2, 15)),
+    Name("FSDPModule._get_fsdp_state", "the FSDP state of a module", _ENGINE),
+    Name(f"{_STATE}._fsdp_param_groups", "the parameter groups of a module", _ENGINE, since=(2, 12)),
+    Name(f"{_STATE}._fsdp_param_group", "the parameter group of a module", _ENGINE, until=(2, 12)),
+    Name(f"{_STATE}._modules", "the modules of an FSDP state", _ENGINE),
+    Name(f"{_STATE}._is_root", "whether the first forward made this module the root", f"{_RESET}, accumulate"),
+    Name(f"{_STATE}._auto_reshard_after_forward", "reshard_after_forward=None", "accumulate(keep_unsharded=)"),
+    Name(f"{_STATE}._register_root_post_backward_final_callback", "the start of a backward", "shard_model"),
+    Name(f"{_STATE}._training_state", "whether a forward or backward is running", _RESET),
+    *_names(_STATE, _UNDER_WAY, "state of an unfinished forward or backward", _RESET, "reset_iter_state, since 2.13"),
+    *_names(_STATE, "_lazy_init _mp_policy", "initialize the root, and cast its inputs", _DROP_IN),
+    *_names(_STATE, "_pre_forward _post_forward", "forwards without an all-gather", _DROP_IN),
+    *_names(_GROUP, "modules fsdp_params device mesh_info", "the modules, parameters and meshes of a unit", _ENGINE),
+    Name(f"{_GROUP}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", until=(2, 15)),
+    Name(f"{_PARAM}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", since=(2, 15)),
     Name(f"{_GROUP}.post_forward_mesh_info", "read reshard_after_forward back", "accumulate(keep_unsharded=)"),
-    *_names(_GROUP, "reshard_after_backward reduce_grads all_reduce_grads", "read the flags back", "accumulate"),
-    Name(f"{_GROUP}.gradient_divide_factor", "read the factor back", "set_gradient_reduction"),
-    Name(f"{_GROUP}.post_backward", "zeros for unused parameters, before reductions", "shard_model"),
-    Name(f"{_GROUP}.finalize_backward", "reduce what cannot be sharded", "shard_model with scalar parameters"),
-    Name(f"{_GROUP}._partial_reduce_output", "drop what waits for an all-reduce", "zero_grad, accumulate"),
-    Name(f"{_GROUP}._partial_reduce_output_layout", "likewise", "zero_grad, accumulate", since=(2, 15)),
-    Name(f"{_GROUP}._training_state", "whether a unit is under way", _RESET),
+    *_names(_GROUP, "reshard_after_backward reduce_grads all_reduce_grads", "read the flags", "accumulate"),
+    Name(f"{_GROUP}.gradient_divide_factor", "read the divide factor", "set_gradient_reduction"),
+    Name(f"{_GROUP}.post_backward", "zero gradients for unused parameters", "shard_model"),
+    Name(f"{_GROUP}.finalize_backward", "reduce scalar parameters' gradients", "shard_model with scalar parameters"),
+    Name(f"{_GROUP}._partial_reduce_output", "gradients before their all-reduce", "zero_grad, accumulate"),
+    Name(
+        f"{_GROUP}._partial_reduce_output_layout", "layout for the all-reduce", "zero_grad, accumulate", since=(2, 15)
+    ),
+    Name(f"{_GROUP}._training_state", "whether a unit is running", _RESET),
     *_names(_GROUP, _PENDING, "pending collectives", _RESET, "reset_iter_state, since 2.13"),
-    Name(f"{_GROUP}._to_sharded", "reshard whatever the state", _RESET, "reset_iter_state, since 2.13"),
-    *_names(_PARAM, "sharded_param sharded_state _module_info", "the parameter that the optimizer has", _LOCAL),
+    Name(f"{_GROUP}._to_sharded", "reshard from any state", _RESET, "reset_iter_state, since 2.13"),
+    *_names(_PARAM, "sharded_param sharded_state _module_info", "the optimizer's parameter", _LOCAL),
     Name(f"{_PARAM}._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
-    Name(f"{_PARAM}.reset_sharded_param", "read shards that were replaced", "materialize, the drop-in"),
-    Name(f"{_PARAM}._sharded_param_data", "likewise, out of one storage", _DROP_IN),
+    Name(f"{_PARAM}.reset_sharded_param", "register replaced shards", "materialize, the drop-in"),
+    Name(f"{_PARAM}._sharded_param_data", "register shards replaced in place", _DROP_IN),
     *_names(_PARAM, "all_gather_outputs _sharded_post_forward_param_data", "memory of gathered parameters", _MEMORY),
     Name("DTensor._local_tensor", "the shard without an autograd node", _LOCAL, "to_local(), 300 times slower"),
     Name("DTensor._spec", "the layout without a property", _LOCAL, "device_mesh, placements: 3 times slower"),
-    Name("Optimizer._init_group", "what a step works on", "step_on_local_shards"),
-    Name("Parameter._post_accumulate_grad_hooks", "which hooks there are", "optimizer_in_backward, accumulate"),
-    Name("Parameter._backward_hooks", "which hooks there are", _META),
-    Name("Parameter._version", "how often a tensor was written", _META),
-    *_names("Module", f"{_HOOKS} _forward_pre_hooks_with_kwargs", "copy a model, skip gathering", _DROP_IN),
+    Name("Optimizer._init_group", "the tensors that a step reads and writes", "step_on_local_shards"),
+    Name("Parameter._post_accumulate_grad_hooks", "find gradient hooks", "optimizer_in_backward, accumulate"),
+    Name("Parameter._backward_hooks", "find gradient hooks", _META),
+    Name("Parameter._version", "count in-place writes", _META),
+    *_names("Module", f"{_HOOKS} _forward_pre_hooks_with_kwargs", "copy a model, skip all-gathers", _DROP_IN),
     Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
-    Name("OpOverload._schema", "what an op writes to", _META),
+    Name("OpOverload._schema", "which arguments an operator writes", _META),
     Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
     Name("MixedPrecision._module_classes_to_ignore", "which modules stay in float32", f"translate_fsdp1, {_DROP_IN}"),
-    Name("ShardedStateDictConfig._use_dtensor", "that sharded state has DTensors", _DROP_IN),
-    Name("ModuleWrapPolicy._run_policy", "ask a policy", "translate_fsdp1, shard_like_fsdp1"),
+    Name("ShardedStateDictConfig._use_dtensor", "DTensors in sharded state dicts", _DROP_IN),
+    Name("ModuleWrapPolicy._run_policy", "call a wrapping policy", "translate_fsdp1, shard_like_fsdp1"),
     *_names("torch", "_foreach_norm _foreach_mul_", "one kernel for many tensors", "clip_grad_norm_, scale_grads_"),
     Name("torch._amp_foreach_non_finite_check_and_unscale_", "the kernel of GradScaler", "GradScaler"),
     Name("torch.Tensor._make_wrapper_subclass", "a gradient without memory", "shard_model, accumulate"),
-    Name("torch._C._disabled_torch_function_impl", "the same", "shard_model, accumulate"),
-    Name("torch.autograd.Variable._execution_engine", "when a backward ends", "shard_model, accumulate"),
-    Name("torch._neg_view", "a lazy negation", _META),
+    Name("torch._C._disabled_torch_function_impl", "a gradient without memory", "shard_model, accumulate"),
+    Name("torch.autograd.Variable._execution_engine", "the end of a backward", "shard_model, accumulate"),
+    Name("torch._neg_view", "replay a lazy negation", _META),
     Name("torch._C._disabled_torch_dispatch_impl", "whether a class wraps tensors", _META),
-    Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a checkpoint saves", _MEMORY),
-    Name("torch._C.DisableTorchFunction", "leave function modes", _META),
-    Name("torch._C.DisableTorchFunctionSubclass", "attributes of DTensors at their own speed", _LOCAL),
+    Name("torch._C.DisableTorchFunction", "suspend torch function modes", _META),
+    Name("torch._C.DisableTorchFunctionSubclass", "read DTensor attributes without dispatch", _LOCAL),
     Name("torch._subclasses.fake_tensor.FakeTensorMode", "shapes without memory", _MEMORY),
-    Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "leave that mode for a moment", "shard_model"),
+    Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "suspend FakeTensorMode", "shard_model"),
     Name("torch._compile._disable_dynamo", "hooks that are not compiled", "shard_model, the drop-in"),
-    Name("torch._C._dynamo.eval_frame.set_code_exec_strategy", "forward called by name, compiled", "shard_model"),
+    Name("torch._C._dynamo.eval_frame.set_code_exec_strategy", "compile a direct forward call", "shard_model"),
     Name("torch._C._autograd._get_current_graph_task_keep_graph", "whether another backward follows", "shard_model"),
     Name("torch.nn.utils.clip_grad._get_total_norm", "torch's clipping under the drop-in", _DROP_IN),
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "see every aten call", f"{_META}, shardkit.testing"),
-    Name("torch.utils._python_dispatch._disable_current_modes", "leave modes for a moment", _META),
-    *_names("torch.utils._pytree", "tree_map tree_leaves", "map as FSDP2 does", _MEMORY),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "intercept aten operators", f"{_META}, shardkit.testing"),
+    Name("torch.utils._python_dispatch._disable_current_modes", "suspend dispatch modes", _META),
+    *_names("torch.utils._pytree", "tree_map tree_leaves", "map over arguments as FSDP2 does", _MEMORY),
     Name("torch.utils.backend_registration._setup_privateuseone_for_python_backend", "a device in Python", _PRETEND),
     Name("torch.utils.backend_registration._DummyPrivateUse1Hook", "a device in Python", _PRETEND),
-    Name("torch._C._acc.create_empty_tensor", "tensors of that device", _PRETEND),
-    *_names("torch._C", "_construct_storage_from_data_pointer DispatchKeySet", "their memory", _PRETEND),
+    Name("torch._C._acc.create_empty_tensor", "tensors of the pretended device", _PRETEND),
+    *_names("torch._C", "_construct_storage_from_data_pointer DispatchKeySet", "memory of its tensors", _PRETEND),
     Name("torch._C._swap_tensor_impl", "tensor.data across devices", _PRETEND),
     Name("torch._has_compatible_shallow_copy_type", "module.to() in place", _PRETEND),
-    Name("torch._C._dispatch_get_registrations_for_dispatch_key", "the collectives that there are", _PRETEND),
-    *_names("torch.ops.aten", "_copy_from _to_copy", "copies to and from that device", _PRETEND),
-    Name("torch.ops.aten._local_scalar_dense", "count what waits for that device", _PRETEND),
-    *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "floating-point operations", _MEMORY),
-    *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "the same", _MEMORY),
-    Name("torch.nn.init._no_grad_trunc_normal_", "draw again until in range", f"speed of {_META}"),
-    Name("torch.distributed.distributed_c10d._world", "the groups that there are", "save_checkpoint(async_=True)"),
+    Name("torch._C._dispatch_get_registrations_for_dispatch_key", "list the registered collectives", _PRETEND),
+    *_names("torch.ops.aten", "_copy_from _to_copy", "copies to and from the pretended device", _PRETEND),
+    Name("torch.ops.aten._local_scalar_dense", "count host syncs", _PRETEND),
+    *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
+    *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
+    Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
+    Name("torch.distributed.distributed_c10d._world", "list the process groups", "save_checkpoint(async_=True)"),
     Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
@@ -135,7 +136,7 @@ NAMES = (
 
 
 def missing(names: Iterable[Name] = NAMES) -> list[Name]:
-    """Those that the torch that is imported should have, as far as shardkit knows, and does not. Local, pure."""
+    """Return the names that the imported torch should have and does not. Local, pure."""
     version = torch_version()
     with fake_world(4):
         owners = dict(_owners())
@@ -152,7 +153,7 @@ def _has(owners: dict[str, Any], path: str) -> bool:
 
 
 def _owners() -> Iterator[tuple[str, Any]]:
-    """An object of each kind that has private names, of a small model after one backward."""
+    """Yield one object of each class with private names, from a small model after one backward."""
     model = shard_model(nn.Linear(4, 4), reshard_after_forward=2)
     model(torch.ones(2, 4)).sum().backward()
     yield from engine_objects(model).items()
@@ -172,11 +173,11 @@ def _owners() -> Iterator[tuple[str, Any]]:
 
 
 def main(write: Callable[[str], object] = print) -> int:
-    """Print every name, and exit with 1 where one is missing."""
+    """Print every name, and return 1 if one is missing, else 0."""
     gone = missing()
     write(f"torch {torch.__version__}: {len(gone)} of {len(NAMES)} private names are missing")
     for name in gone:
-        write(f"MISSING {name.path}: {name.purpose}. Without it these do not work: {name.needed_by}")
+        write(f"MISSING {name.path}: {name.purpose}. These do not work without it: {name.needed_by}")
     for name in NAMES:
         instead = f" (public: {name.public})" if name.public else ""
         write(f"{name.path}: {name.purpose}{instead}. Needed by {name.needed_by}")

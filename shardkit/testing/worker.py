@@ -1,4 +1,4 @@
-"""What one rank of a pool does: join the process group, then run one call after the other."""
+"""Run one rank of a pool: join the process group, then run one call after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import parent_process
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,16 @@ from shardkit.testing.report import Failure
 from shardkit.testing.target import Target
 
 STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
-# The parent ends a call that takes too long and says where each rank was; the group must not be first.
+# The parent ends a call that takes too long and reports where each rank was; the group must not time out first.
 GROUP_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in its pool; ``directory`` has the rendezvous file, and the output and stack of each rank.
+    """One rank's place in its pool.
 
-    The stack is written on ``STACK_SIGNAL`` and in a crash.
+    ``directory`` holds the rendezvous file, and the output and stack of each rank. The stack is written on
+    ``STACK_SIGNAL`` and in a crash.
     """
 
     rank: int
@@ -55,10 +56,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as sent to every rank, with the parent's ``sys.path``, working directory and environment."""
+    """One call as sent to every rank, with the parent's ``sys.path``, working directory and environment."""
 
     target: Target
-    arguments: bytes  # pickled ``(args, kwargs)``; apart, because they may need the target's module
+    arguments: bytes  # pickled ``(args, kwargs)``, unpickled only after the target's module is imported
     path: list[str]
     directory: str
     environment: dict[str, str]
@@ -74,12 +75,11 @@ class Returned:
 
 STARTED = "started"  # the rank has imported what the call needs, and begins to run it
 
-
-seats: list[Seat] = []  # where this process sits in a pool; none outside of pools
+seats: list[Seat] = []  # this process's place in a pool; empty outside of pools
 
 
 def serve(seat: Seat, connection: Connection) -> None:
-    """Be one rank, until the parent closes the connection or dies."""
+    """Run as one rank until the parent closes the connection or dies."""
     seats.append(seat)
     _settle(seat)
     try:
@@ -91,21 +91,23 @@ def serve(seat: Seat, connection: Connection) -> None:
     while True:
         try:
             request = Path(connection.recv())
-        except EOFError:  # the parent is gone; exit_with_parent sees it too, and clears up
+        except EOFError:  # the parent is gone; exit_with_parent notices too, and cleans up
             threading.Event().wait()
         reply = _answer(pickle.loads(request.read_bytes()), seat, connection, group)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(reply))
         del reply
-        gc.collect()  # sharded models are cycles; the next test must not pay for their memory
+        gc.collect()  # sharded models are reference cycles; free their memory before the next test
 
 
 def _settle(seat: Seat) -> None:
-    """Make this process a quiet rank: output to a file, a stack on demand, and no life after the parent's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us
+    """Send output to a file, write the stack on demand, and exit with the parent."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of the terminal; the parent ends the ranks
     sys.stdout, sys.stderr = _redirect(1, seat.output), _redirect(2, seat.output)
-    stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler writes to it whenever it must
+    stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
     threading.Thread(target=exit_with_parent, args=(seat.directory,), daemon=True).start()
@@ -113,28 +115,33 @@ def _settle(seat: Seat) -> None:
 
 
 def _redirect(descriptor: int, path: Path) -> TextIO:
-    """Send a descriptor to the file, with what C++ libraries print; the stream that Python should print to."""
+    """Redirect a descriptor to the file, also for C++ libraries; return the stream for Python to print to."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, descriptor)
     os.close(file)
-    # Line by line, so that what a rank said before it died is kept.
+    # Line by line, so that the output of a rank that dies is kept.
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def exit_with_parent(directory: str) -> None:
-    """Wait for the parent's end and end too, also out of a collective that will never finish."""
+    """Wait for the parent to end, then end too, even inside of a collective that never finishes."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    shutil.rmtree(directory, ignore_errors=True)  # it was killed, or would have done so itself
+    shutil.rmtree(directory, ignore_errors=True)  # the parent removes it unless it was killed
     os._exit(1)
 
 
 def _join_group(seat: Seat) -> None:
     if seat.backend == "nccl":
         torch.cuda.set_device(seat.rank)
+    if "pretend:" in seat.backend:
+        from shardkit.testing.pretend import pretend_accelerator  # imports torch._dynamo, which few pools need
+
+        with pretend_accelerator():
+            pass  # from here on torch knows the device
     dist.init_process_group(
-        # Objects and CPU tensors need gloo also where the model's collectives are NCCL's.
+        # Objects and CPU tensors need gloo even where the model uses NCCL.
         "cpu:gloo,cuda:nccl" if seat.backend == "nccl" else seat.backend,
         init_method=Path(seat.directory, "rendezvous").as_uri(),
         rank=seat.rank,
@@ -147,40 +154,34 @@ def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessG
     try:
         _follow(call, seat)
         function = call.target.find()
-        gc.freeze()  # what was imported stays: collecting after the call need not look at it
+        gc.freeze()  # imported objects stay, so that collecting after the call need not look at them
         args, kwargs = pickle.loads(call.arguments)
         torch.manual_seed(0)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         connection.send_bytes(pickle.dumps(STARTED))
-        value = _pickled(function(*args, **kwargs))
+        value = function(*args, **kwargs)
+        try:
+            pickled = pickle.dumps(value)
+        except Exception as error:  # pickle raises whatever the value's class raises
+            rule = "Return values are pickled on their way to the parent process"
+            problem, fix = f"a {type(value).__name__} cannot be pickled ({error})", "Return plain data or plain tensors"
+            raise ShardkitError(message("return value", problem, rule, fix)) from None
     except BaseException as error:  # SystemExit and pytest's skip are not Exceptions
         return _raised(error)
-    return Returned(value, dist.get_pg_count() if dist.group.WORLD is group else 0)
+    return Returned(pickled, dist.get_pg_count() if dist.group.WORLD is group else 0)
 
 
 def _follow(call: Call, seat: Seat) -> None:
     """Take over the parent's import path, working directory and environment, all of which tests change."""
     sys.path[:] = call.path
     os.chdir(call.directory)
-    rank, size = str(seat.rank), str(seat.world_size)  # as torchrun would set them
+    rank, size = str(seat.rank), str(seat.world_size)  # as torchrun sets them
     wanted = call.environment | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    for name in os.environ.keys() - wanted.keys():
+    for name in os.environ.keys() - wanted.keys():  # never emptied: threads of libraries may read it meanwhile
         del os.environ[name]
-    for name in wanted:
-        if os.environ.get(name) != wanted[name]:
-            os.environ[name] = wanted[name]
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:  # pickle raises whatever the value's class raises
-        rule = "Return values are pickled on their way to the parent process"
-        fix = "Return plain data or plain tensors"
-        text = message("return value", f"a {type(value).__name__} cannot be pickled ({error})", rule, fix)
-        raise ShardkitError(text) from None
+    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
 
 
 def _raised(error: BaseException) -> Failure:
@@ -188,7 +189,7 @@ def _raised(error: BaseException) -> Failure:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text, name = "".join(traceback.format_exception(type(error), error, frames)), type(error).__name__
-    # By name: the ranks need no pytest. pytest sets its Skipped's module to "builtins", but not its base's.
+    # By name, because ranks may lack pytest. pytest sets its Skipped's module to "builtins", but not its base's.
     of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
     skips = (of_pytest and name == "Skipped") or isinstance(error, unittest.SkipTest)
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)

@@ -51,7 +51,7 @@ def test_an_error_on_one_rank_is_raised_by_all() -> None:
         model.head = nn.LazyLinear(3)
     text = raised_by(lambda: shard_model(model))
     assert "planning failed on 1 of 4 ranks" in text
-    assert "rank 1: PlanError: head: a lazy module that is not initialized" in text
+    assert "rank 1: PlanError: head: is a lazy module that is not initialized" in text
 
     def rule(fqn: str, module: nn.Module) -> bool:
         return {0: fqn == "norm"}[dist.get_rank()]

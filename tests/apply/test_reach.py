@@ -174,8 +174,8 @@ def as_buffer(model: nn.Module) -> None:
     [
         (as_key, ["a key of 1.names: is the parameter 1.a.weight, and cannot be replaced", "an attribute, a list"]),
         (as_method, ["1.transpose.__self__: is the parameter 1.a.weight"]),
-        (as_view, ["1.flat[0]: is in the memory of the parameter 1.a.weight", "clone it"]),
-        (as_buffer, ["1.copy: is in the memory of the parameter 1.a.weight"]),
+        (as_view, ["1.flat[0]: shares the memory of the parameter 1.a.weight", "clone it"]),
+        (as_buffer, ["1.copy: shares the memory of the parameter 1.a.weight"]),
     ],
 )
 def test_what_cannot_follow_is_refused(hold: Callable[[nn.Module], None], parts: list[str]) -> None:

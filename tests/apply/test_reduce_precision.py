@@ -153,7 +153,8 @@ def test_a_unit_that_reduces_in_another_dtype():
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
 def test_dtypes_that_make_no_sense(dtypes):
-    with pytest.raises(ShardkitError, match=r"^wire: is torch\..* Use torch\.bfloat16 and torch\.float32\.$"):
+    match = r"^wire: is torch\..* Pass wire=torch\.bfloat16, accumulate=torch\.float32\.$"
+    with pytest.raises(ShardkitError, match=match):
         set_reduce_precision(nn.Linear(1, 1), wire=dtypes[0], accumulate=dtypes[1])
 
 

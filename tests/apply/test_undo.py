@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,8 +17,9 @@ from small_models import Block, Decoder, step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from shardkit import PlanError, ShardUnit, apply_plan, init_on_meta, plan_model, shard_model
+from shardkit import MeshSpec, PlanError, ShardUnit, apply_plan, init_on_meta, plan_model, shard_model
 from shardkit.apply import shard as apply
+from shardkit.apply.carry import Original
 from shardkit.testing import distributed, fake_world
 
 
@@ -54,6 +56,28 @@ def test_tensors_that_cannot_be_split() -> None:
         shard_model(model, ignored_params=names.split(", "))
 
 
+def test_ignored_tensors_without_operators() -> None:
+    model = whole()
+    names = ["layers.1.up.weight", "layers.2.up.weight"]
+    with fake_world(2), mock.patch.object(Whole, "__torch_dispatch__", side_effect=NotImplementedError):
+        shard_model(model, ignored_params=names)
+    assert isinstance(model.get_parameter(names[0]), Whole)
+
+
+def test_released_tensors_leave_no_memory() -> None:
+    """As on an accelerator, where the memory of a unit is needed as soon as it is sharded."""
+    model = whole()
+    plan = plan_model(model, mesh=MeshSpec.sharded(2))
+    original = Original(model, plan, "cuda")
+    weight = model.layers[1].up.weight
+    inner = weakref.ref(weight.inner)
+    model.layers[1].up.weight = None
+    original.release([weight])
+    del weight
+    assert inner() is None
+    assert not original.is_whole
+
+
 def containers(root: bool) -> nn.Module:
     model = nn.ModuleDict({"actor": Decoder(), "critic": Decoder()})
     return model if root else nn.Sequential(nn.Linear(2, 2), model)
@@ -61,7 +85,7 @@ def containers(root: bool) -> nn.Module:
 
 def test_containers_without_forward() -> None:
     model = containers(root=True)
-    with fake_world(2), refused(model, "(root): a ModuleDict, which has no forward", "Shard each of its modules"):
+    with fake_world(2), refused(model, "(root): is a ModuleDict, which has no forward", "Shard each of its modules"):
         shard_model(model)
     model = containers(root=False)
     with fake_world(2):
@@ -70,17 +94,17 @@ def test_containers_without_forward() -> None:
     by_hand = dataclasses.replace(
         plan, units=(unit, dataclasses.replace(plan.units[-1], params=("0.weight", "0.bias")))
     )
-    with fake_world(2), refused(model, "1: a ModuleDict, which has no forward"):
+    with fake_world(2), refused(model, "1: is a ModuleDict, which has no forward"):
         apply_plan(model, by_hand)
 
 
 def test_lazy_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
-    with fake_world(2), pytest.raises(PlanError, match=r"1, 2: a lazy module that is not initialized.* one forward"):
+    with fake_world(2), pytest.raises(PlanError, match=r"1, 2: is a lazy module that is not initialized.* one forward"):
         shard_model(model)
     with init_on_meta():
         recorded = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    with fake_world(2), pytest.raises(PlanError, match=r"1: a lazy module that is not initialized"):
+    with fake_world(2), pytest.raises(PlanError, match=r"1: is a lazy module that is not initialized"):
         shard_model(recorded)
     model(torch.ones(4, 2))
     with fake_world(2):
@@ -152,7 +176,7 @@ def test_a_failure_in_the_middle_is_undone(after: int) -> None:
         with (
             mock.patch.object(apply, "fully_shard", failing(after)),
             pytest.raises(
-                PlanError, match=r"torch could not shard it: RuntimeError: out of mem.*The model is as it was"
+                PlanError, match=r"torch could not shard it: RuntimeError: out of mem.*The model was restored"
             ),
         ):
             apply_plan(model, plan)

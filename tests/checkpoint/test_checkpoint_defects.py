@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.checkpoint import convert_checkpoint, directory, load_checkpoint, manifest, save_checkpoint
 from shardkit.errors import CheckpointError
+from shardkit.testing import distributed
 
 
 def linked_away(path: Path, link: Path) -> Path:
@@ -69,7 +75,25 @@ def test_what_is_partly_deleted_stays_hidden_until_the_rest_goes(tmp_path, monke
     assert not (tmp_path / "step-1").exists()
     directory.clear_stale(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
-    assert os.listdir(tmp_path / "step-1") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path / "step-1")) == ["manifest.json", "notes.txt"]
+
+
+def test_a_rotated_directory_with_other_files_is_saved_to_again(tmp_path):
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "step-1", model)
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    (tmp_path / "step-1" / "plots").mkdir()
+    save_checkpoint(tmp_path / "step-2", model, keep=1)
+    assert not (tmp_path / "step-1" / "model.safetensors").exists()
+    assert directory.latest_checkpoint(tmp_path) == tmp_path / "step-2"
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has no file"):
+        load_checkpoint(tmp_path / "step-1", model)
+    save_checkpoint(tmp_path / "step-1", model, extra=3)
+    assert load_checkpoint(tmp_path / "step-1", model) == 3
+    assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "step-1" / "plots").is_dir()
+    with pytest.raises(CheckpointError, match="exists"):
+        save_checkpoint(tmp_path / "step-1", model)
 
 
 class Counting(nn.Module):
@@ -117,6 +141,45 @@ def test_extra_state_of_a_part_goes_before_that_of_the_whole(tmp_path):
     assert part.count == 4
 
 
+class Remembering(nn.Module):
+    def __init__(self, memory: object) -> None:
+        super().__init__()
+        self.l, self.memory = nn.Linear(2, 2), memory
+
+    def get_extra_state(self) -> object:
+        return self.memory
+
+    def set_extra_state(self, state: object) -> None:
+        self.memory = state
+
+
+@pytest.mark.parametrize("kind", ["shardkit", "dcp", "full", "nested"])
+@pytest.mark.parametrize(
+    "memory", [{"scale": torch.arange(3.0), "steps": [1, 2], "inner": {"count": 4}}, torch.arange(3.0), {}]
+)
+def test_extra_state_of_any_kind_comes_back_from_any_kind_of_checkpoint(memory, kind, tmp_path):
+    model = nn.ModuleDict({"part": Remembering(memory)})
+    path = tmp_path / "a"
+    if kind == "dcp" and isinstance(memory, dict) and not memory:
+        pytest.skip("torch's DCP does not save empty dicts")
+    if kind == "shardkit":
+        save_checkpoint(path, model)
+    elif kind == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    else:
+        path = tmp_path / "a.pt"
+        torch.save(model.state_dict() if kind == "full" else {"model": model.state_dict()}, path)
+    convert_checkpoint(path, tmp_path / "converted")
+    for each in (path, tmp_path / "converted"):
+        fresh = nn.ModuleDict({"part": Remembering(None if isinstance(memory, dict) else torch.ones(1))})
+        load_checkpoint(each, fresh)
+        got = fresh["part"].memory
+        assert str(got) == str(memory)
+        assert torch.equal(fresh["part"].l.weight, model["part"].l.weight)
+
+
 def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
@@ -135,3 +198,45 @@ def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
         load_checkpoint(tmp_path / name, other, resumed)
         assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.01)), name
         assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]), name
+
+
+class Flat(Tensor):
+    """A subclass around the flat elements of a matrix of three columns."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Flat:
+        return Tensor._make_wrapper_subclass(cls, (len(inner) // 3, 3), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> Flat:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0].inner)  # detach, alias, and view as the same shape
+
+
+@distributed(world_size=2, backend="gloo")
+def test_uneven_shards_of_flat_inner_tensors_come_back_on_every_rank(path):
+    def build(factor: float) -> nn.Module:
+        local = Flat(torch.arange(3.0 * (2 - dist.get_rank())) * factor)
+        sizes = {"shape": torch.Size((3, 3)), "stride": (3, 1)}
+        net = nn.Module()
+        net.w = nn.Parameter(DTensor.from_local(local, mesh_of((2,)), [Shard(0)], **sizes), requires_grad=False)
+        return net
+
+    model, other = build(1.0), build(7.0)
+    save_checkpoint(path, model)
+    load_checkpoint(path, other)
+    assert torch.equal(other.w.to_local().inner, model.w.to_local().inner)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "checkpoint"

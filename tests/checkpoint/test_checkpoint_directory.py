@@ -13,6 +13,7 @@ import torch
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.manifest import FileEntry, Manifest
+from shardkit.checkpoint.save import check_destination
 from shardkit.errors import CheckpointError
 
 # --- Manifest -------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_rotation_leaves_what_shardkit_did_not_write(tmp_path):
     (steps[0] / "plots" / "loss.png").write_bytes(b"mine too")
     assert directory.rotate(steps[2], keep=1) == steps[:2]
     assert listing(tmp_path) == ["step-0", "step-2"]
-    assert listing(steps[0]) == ["notes.txt", "plots"]
+    assert listing(steps[0]) == ["manifest.json", "notes.txt", "plots"]
     assert listing(steps[0] / "plots") == ["loss.png"]
 
 
@@ -222,10 +223,11 @@ def test_killed_while_a_checkpoint_is_deleted_the_next_save_goes_on(deleted, tmp
         os.rename(path, directory.sibling_path(path, "gone", directory.new_token()))
     directory.clear_stale(tmp_path)
     assert listing(tmp_path) == ["step-1"]
-    assert listing(tmp_path / "step-1") == ["notes.txt"]
+    kept = [] if manifest.NAME in deleted else [manifest.NAME]
+    assert listing(tmp_path / "step-1") == [*kept, "notes.txt"]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_keep_counts_checkpoints(keep):
     with pytest.raises(CheckpointError, match="keep: is"):
-        directory.check_keep(keep)
+        check_destination(Path("a"), "safetensors", False, keep)

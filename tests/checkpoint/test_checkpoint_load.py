@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
-from shardkit.checkpoint.progress import Progress
-from shardkit.checkpoint.transfer import Staging
+from shardkit.checkpoint.transfer import ProgressLine, Staging
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
@@ -159,7 +158,7 @@ def test_a_model_on_meta_is_refused(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(terminal, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    progress = Progress("save model")
+    progress = ProgressLine("save model")
     progress(2**29, 2**30)  # too early to show
     progress(2**30, 2**30)
     progress.close()

@@ -90,7 +90,7 @@ class Custom:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": [1, Custom()]}, "extra.a.1: a test_checkpoint_plain.Custom. Saved are None, bool"),
+        ({"a": [1, Custom()]}, "extra.a.1: a test_checkpoint_plain.Custom. A checkpoint holds None, bool"),
         ({"a": {"b": len}}, "extra.a.b: a builtins.builtin_function_or_method."),
         ({(1, Custom()): 2}, "extra.keys.1: a test_checkpoint_plain.Custom."),
         ({"a": torch.empty(2, device="meta")}, "extra.a: a tensor that is sharded, sparse or on meta (Tensor)."),

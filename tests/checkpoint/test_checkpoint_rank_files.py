@@ -137,7 +137,7 @@ def test_what_only_the_model_knows_is_said(written, tmp_path):
     with pytest.raises(CheckpointError, match=r"use_orig_params=False FSDP1 numbers units"):
         load_checkpoint(written / "fsdp1-False", model, torch.optim.AdamW(model.parameters()))
     model.head = torch.nn.Linear(6, 5)
-    with pytest.raises(CheckpointError, match=r"head\.weight: 0 elements in the runs of the files, 30 here"):
+    with pytest.raises(CheckpointError, match=r"head\.weight: 0 elements in the files, 30 here"):
         load_checkpoint(written / "local-False", model)
     assert not list(tmp_path.iterdir())
 
@@ -163,6 +163,6 @@ class Evil:
 def test_no_file_of_a_rank_runs_code(tmp_path, capsys):
     for rank in (0, 1):
         torch.save({"model": {"weight": Evil()}}, tmp_path / f"checkpoint_rank{rank}.pt")
-    with pytest.raises(CheckpointError, match=r"Loaded are files of torch.save with tensors and plain data"):
+    with pytest.raises(CheckpointError, match=r"Only tensors and plain data are loaded from files of torch.save"):
         load_checkpoint(tmp_path, build())
     assert capsys.readouterr().out == ""

@@ -173,9 +173,9 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(format, tmp_path):
-    state = build((4,))
+    state = build((2,))
     train(*state)
     path = tmp_path / "a"
     save_checkpoint(path, *state, extra=torch.arange(100), format=format)
@@ -196,9 +196,9 @@ def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(forma
     load_checkpoint(path, *state)
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_what_does_not_fit_is_listed_at_once(tmp_path):
-    state = build((4,))
+    state = build((2,))
     train(*state)
     path = tmp_path / "a"
     save_checkpoint(path, *state)

@@ -175,7 +175,7 @@ def save_on_2(path):
 def load_torchs_own(path):
     net = build("plain", seed=1)
     optimizer, before = make_optimizer("AdamW8bit", net), weights(net)
-    with pytest.raises(CheckpointError, match="stored as OptimState8bit, where it goes is plain"):
+    with pytest.raises(CheckpointError, match=r"stored as OptimState8bit, .* is plain"):
         load_checkpoint(path, net, optimizer)
     assert_same(weights(net), before)
     assert not optimizer.state
@@ -254,7 +254,7 @@ def test_weights_that_are_quantised_on_meta_are_refused_by_name(tmp_path):
     with torch.device("meta"):
         net = build("nf4")
     for load in (load_pretrained, load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"0\.weight.*on meta.*Call shardkit\.materialize\(model\) before"):
+        with pytest.raises(CheckpointError, match=r"0\.weight.*on meta.*shardkit\.materialize\(model\) (before|first)"):
             load(net, tmp_path / "c") if load is load_pretrained else load(tmp_path / "c", net)
     assert all(param.is_meta for param in net.parameters())
 

@@ -100,15 +100,14 @@ def test_a_header_that_is_too_long_is_refused(monkeypatch):
 
 def test_files_are_filled_in_order_and_indexed_as_transformers_does():
     specs = {f"t{number}": Spec(torch.uint8, torch.Size([size])) for number, size in enumerate([4, 4, 9, 1, 0, 7, 2])}
-    layout = lay_out(specs, "model", 8, {})
-    assert [sorted(file.header.tensors) for file in layout.files] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
-    name, text = layout.index
-    index = json.loads(text)
-    assert name == "model.safetensors.index.json"
+    files = lay_out(specs, "model", 8, {})
+    assert [sorted(file.tensors) for file in files[:-1]] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
+    index = json.loads(files[-1].head)
+    assert files[-1].name == "model.safetensors.index.json"
     assert index["metadata"] == {"total_size": 27}
     assert list(index["weight_map"]) == list(specs)
     assert index["weight_map"]["t5"] == "model-00003-of-00004.safetensors"
-    assert [file.name for file in lay_out({}, "a", 8, {}).files] == ["a.safetensors"]
+    assert [file.name for file in lay_out({}, "a", 8, {})] == ["a.safetensors"]
 
 
 # ---- reading what anyone wrote --------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (b"\x10\x00", "it has 2 bytes"),
         ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100,000,000 are allowed"),
         (b"\xff" * 16, "at most 100,000,000 are allowed"),
-        ((99_000_000).to_bytes(8, "little") + b"{}", "it is cut off"),
+        ((99_000_000).to_bytes(8, "little") + b"{}", "it is truncated"),
         (b"PK\x03\x04\x00\x00\x08\x08" + bytes(30), "it is a pickle"),
         (b"\x80\x02}q\x00." + b"X" * 30, "it is a pickle"),
         (with_header(b'{"\xff":1}'), "utf-8"),
@@ -212,16 +211,16 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"a":' + ROW_A + b',"a":' + ROW_A + b"}", b"12"), "a key appears twice"),
         (
             with_header(b'{"a":' + ROW_A + b',"b":' + ROW_A + b"}", b"12"),
-            "each tensor begins where the one before ends",
+            "each tensor starts where the previous one ends",
         ),
-        (with_header(b'{"a":' + ROW_A + b"}", b"1"), "by its header it has"),
-        (with_header(b'{"a":' + ROW_A + b"}", b"123"), "by its header it has"),
-        (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"1,3") + b"}", b"123"), "begins where the one before"),
-        (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"2,0") + b"}", b"12"), "begins where the one before"),
+        (with_header(b'{"a":' + ROW_A + b"}", b"1"), "its header describes"),
+        (with_header(b'{"a":' + ROW_A + b"}", b"123"), "its header describes"),
+        (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"1,3") + b"}", b"123"), "starts where the previous one"),
+        (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"2,0") + b"}", b"12"), "starts where the previous one"),
         (with_header(b'{"a":' + ROW_A.replace(b"U8", b"F4") + b"}", b"12"), "has the dtype 'F4'"),
-        (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "both are lists of sizes"),
-        (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[2.0]") + b"}", b"12"), "both are lists of sizes"),
-        (with_header(b'{"__metadata__":{"a":1}}'), "not a map of texts"),
+        (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "both must be lists of sizes"),
+        (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[2.0]") + b"}", b"12"), "both must be lists of sizes"),
+        (with_header(b'{"__metadata__":{"a":1}}'), "does not map names to strings"),
     ],
 )
 def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):

@@ -41,7 +41,7 @@ def test_a_directory_is_looked_through_in_order(tmp_path):
     put(tmp_path / "other.safetensors", {"other": torch.ones(1)})
     assert set(locate(tmp_path)) == {"other"}
     put(tmp_path / "second.safetensors", {"second": torch.ones(1)})
-    assert "other.safetensors, second.safetensors. One must be meant" in refusal(tmp_path)
+    assert "other.safetensors, second.safetensors. The directory must have one index" in refusal(tmp_path)
     index_of(tmp_path, {"second": "second.safetensors"}, name="any")
     assert set(locate(tmp_path)) == {"second"}
     index_of(tmp_path, {"other": "other.safetensors"}, name="model")
@@ -94,7 +94,7 @@ def test_links_out_of_the_directory_are_refused(tmp_path):
         link = tmp_path / "model" / "link.safetensors"
         link.symlink_to(target)
         found = refusal(index_of(tmp_path / "model", {"a": link.name}))
-        assert f"it is a link to {secret}. What a directory or an index names lies in the directory" in found
+        assert f"it is a link to {secret}. Files of a directory or an index must be in the same directory" in found
         link.unlink()
     (tmp_path / "model" / "link.safetensors").symlink_to(inside)
     assert set(locate(tmp_path / "model")) == {"a"}
@@ -108,9 +108,9 @@ def test_links_out_of_the_directory_are_refused(tmp_path):
 def test_an_index_and_its_files_must_agree(tmp_path):
     put(tmp_path / "one.safetensors")
     index = index_of(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
-    assert "it names b (one.safetensors), not there" in refusal(index)
+    assert "it lists b (one.safetensors), which these files do not have" in refusal(index)
     index = index_of(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "three.safetensors"})
-    assert "it names two.safetensors, three.safetensors. Its files lie beside it" in refusal(index)
+    assert "it lists two.safetensors, three.safetensors, which do not exist" in refusal(index)
 
 
 @pytest.mark.parametrize(

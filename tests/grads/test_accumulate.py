@@ -182,14 +182,15 @@ def test_every_zero_grad_drops_what_waits(mesh, mixed):
     loss(net, mine).backward()
     expected = full_grads(net)
     optimizer = torch.optim.SGD(net.parameters())
-    for options in OPTIONS:
-        for clear in (optimizer.zero_grad, net.zero_grad, lambda: zero_grad(net)):
-            zero_grad(net)
-            with accumulate(net, last=False, **options):
-                loss(net, mine).backward()
-            clear()
+    ways = [optimizer.zero_grad, net.zero_grad, lambda: zero_grad(net)]
+    first = 2 * mixed + (mesh == "hsdp")  # over the four items each option meets each way
+    for options, clear in zip(OPTIONS, itertools.cycle([*ways[first % 3 :], *ways[: first % 3]])):
+        zero_grad(net)
+        with accumulate(net, last=False, **options):
             loss(net, mine).backward()
-            assert_grads(net, expected)
+        clear()
+        loss(net, mine).backward()
+        assert_grads(net, expected)
 
 
 # Flags.
@@ -237,7 +238,10 @@ def test_a_root_that_torch_decides_on_inside_stays_decided():
 
 
 def test_what_is_no_module():
-    with pytest.raises(ShardkitError, match=r"^model: is a list\. It is an nn.Module\."), no_sync([]):
+    with (
+        pytest.raises(ShardkitError, match=r"^model: is a list\. The argument model takes"),
+        no_sync([]),
+    ):
         pass
     with pytest.raises(ShardkitError, match=r"^model: is a Adam\."):
         zero_grad(torch.optim.Adam([torch.zeros(1)]))

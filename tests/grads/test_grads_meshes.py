@@ -144,5 +144,5 @@ def test_parameters_that_are_stepped_in_backward_are_refused():
     hook.steps_in_backward = True
     net = sharded_net((4,))
     net.gain.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(ShardkitError, match=r"^parameters: are stepped in backward, and have no gradients"):
+    with pytest.raises(ShardkitError, match=r"^parameters: are stepped in backward, after which"):
         clip_grad_norm_(net, 1.0)

@@ -27,9 +27,9 @@ def integer_net(seed: int = 0) -> Net:
     return net
 
 
-def shard(net: Net, shape: tuple[int, ...] = (4,), ignored: tuple[str, ...] = (), **arguments: object) -> Net:
-    """As by hand: blocks and the root, which is left to torch."""
-    mesh, plain = mesh_of(shape), {net.get_parameter(name) for name in ignored}
+def shard(net: Net, shape: tuple[int, ...] = (), ignored: tuple[str, ...] = (), **arguments: object) -> Net:
+    """As by hand: blocks and the root, which is left to torch; by default on one axis of all ranks."""
+    mesh, plain = mesh_of(shape or (dist.get_world_size(),)), {net.get_parameter(name) for name in ignored}
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, ignored_params=plain, **arguments)

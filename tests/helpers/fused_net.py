@@ -106,7 +106,7 @@ class Plain:
         self.optimizer, self.scheduler = adam(self.model, flags)
 
     def gradients(self, step: int) -> None:
-        all_batches = [batch(step, micro, rank) for micro in range(MICRO) for rank in range(4)]
+        all_batches = [batch(step, micro, rank) for micro in range(MICRO) for rank in range(dist.get_world_size())]
         tokens = sum((labels != -100).sum() for _, labels in all_batches)
         (sum(summed_loss(self.model, *each) for each in all_batches) / tokens).backward()
 
@@ -149,11 +149,11 @@ def plain_start() -> dict[str, Tensor]:
     return Decoder().double().state_dict()
 
 
-def on_meta(mesh: tuple[int, ...] = (4,), **options: Any) -> nn.Module:
-    """A Decoder that is never whole on any rank."""
+def on_meta(mesh: tuple[int, ...] = (), **options: Any) -> nn.Module:
+    """A Decoder that is never whole on any rank; by default on one axis of all ranks."""
     with init_on_meta():
         model = Decoder().double()
-    return shard_model(model, mesh=mesh_of(mesh), **options)
+    return shard_model(model, mesh=mesh_of(mesh or (dist.get_world_size(),)), **options)
 
 
 def moved_by(state: dict[str, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from meshes import mesh_of
+from meshes import mesh_of, part_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,7 +79,7 @@ def wrong_grads(net: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
 def _same(part: torch.Tensor, full: torch.Tensor) -> bool:
     if not isinstance(part, DTensor):
         return torch.equal(part, full)
-    return part.shape == full.shape and torch.equal(part.to_local(), like(full, part).to_local())
+    return part.shape == full.shape and torch.equal(part.to_local(), part_of(full, part))
 
 
 def exact_norm(full: dict[str, torch.Tensor], p: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,32 @@ def built(layout: Callable[[nn.Module], nn.Module], seed: int = 1) -> tuple[nn.M
     optimizer.step()
     optimizer.zero_grad()
     return net, optimizer
+
+
+kept = functools.cache(built)  # what is saved and compared, and changed only in the way of ``spoiled``
+
+
+def spoiled(layout: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``built``, at the first call of this process, with another value in every element at each call."""
+    net, optimizer = kept(layout, seed=2)
+    for part in parts_of(net, optimizer).values():
+        part.neg_().sub_(1)
+    return net, optimizer
+
+
+def parts_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The part that this rank has of every tensor of model and optimizer, by name."""
+    found = dict(net.state_dict())
+    for name, param in net.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    return {name: value.detach().to_local() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+def assert_plain_values(
+    net: nn.Module, optimizer: torch.optim.Optimizer, layout: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Compare with ``built(layout)``, whose full tensors are compared with the plain model's when it is saved."""
+    assert_equal(parts_of(net, optimizer), parts_of(*kept(layout)))
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Meshes of all CPU ranks, each made once in a world: it makes process groups, and ranks with many are replaced."""
+"""Meshes of all CPU ranks, each made once in a world: it makes process groups, and ranks with many are replaced.
+
+``part_of`` cuts a tensor as one of them does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 NAMES = ("dp_replicate", "dp_shard")
 
@@ -19,3 +24,13 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
 @cache
 def _mesh(world: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def part_of(full: Tensor, dtensor: DTensor) -> Tensor:
+    """What this rank holds of ``full`` when it is sharded as ``dtensor`` is."""
+    for axis, placement in enumerate(dtensor.placements):
+        if placement.is_shard():
+            parts = full.chunk(dtensor.device_mesh.size(axis), placement.dim)
+            index = dtensor.device_mesh.get_local_rank(axis)
+            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from meshes import mesh_of, part_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "adamw on local shards": lambda params: step_on_local_shards(torch.optim.AdamW(params, lr=1e-2)),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
 }
+PLAIN = {"adamw on local shards": "adamw"}
 
 
 def one_counts(
@@ -41,7 +42,8 @@ def one_counts(
     """
     entry, plain, sharded, plan = _copies(name, mesh, options)
     compute = _cast_copy(entry, plan) if "mp_policy" in options else plain
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (plain, sharded)]
+    optimizers = [OPTIMIZERS[PLAIN.get(optimizer, optimizer)](plain.parameters())]
+    optimizers.append(OPTIMIZERS[optimizer](sharded.parameters()))
     start = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
@@ -218,20 +220,10 @@ def _differences(what: str, plain: dict[str, Tensor], sharded: dict[str, Tensor]
             problems.append(f"{what} {fqn}: {actual.shape}, {actual.dtype}")
             continue
         if isinstance(actual, DTensor):
-            expected, actual = _part_of(expected, actual), actual.to_local()
+            expected, actual = part_of(expected, actual), actual.to_local()
         if not torch.equal(actual, expected):
             problems.append(f"{what} {fqn} differs by up to {(actual - expected).abs().max().item()}")
     return problems
-
-
-def _part_of(full: Tensor, dtensor: DTensor) -> Tensor:
-    """What this rank holds of ``full`` when it is sharded as ``dtensor`` is."""
-    for axis, placement in enumerate(dtensor.placements):
-        if placement.is_shard():
-            parts = full.chunk(dtensor.device_mesh.size(axis), placement.dim)
-            index = dtensor.device_mesh.get_local_rank(axis)
-            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
-    return full
 
 
 def _raise_together(problems: list[str]) -> None:

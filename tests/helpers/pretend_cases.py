@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.testing import PretendedAccelerator, pretend_accelerator
 
 STARTS = ("cpu", "meta", "device")
 
@@ -44,18 +42,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-@contextmanager
-def machine() -> Iterator[PretendedAccelerator]:
-    """The accelerator, with a process group of the pool's ranks that serves it and the CPU."""
-    with pretend_accelerator() as accelerator:
-        if dist.get_backend() == "gloo" and "pretend" not in str(dist.get_backend_config()):
-            store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-            dist.destroy_process_group()
-            store = dist.PrefixStore("pretend", store)
-            dist.init_process_group("cpu:gloo,pretend:gloo", store=store, rank=rank, world_size=size)
-        yield accelerator
 
 
 def made(start: str, device: str, build: Callable[[], nn.Module] = Net) -> nn.Module:

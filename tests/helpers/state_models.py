@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -27,7 +28,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, frozen, dims that 4 ranks share unevenly (7, 6, 10) or not at all (3, 1), buffers kept and not, extras."""
+    """Tied, frozen, dims that 4 ranks share unevenly (7, 6, 10) or not at all (3, 1), buffers kept and not, extras.
+
+    Two ranks share 7 and 3 unevenly, and 1 not at all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ def plain(net: nn.Module) -> nn.Module:
 
 
 def fsdp(net: nn.Module) -> nn.Module:
-    return blockwise(net, mesh=mesh_of((4,)))
+    return blockwise(net, mesh=mesh_of((dist.get_world_size(),)))
 
 
 def hsdp(net: nn.Module) -> nn.Module:
@@ -150,7 +154,7 @@ def wrapped(net: nn.Module) -> nn.Module:
 
 def unsharded(net: nn.Module) -> nn.Module:
     """As a forward leaves it: the root and all blocks hold stand-ins."""
-    net = blockwise(net, mesh=mesh_of((4,)), reshard_after_forward=False)
+    net = blockwise(net, mesh=mesh_of((dist.get_world_size(),)), reshard_after_forward=False)
     with torch.no_grad():
         net.eval()(torch.zeros(2, 3, dtype=torch.long))
     return net

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
 from shardkit.demo.model import ByteTransformer, load_text, micro_batch
-from shardkit.demo.train import Job, LivePeak, Run
+from shardkit.demo.train import Job, Run
 from shardkit.demo.verify import compare, compare_resumed
 from shardkit.testing import RankPool, distributed
 
 
 def test_the_command_runs_in_processes_of_its_own():
-    """The least of it, as each new process imports torch."""
     command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "1", "--steps", "1", "--device", "cpu"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -42,7 +41,14 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
     assert main(["demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]) == 0
     shown = capfd.readouterr()
     assert shown.err == ""
-    for words in ("ShardingPlan: ", "layers.0 .. layers.3", "sharded  step 3/3", "plain    step 3/3", "MiB unsharded"):
+    for words in (
+        "ShardingPlan: ",
+        "layers.0 .. layers.3",
+        "sharded  step 3/3",
+        "plain    step 3/3",
+        "unsharded: ",
+        "predicted peak: ",
+    ):
         assert words in shown.out
     assert "The checkpoint of 2 ranks, on 3:" in shown.out
     assert shown.out.count("  ok\n") == 4
@@ -54,7 +60,7 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
 def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
     def corrupted(job):
         run = original(job)
-        weight = run.weights["layers.2.mlp.0.weight"]
+        weight = run.weights["layers.2.linear1.weight"]
         weight[3, 5] = torch.nextafter(weight[3, 5], weight.new_tensor(1.0))
         return run
 
@@ -166,27 +172,11 @@ def test_a_python_without_sources_is_refused(tmp_path):
         load_text(tmp_path)
 
 
-def test_the_peak_counts_what_lives_at_once():
-    model = torch.nn.Linear(100, 50, bias=False)
-    with LivePeak(model.parameters()) as live:
-        for _ in range(3):
-            model(torch.ones(1, 100)).sum().backward()
-    sizes = 4 * (2 * 5000 + 5000)  # the weight, its gradient, and the next gradient before it is added
-    assert sizes < live.peak < sizes + 4 * 1000
-    with LivePeak(model.parameters()) as live:
-        model.weight.detach().clone().untyped_storage().resize_(0)
-    assert live.peak == 2 * 4 * 5000
-
-
-@pytest.mark.parametrize(("terminal", "lines"), [(True, 1), (False, 5)])
-def test_progress_is_one_moving_line_or_a_few(terminal, lines, tmp_path):
-    job = Job(1, 20, output=tmp_path / "output", terminal=terminal)
-    for step in range(20):
-        job.show_progress("sharded", step, torch.tensor(1.5))
-    out = job.output.read_bytes().decode()
-    assert out.count("\n") == lines
-    assert out.count("\r") == (20 if terminal else 0)
-    assert out.endswith("sharded  step 20/20  loss 1.5000\n")
+def test_rank_0_writes_to_the_folder_of_a_job(tmp_path, capsys):
+    Job(1, 20, folder=tmp_path).say("one")
+    Job(1, 20).say("two")
+    assert (tmp_path / "output").read_text() == "one\n"
+    assert capsys.readouterr().out == "two\n"
 
 
 @pytest.mark.parametrize(

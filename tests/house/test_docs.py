@@ -10,12 +10,12 @@ import importlib
 import io
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,8 +104,7 @@ FILES = [
 
 def run_pytest(directory: Path, name: str, code: str) -> subprocess.CompletedProcess[str]:
     (directory / name).write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return forks.python("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", name, cwd=directory)
 
 
 @pytest.mark.parametrize(("name", "code"), FILES)

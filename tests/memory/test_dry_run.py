@@ -72,9 +72,7 @@ def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any) -> 
     plan = plan_model(model, mesh=TWO, example_batch=batch)
     assert units(plan) == ["layers.2", "(root)"]
     (note,) = plan.notes
-    assert note.startswith(
-        "embed, layers.0, layers.1: left out of the units, as parameters are used from outside: embed"
-    )
+    assert note.startswith("embed, layers.0, layers.1: not a unit, because parameters are used outside of it: embed")
     assert "layers.0.norm.weight in (root)" in note
     assert snapshot(model) == before
     assert model.calls == []
@@ -133,7 +131,7 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(PlanError, match="example_batch: the model does not run on it with fake tensors: DataDep"):
+    with pytest.raises(PlanError, match="example_batch: the model's forward fails on fake tensors: DataDep"):
         plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 

@@ -87,7 +87,7 @@ def test_what_needs_values_is_refused(name: str) -> None:
     entry = ZOO[name]
     model = entry.build()
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
-    with pytest.raises(PlanError, match="batch: the model does not train on it with fake tensors"):
+    with pytest.raises(PlanError, match="batch: forward or backward fails on fake tensors"):
         trace(model, plan, entry.batch(0), loss=mean)
 
 

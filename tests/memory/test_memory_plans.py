@@ -30,8 +30,8 @@ from shardkit import (
 )
 from shardkit.memory import HARDWARE, estimate, plan_for_budget
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import keep_gathered, recompute, resharded
-from shardkit.memory.timeline import OptimizerBytes
+from shardkit.memory.estimate import Measured, changed, recompute, resharded
+from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
 
@@ -83,13 +83,13 @@ def test_bytes_of_an_optimizer_by_number():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({}, "world_size: not given, nor a mesh."),
-        ({"world_size": 4, "mesh": MeshSpec.sharded(4)}, "mesh: given beside world_size."),
+        ({}, "world_size: not given, and no mesh either."),
+        ({"world_size": 4, "mesh": MeshSpec.sharded(4)}, "mesh: given together with world_size."),
         ({"world_size": 4, "optimizer": -8}, "optimizer: is -8 bytes."),
         ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node: is 0."),
-        ({"plan": plan_model(decoder(), mesh=MeshSpec.sharded(4)), "batch": TOKENS}, "plan: names what the model does"),
+        ({"plan": plan_model(decoder(), mesh=MeshSpec.sharded(4)), "batch": TOKENS}, "plan: names modules or"),
         ({"world_size": 4, "optimizer": "adamax2"}, "optimizer: is 'adamax2'. Known are adamw,"),
-        ({"world_size": 4, "batch": {"nothing": TOKENS}}, "batch: the model does not train on it"),
+        ({"world_size": 4, "batch": {"nothing": TOKENS}}, "batch: forward or backward fails on fake tensors"),
     ],
 )
 def test_bad_arguments_of_an_estimate(arguments, text):
@@ -114,14 +114,15 @@ def test_more_kept_is_more_alive():
     """What the search for a budget relies on."""
     model = decoder(layers=6)
     plan = resharded(plan_model(model, mesh=MeshSpec.sharded(16), prefetch=2))
-    search = Search(model, plan, TOKENS, mean, OptimizerBytes.of("adamw"), HARDWARE["h100"], limit=1)
+    measured = Measured(model, plan, TOKENS, mean)
+    search = Search(measured, OptimizerBytes.of("adamw"), HARDWARE["h100"], limit=1)
     names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
 
     def peaks(change: Callable[[int], ShardingPlan], highest: int) -> list[int]:
         return [search.weigh("", change(number)).peak.total for number in range(highest + 1)]
 
-    gathered = peaks(lambda n: keep_gathered(plan, set(names[len(names) - n :])), len(names))
-    spared = peaks(lambda n: recompute(plan, set(search.blocks[: len(search.blocks) - n])), len(search.blocks))
+    gathered = peaks(lambda n: changed(plan, names[len(names) - n :], reshard_after_forward=False), len(names))
+    spared = peaks(lambda n: recompute(plan, measured.blocks[: len(measured.blocks) - n]), len(measured.blocks))
     assert gathered == sorted(gathered)
     assert spared == sorted(spared)
     assert min(len(set(gathered)), len(set(spared))) > 3
@@ -219,14 +220,27 @@ def test_a_trace_leaves_all_that_is_reachable_from_the_model_as_it_is(fails: boo
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_repeated_blocks_count_as_if_they_had_run():
+def test_blocks_count_alike_and_recomputing_costs_a_forward():
     model = decoder(layers=6)
     plan = plan_model(model, mesh=MeshSpec.sharded(8), checkpoint_activations=True)
-    for recomputed in (set(), None):
-        once = trace(model, plan, TOKENS, loss=mean, checkpointed=recomputed)
-        each = trace(model, plan, TOKENS, loss=mean, checkpointed=recomputed, dedupe=False)
-        assert once == each
-        assert once.flops > 0
+    kept, again = (trace(model, plan, TOKENS, loss=mean, checkpointed=names) for names in (set(), None))
+    for step in (kept, again):
+        blocks = [i for i in step.intervals if i.unit in ("layers.2", "layers.3", "layers.4")]
+        alike = [
+            {(i.delta, i.peak, i.flops) for i in blocks if i.moment == moment} for moment in ("forward", "backward")
+        ]
+        assert [len(each) for each in alike] == [1, 1]
+    assert 0 < kept.flops < again.flops
+
+
+def test_blocks_with_units_inside_are_recomputed_too():
+    """Recomputing such a block runs its inner units again, in another order than without."""
+    model = decoder()
+    plan = plan_model(model, mesh=MeshSpec.sharded(8), units=["layers.*.up", "layers.*"])
+    found = estimate(model, plan=plan, batch=TOKENS, loss=mean)
+    again = trace(model, plan, TOKENS, loss=mean, checkpointed=set(Measured(model, plan, TOKENS, mean).blocks))
+    points = timeline(changed(plan, checkpoint_activations=True), again, OptimizerBytes.of("adamw"))
+    assert found["ZeRO-3, blocks recomputed"].peak.activations == max(points, key=lambda p: p.total).activations
 
 
 # Budgets.
@@ -257,7 +271,9 @@ def test_the_ladder_of_a_budget():
     sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
     assert "of 7 units kept gathered" in chosen(1.5)
     assert re.match(r"[1-6] of 6 blocks recomputed", chosen(0.9))
-    with pytest.raises(PlanError, match=r"budget: .* is too little: .* still peaks at .*, .* more, .* would do|batch"):
+    with pytest.raises(
+        PlanError, match=r"budget: .* is too little: .* still peaks at .*, .* more, .* would be enough|batch"
+    ):
         chosen(0.05)
 
 
@@ -265,7 +281,7 @@ def test_more_ranks_are_named_when_they_would_do():
     model = decoder()
     least = estimate(model, world_size=2)["ZeRO-3, recomputed and offloaded"].peak.total
     batch = torch.zeros(1, 1, dtype=torch.long)
-    with pytest.raises(PlanError, match=r"(\d+ ranks would do|No number of ranks)"):
+    with pytest.raises(PlanError, match=r"(\d+ ranks would be enough|No number of ranks)"):
         plan_for_budget(model, least // 2, world_size=2, batch=batch, loss=mean)
 
 

@@ -6,12 +6,10 @@ Values are right there, because materialize computes them locally. The ranks' ow
 from __future__ import annotations
 
 import gc
-import os
 import random
-import subprocess
-import sys
 import weakref
 
+import forks
 import pytest
 import torch
 from meta_check import both, build_sharded, check_same_as_ordinary, differences, net, same_bits, shard
@@ -254,9 +252,8 @@ class Twice(nn.Module):
 
 def test_memory_is_one_largest_tensor_beyond_the_shards():
     """In a process of its own: what tests before have recorded and left would be counted too."""
-    code = "import test_meta; test_meta.count_bytes()"
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
+    run = forks.python("-c", "import test_meta; test_meta.count_bytes()")
+    assert run.returncode == 0, run.stderr
 
 
 def count_bytes():

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ShardkitError
-from shardkit.optim import check_optimizer
+from shardkit.optim import check_optimizer, optimizer_in_backward
 from shardkit.testing import distributed
 
 
@@ -123,5 +123,10 @@ def test_updates_that_are_lost_without_masters(dtype, lost):
 
 def test_the_wrong_order_is_named():
     model = nn.Linear(2, 2)
+    for wrong in (5, [torch.optim.SGD(model.parameters()), 5]):
+        with pytest.raises(ShardkitError, match=r"^optimizer: is of type int\."):
+            check_optimizer(wrong, model)
+    with pytest.raises(ShardkitError, match=r"^model: is a int\."):
+        optimizer_in_backward(5, torch.optim.SGD)
     with pytest.raises(ShardkitError, match=r"called with \(Linear, SGD\).*the two are swapped"):
         check_optimizer(model, torch.optim.SGD(model.parameters()))

@@ -49,31 +49,37 @@ def train(model, optimizer, steps, start=0):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}])
-@pytest.mark.parametrize("mesh", MESHES)
+# Each pair of mesh, flags and whether parameters are offloaded.
+@pytest.mark.parametrize(
+    ("mesh", "flags", "offload"),
+    [
+        (mesh, {flag: True}, (place + other) % 2 == 1)
+        for place, mesh in enumerate(MESHES)
+        for other, flag in enumerate(("fused", "foreach"))
+    ],
+)
 @distributed(world_size=4, backend="gloo")
-def test_the_same_bits_as_stepping_after_backward(mesh, flags):
-    for options in ({}, {"offload": True}):
-        net, other = two_nets(MESHES[mesh], **options)
-        before = [local(param).clone() for param in net.parameters()]
-        build = groups(factory("AdamW", **flags))
-        ours, theirs = optimizer_in_backward(net, build), build(trainable(other))
-        schedules = [torch.optim.lr_scheduler.LinearLR(each, total_iters=3) for each in (ours, theirs)]
-        for step in range(4):
-            backward(net, step)
-            assert all(param.grad is None for param in net.parameters())
-            backward(other, step)
-            for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-            for param in trainable(other):
-                param.grad = None
-        assert_same_parameters(net, other)
-        assert_same_state(ours, theirs)
-        assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == [0.02, 0.03]
-        moved = [not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)]
-        assert moved == [param.requires_grad and local(param).numel() > 0 for param in net.parameters()]
+def test_the_same_bits_as_stepping_after_backward(mesh, flags, offload):
+    net, other = two_nets(MESHES[mesh], offload=offload)
+    before = [local(param).clone() for param in net.parameters()]
+    build = groups(factory("AdamW", **flags))
+    ours, theirs = optimizer_in_backward(net, build), build(trainable(other))
+    schedules = [torch.optim.lr_scheduler.LinearLR(each, total_iters=3) for each in (ours, theirs)]
+    for step in range(3):
+        backward(net, step)
+        assert all(param.grad is None for param in net.parameters())
+        backward(other, step)
+        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for param in trainable(other):
+            param.grad = None
+    assert_same_parameters(net, other)
+    assert_same_state(ours, theirs)
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == [0.02, 0.03]
+    moved = [not torch.equal(old, local(new)) for old, new in zip(before, net.parameters(), strict=True)]
+    assert moved == [param.requires_grad and local(param).numel() > 0 for param in net.parameters()]
 
 
 @distributed(world_size=4, backend="gloo")

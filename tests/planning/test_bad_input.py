@@ -34,6 +34,11 @@ from shardkit.testing import fake_world
 EIGHT = MeshSpec.sharded(8)
 
 
+def test_no_policy_is_the_default() -> None:
+    plan = plan_model(Decoder(), mesh=EIGHT, mp_policy=None, offload_policy=None)  # type: ignore[arg-type]
+    assert plan == plan_model(Decoder(), mesh=EIGHT)
+
+
 def test_not_a_module() -> None:
     with pytest.raises(PlanError, match=r"model: a dict is not a module"):
         plan_model({}, mesh=EIGHT)  # type: ignore[arg-type]
@@ -55,7 +60,7 @@ def test_no_parameters() -> None:
         (lambda fqn, module: False, ["<lambda>"]),
         (by_name("layers"), ["layers: by_name('layers') matches it, a ModuleList without forward", "layers.*"]),
         (by_class(Block, reshard=True), ["unknown setting reshard", "reshard_after_forward"]),
-        (by_class(Block, reshard_after_forward="yes"), ["by_class(Block), reshard_after_forward: 'yes'"]),
+        (by_class(Block, reshard_after_forward="yes"), ["by_class(Block), reshard_after_forward: is 'yes'"]),
         (42, ["units: 42 is not a unit rule", "by_class"]),
     ],
 )
@@ -84,7 +89,7 @@ def test_two_rules_that_claim_one_module(rules: list[object], parts: list[str]) 
 
 def test_a_group_with_a_module_inside_another() -> None:
     model = Decoder()
-    with refused(model, "group('layers.0', 'layers.0.norm')", "beside each other"):
+    with refused(model, "group('layers.0', 'layers.0.norm')", "inside another module of the same unit"):
         plan_model(model, units=group("layers.0", "layers.0.norm"), mesh=EIGHT)
 
 
@@ -146,6 +151,8 @@ def test_ignored_parameter_of_another_model() -> None:
     model = Decoder()
     with refused(model, "ignored_params: a Parameter of shape (11, 8), nothing not in the model"):
         plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
+    with refused(model, "ignored_params: a Tensor of shape (8,)"):
+        plan_model(model, mesh=EIGHT, ignored_params=model.embed.weight)
 
 
 def test_settings_of_the_wrong_type() -> None:
@@ -155,7 +162,7 @@ def test_settings_of_the_wrong_type() -> None:
             plan_model(model, mesh=EIGHT, **{setting: "yes"})
     with refused(model, "prefetch: -1"):
         plan_model(model, mesh=EIGHT, prefetch=-1)
-    with fake_world(8), refused(model, "mesh: a list"):
+    with fake_world(8), refused(model, "mesh: is a list"):
         shard_model(model, mesh=[8])  # type: ignore[arg-type]
 
 
@@ -197,11 +204,11 @@ def test_sharded_already() -> None:
     model = Decoder()
     with fake_world(8):
         shard_model(model)
-        with refused(model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more: sharded already"):
+        with refused(model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more: is sharded already"):
             shard_model(model)
         inner = Decoder()
         fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (8,)))
-        with refused(inner, "layers.1: sharded already", "layers.1.up.weight"):
+        with refused(inner, "layers.1: is sharded already", "layers.1.up.weight"):
             shard_model(inner)
 
 
@@ -210,9 +217,9 @@ def test_parameter_sharded_already() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
-        with refused(model, "head.weight: a DTensor already", 'mesh=world_mesh["dp"]'):
+        with refused(model, "head.weight: is a DTensor already", 'mesh=world_mesh["dp"]'):
             shard_model(model)
-        with refused(model, "head.weight: a DTensor already"):
+        with refused(model, "head.weight: is a DTensor already"):
             shard_model(model, mesh=mesh)
 
 
@@ -244,9 +251,9 @@ def test_no_plan_and_no_mesh() -> None:
     plan = plan_model(model, mesh=EIGHT)
     with fake_world(8):
         for call in (apply_plan, lambda model, plan: shard_model(model, plan=plan)):
-            with refused(model, "plan: a dict", "ShardingPlan.from_dict"):
+            with refused(model, "plan: is a dict", "ShardingPlan.from_dict"):
                 call(model, plan.to_dict())
-        with refused(model, "mesh: a MeshSpec", "Leave it out"):
+        with refused(model, "mesh: is a MeshSpec", "Leave it out"):
             apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
 
 
@@ -290,7 +297,7 @@ def test_a_module_by_two_names() -> None:
     model.layers[1] = model.layers[0]
     plan = plan_model(model, mesh=EIGHT)
     doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=())
-    with fake_world(8), refused(model, "layers.0: is the module layers.1 by another name"):
+    with fake_world(8), refused(model, "layers.0: is another name of the module layers.1"):
         apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
 
     assert [unit.name for unit in plan.units] == ["embed", "layers.0", "layers.2", "[norm, head]", "(root)"]
@@ -305,7 +312,7 @@ def test_integer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "SHARDS_INTEGERS", False)
     model = quantized()
     with fake_world(8):
-        with refused(model, "layers.1.codes: of torch.int8", "ignored_params=['layers.1.codes']"):
+        with refused(model, "layers.1.codes: has the dtype torch.int8", "ignored_params=['layers.1.codes']"):
             shard_model(model)
         shard_model(model, ignored_params=["layers.1.codes"])
     monkeypatch.undo()

@@ -58,6 +58,13 @@ class Forwards(ReadTable):
         return self.head(x) + self._scores(x)
 
 
+class AsksForDtype(ReadTable):
+    """A head whose dtype is asked for, as Mamba's; that is right on shards too."""
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return self.head(x.to(self.head.weight.dtype)) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long))
+
+
 class Attentions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -212,3 +219,9 @@ def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay() -> None:
     plan = plan_model(Reads(), mesh=MeshSpec.sharded(2))
     assert plan.replicated == ("embed.weight",)
     assert "embed.weight: train in another dtype" in plan.notes[-1]
+
+
+def test_asking_for_a_dtype_or_a_shape_does_not_need_the_values():
+    tree = ModelTree(AsksForDtype())
+    assert all(is_called(tree, tree.fqns.index(name)) for name in ("head", "table"))
+    assert not is_called(ModelTree(ReadTable()), tree.fqns.index("table"))

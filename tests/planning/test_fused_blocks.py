@@ -1,4 +1,4 @@
-"""Features that were built apart, in whole training programs on four ranks, against one plain process."""
+"""Features that were built apart, in whole training programs on two or four ranks, against one plain process."""
 
 from __future__ import annotations
 
@@ -207,14 +207,15 @@ def test_an_inf_on_one_rank_skips_the_step_of_all_and_training_goes_on(tmp_path)
     assert run[3].get_scale() == 2.0**9
     for number in (0, 2):
         step(*twin, number, bad=False)
+    end = state_of(*run[:2])
     for name, value in state_of(*twin[:2]).items():  # a scale is a power of two; what underflows differs
-        torch.testing.assert_close(state_of(*run[:2])[name], value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(end[name], value, rtol=1e-3, atol=1e-5)
 
 
 # State, in the middle of a step.
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_full_params_written_back_between_steps():
     plain = Plain()
     model = on_meta(reshard_after_forward=False)
@@ -234,7 +235,7 @@ def test_full_params_written_back_between_steps():
 
 
 @pytest.mark.parametrize("keep", [None, True])
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_state_is_read_between_two_micro_batches(tmp_path, keep):
     """It is that of before the step, and the step ends as if nothing had been read."""
     plain = Plain()
@@ -256,7 +257,7 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
     assert_close(state_of(*run[:2]), plain)
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_state_is_read_between_forward_and_backward_and_after(tmp_path):
     model, plain = on_meta(reshard_after_forward=False), Plain()
     materialize(model)
@@ -269,7 +270,7 @@ def test_state_is_read_between_forward_and_backward_and_after(tmp_path):
         for each in (found, read(model, run[1], tmp_path)):
             assert len(each) > 20
             assert_equal(each, {name: before[name] for name in each})
-    (sum(summed_loss(plain.model, *batch(0, 0, rank)) for rank in range(4)) * len(READS) / 4).backward()
+    (sum(summed_loss(plain.model, *batch(0, 0, rank)) for rank in range(2)) * len(READS) / 2).backward()
     for name, param in plain.model.named_parameters():
         if param.requires_grad:
             torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, **CLOSE)
@@ -287,7 +288,7 @@ def one_backward(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"keep_unsharded": True}, {"shard_gradients": True}, {}], ids=str)
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_an_error_while_accumulating_then_a_step_and_a_checkpoint(tmp_path, options):
     plain = Plain()
     model = on_meta()
@@ -353,7 +354,7 @@ def test_sixteen_bits_on_the_wire_with_accumulation_offload_and_a_checkpoint(tmp
 # Misuse.
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=2, backend="gloo")
 def test_plain_misuse_is_one_clear_error(tmp_path):
     model = on_meta()
     materialize(model)
@@ -362,7 +363,7 @@ def test_plain_misuse_is_one_clear_error(tmp_path):
     early = Decoder().double()
     stale = torch.optim.AdamW(early.parameters())
     load_checkpoint(tmp_path / "c", early)  # a plain model is loaded as well as a sharded one
-    shard_model(early, mesh=mesh_of((4,)))
+    shard_model(early, mesh=mesh_of((2,)))
     assert_equal(full_state_dict(early), full_state_dict(model))
     cases = {
         "stale": (lambda: check_optimizer(stale, early), "before the model was sharded"),
@@ -376,10 +377,10 @@ def test_plain_misuse_is_one_clear_error(tmp_path):
         "state": (lambda: save_checkpoint(tmp_path / "d", model.state_dict()), "^model: is a OrderedDict"),
         "full state": (lambda: full_state_dict(optimizer), "^model: is a AdamW"),
         "full params": (lambda: full_params({}).__enter__(), "^model: is a dict"),
-        "scheduler": (lambda: save_checkpoint(tmp_path / "d", model, scheduler), "^optimizer: of type LambdaLR"),
+        "scheduler": (lambda: save_checkpoint(tmp_path / "d", model, scheduler), "^optimizer: is of type LambdaLR"),
         "ranks": (
             lambda: save_checkpoint(tmp_path / str(dist.get_rank()), model),
-            "ranks 1, 2, 3 differ",
+            "rank 1 differs",
         ),
     }
     for wrong, problem in cases.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from entry_nets import (
@@ -303,6 +305,33 @@ def test_units_of_several_blocks() -> None:
         with torch.no_grad():
             model.layers[0](torch.ones(2, 8))
             assert not gathered(model)
+
+
+class Tied(nn.Module):
+    """One weight in two modules of which one never runs, as the embeddings of a T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.embed, self.head = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.embed.weight = self.head.weight = self.shared.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+
+def test_a_module_of_a_unit_that_never_runs() -> None:
+    torch.manual_seed(0)
+    with fake_world(1):
+        plain = Tied()
+        model = shard_model(copy.deepcopy(plain), units=group("shared", "embed", "head"))
+        x = torch.arange(5)
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(model(x), plain(x))
+            assert not gathered(model)
+            for each in (plain, model):
+                each(x).square().sum().backward()
+            assert torch.equal(model.shared.weight.grad.full_tensor(), plain.shared.weight.grad)
 
 
 @distributed(world_size=2, backend="gloo")

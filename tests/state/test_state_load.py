@@ -251,6 +251,13 @@ def test_extra_state_may_be_a_tensor():
     assert torch.equal(model.seen, torch.tensor([3, 5]))
 
 
+def test_extra_state_of_a_module_with_two_names():
+    model = nn.ModuleDict()
+    model["a"] = model["b"] = WithExtraTensor(2, 2)
+    load_full_state_dict(model, full_state_dict(model))
+    assert torch.equal(model["b"].seen, torch.tensor([3, 5]))
+
+
 @distributed(world_size=4, backend="gloo")
 def test_different_values_of_one_tied_tensor_are_reported():
     state = full_other_values()
@@ -268,6 +275,24 @@ def test_different_values_of_one_tied_tensor_are_reported():
     load_full_state_dict(model, source(state, "rank0"), strict=False)
     state["head.weight"] = state["embed.weight"]
     assert_same_state(full_state_dict(model, rank0_only=False), state)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.ones(2, 2))
+
+
+def test_with_assign_ties_are_compared_in_the_dtype_that_is_taken_over():
+    model = Tied().bfloat16()
+    state = {"first": torch.ones(2, 2), "second": torch.ones(2, 2) + 1e-4}
+    load_full_state_dict(model, state)
+    assert model.first.dtype == torch.bfloat16
+    with pytest.raises(ShardkitError, match="second differs from first"):
+        load_full_state_dict(model, state, assign=True)
+    state["second"] = state["first"].double()
+    load_full_state_dict(model, state, assign=True)
+    assert model.first.dtype == torch.float32
 
 
 # torch's own functions and ours.

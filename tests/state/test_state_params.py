@@ -216,6 +216,26 @@ def test_refused_in_a_forward_and_with_another_shape():
         raise AssertionError("not reached")
 
 
+@distributed(world_size=4, backend="gloo")
+def test_gradients_that_differ_on_one_mesh_axis_raise_on_all_ranks():
+    model = hsdp(seeded(Net))
+    model.gain.grad = torch.zeros_like(model.gain) if dist.get_rank() == 1 else None
+    with pytest.raises(ShardkitError, match="gradients of different parameters"), full_params(model, with_grads=True):
+        raise AssertionError("not reached")
+
+
+@distributed(world_size=2, backend="gloo")
+def test_with_grads_on_one_rank_only_raises_on_both():
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
+    for has_gradients in (False, True):
+        if has_gradients:
+            model(torch.ones(2, 4)).sum().backward()
+        context = full_params(model, with_grads=dist.get_rank() == 0)
+        with pytest.raises(ShardkitError, match="or only some of them pass with_grads=True"), context:
+            raise AssertionError("not reached")
+        assert isinstance(model.weight, DTensor)
+
+
 @distributed(world_size=2, backend="gloo")
 def test_gradients_that_are_gone_on_rank_0_raise_on_both():
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))

@@ -77,7 +77,7 @@ def test_a_rank_that_waits_for_others_says_so():
         ranks.PATIENCE = patience
         ranks.logger.removeHandler(heard)
     if dist.get_rank() == 0:
-        assert heard.texts[0].startswith("save_checkpoint: rank 0 has waited 0 s for other ranks. It is collective")
+        assert heard.texts[0].startswith("save_checkpoint: rank 0 has waited 0 s for other ranks. The call is")
     assert not any(text.startswith("load_checkpoint") for text in heard.texts)
 
 

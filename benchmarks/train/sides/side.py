@@ -78,7 +78,7 @@ def nonsense(case: Case) -> str | None:
     if rest:
         return f"{world(case)} ranks are not {case.replicas} replicas"
     if not isinstance(case.reshard, (bool, type(None))) and (ranks % case.reshard or not 1 < case.reshard < ranks):
-        return f"reshard_after_forward={case.reshard} is no true divisor of {ranks} ranks"
+        return f"reshard_after_forward={case.reshard} must divide {ranks} ranks and lie between them and 1"
     return None
 
 

@@ -1,7 +1,7 @@
-"""``python -m shardkit audit``: every use of FSDP1 in a codebase, and what becomes of it.
+"""``python -m shardkit audit``: find every use of FSDP1 in a codebase, with its replacement.
 
-Read ``flow`` (what each expression may be) with ``values``, ``uses`` (what is a use) and ``judge`` (what becomes of it,
-by the table in ``instead``); ``program`` does it for one file, ``files`` finds them, ``report`` shows what was found.
+``flow`` and ``values`` find what each expression may be, ``uses`` which of them use FSDP1, and ``judge`` the
+replacement, by the table in ``instead``. ``program`` audits one file, ``files`` finds files, ``report`` prints.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def audit(
     exclude: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
-    """Every use of FSDP1 in the Python files and notebooks at or below ``paths``. Local; imports nothing of them.
+    """Find every use of FSDP1 in the Python files and notebooks at or below ``paths``, without importing them. Local.
 
-    Directories of version control, environments and caches are left out, and links to directories not followed.
-    The order is the same on every machine.
+    Skips directories of version control, environments and caches, and does not follow links to directories. The order
+    is the same on every machine.
 
     Args:
         paths: files, which are read whatever their names, and directories.
-        exclude: globs; what matches a path below its directory, or one name in it, is left out.
-        progress: called with the files done and the files in all, after each.
+        exclude: globs; paths below a directory that match, or whose name matches, are skipped.
+        progress: called after each file with the number of files done and in all.
     """
     files = list(dict.fromkeys(file for path in paths for file in files_below(Path(path), exclude)))
     audited = []

@@ -1,4 +1,4 @@
-"""Which files are read, and how: Python and notebooks, in order, without importing anything."""
+"""Find and read Python files and notebooks, in order, without importing anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardkit.fsdp1.audit.report import FileAudit, Finding, Unread
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 SKIPPED = {".git", ".hg", ".svn", "__pycache__", "node_modules", "site-packages", ".tox", ".nox", ".eggs"}
-# A file without any of these has no use of FSDP1 that could be found, so it is not parsed.
+# A file without any of these uses no FSDP1 that could be found, so it is not parsed.
 WORDS = (
     *(b"FSDP", b"FullyShard", b"fairscale", b"ShardedGradScaler", b"_fsdp_wrapped", b"fsdp_auto_wrap", b"fsdp_modules"),
     *(b"flat_param", b"_all_handles", b"summon_full", b"state_dict_type(", b"optim_state_dict", b".clip_grad_norm_("),
@@ -28,15 +28,15 @@ WORDS = (
 )
 WORD = re.compile(rb"\bfsdp")
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-_BROKEN = (SyntaxError, ValueError, RecursionError, MemoryError, LookupError)  # LookupError: an unknown encoding
+_BROKEN = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def files_below(root: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
-    """The programs and notebooks at or below ``root``, sorted; links to directories are not followed.
+    """Yield the programs and notebooks at or below ``root``, sorted; links to directories are not followed.
 
     Args:
         root: a file, which is read whatever its name, or a directory.
-        exclude: globs; what matches a path below ``root``, or one name in it, is left out.
+        exclude: globs; paths below ``root`` that match, or whose name matches, are skipped.
     """
 
     def is_excluded(path: Path) -> bool:
@@ -58,7 +58,7 @@ def files_below(root: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
 
 
 def audit_file(path: Path) -> FileAudit:
-    """What ``path`` holds. Whatever is wrong with it becomes an ``Unread``, never an error."""
+    """Return the findings in ``path``; a file that cannot be read becomes an ``Unread``, not an error."""
     try:
         if not path.is_file():  # a pipe would wait for ever
             return _unread(path, "not a regular file")
@@ -91,12 +91,16 @@ def _reason(error: BaseException) -> str:
 
 def _program(path: Path, content: bytes) -> FileAudit:
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-    findings, names_fsdp2 = findings_of(str(path), content.decode(encoding))
+    try:
+        text = content.decode(encoding)
+    except LookupError as error:  # an encoding of bytes, such as hex
+        return _unread(path, str(error))
+    findings, names_fsdp2 = findings_of(str(path), text)
     return FileAudit(str(path), tuple(findings), mixes=names_fsdp2 and bool(findings))
 
 
 def _notebook(path: Path, content: bytes) -> FileAudit:
-    """All cells as one program; a cell that is broken is left out, and said."""
+    """Audit all cells as one program; invalid cells are skipped and reported as unread."""
     try:
         cells = _code_cells(json.loads(content))
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
@@ -116,14 +120,14 @@ def _notebook(path: Path, content: bytes) -> FileAudit:
 
 
 def _code_cells(notebook: object) -> list[tuple[int, str]]:
-    """Number, from 1 and counting all cells, and code of each cell of code."""
+    """Return the number, counting all cells from 1, and the code of each code cell."""
     cells = notebook["cells"] if isinstance(notebook, dict) else []
     sources = [(n, cell["source"]) for n, cell in enumerate(cells, start=1) if cell.get("cell_type") == "code"]
     return [(n, _plain("".join(source) if isinstance(source, list) else str(source))) for n, source in sources]
 
 
 def _plain(cell: str) -> str:
-    """The cell's Python, line by line; a cell in another language is empty."""
+    """Return the cell's Python, line by line; empty for a cell in another language."""
     lines = cell.split("\n")
     if lines[0].startswith("%%") and not re.match(r"%%(time|timeit|capture|prun)\b", lines[0]):
         return ""
@@ -131,6 +135,6 @@ def _plain(cell: str) -> str:
 
 
 def _in_cell(finding: Finding, starts: Sequence[tuple[int, int]]) -> Finding:
-    """The finding with the line in its own cell. ``starts`` are the first line and the number of each cell."""
+    """Return the finding with its line in its cell; ``starts`` are the first line and number of each cell."""
     start, number = max(each for each in starts if each[0] <= finding.line)
     return replace(finding, line=finding.line - start + 1, cell=number)

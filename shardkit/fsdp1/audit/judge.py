@@ -1,4 +1,4 @@
-"""What becomes of a use of FSDP1, and the line that replaces it, with the program's own arguments."""
+"""Judge each use of FSDP1, and write the line that replaces it, with the program's own arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_FLAT = "FSDP2 has no flat local parameters; use the sharded state"
 
 
 class Verdict(NamedTuple):
-    """What becomes of a use: the worst fate of its parts, one line of code or nothing, sentences, and the topic."""
+    """The worst fate of a use's parts, one line of code or nothing, sentences, and the topic."""
 
     fate: Fate
     replacement: str
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
 
 def worst(fates: Iterable[Fate]) -> Fate:
-    """The worst of them; exact where there are none."""
+    """Return the worst of them; exact if there are none."""
     return max(("exact", *fates), key=list(FATES).index)
 
 
@@ -62,7 +62,7 @@ class Judge:
         self._flow, self.text = flow, text
 
     def verdict(self, use: Use) -> Verdict:
-        """What becomes of a use; of its parts those count that its line repeats, and those that need a person."""
+        """Judge a use. Of its parts those count that its line repeats, and those that need a decision."""
         own = self._own(use)
         parts = [(part, self._own(part)) for part in use.parts]
         told = [each for part, each in parts if part.name in own.replacement or each.fate in ("decision", "impossible")]
@@ -70,7 +70,7 @@ class Judge:
         return own._replace(fate=worst([own.fate, *(each.fate for each in told)]), why=_sentences(whys))
 
     def of_import(self, paths: Iterable[str], wraps: bool) -> Verdict:
-        """What becomes of an import. Public names are judged where they are used.
+        """Judge an import. Public names are judged where they are used.
 
         Args:
             paths: what it imports of FSDP1.
@@ -101,13 +101,13 @@ class Judge:
         everything = given | {name: value for name, value in hidden.items() if name not in given}
         judged: list[tuple[Fate, str]] = []
         if None in spread or any(isinstance(each, ast.Starred) for each in call.args):
-            judged = [("decision", "its arguments are not written here, so look at them with the table of arguments")]
+            judged = [("decision", "its arguments are not in this call: look them up in the table of arguments")]
         judged += [self._argument(name, self.text(value)) for name, value in everything.items()]
         strategies = self._members(everything.get("sharding_strategy"), "ShardingStrategy")
         if strategies & {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"} and everything.keys().isdisjoint(_MESHES):
-            judged.append(("note", "ranks_per_node is torchrun's LOCAL_WORLD_SIZE, where FSDP1 counted devices"))
+            judged.append(("note", "ranks_per_node is torchrun's LOCAL_WORLD_SIZE; FSDP1 counted devices"))
         if _is_inner(use):
-            judged.append(("decision", "a part of a model: leave it, and name it in units of one call on the model"))
+            judged.append(("decision", "a part of a model: do not wrap it; name it in units of a call on the model"))
         shown = [self._shown(name, value) for name, value in given.items() if not _is_unasked(name, self.text(value))]
         shown += [f"**{self.text(each.value)}" for each in call.keywords if each.arg is None]
         line = f"shard_like_fsdp1({', '.join(shown)})"
@@ -116,7 +116,7 @@ class Judge:
         return Verdict(worst(fate for fate, _ in judged), line, _sentences(why for _, why in judged), "wrapping")
 
     def _argument(self, name: str, text: str) -> tuple[Fate, str]:
-        row = ARGUMENTS.get(name, Row("decision", "no argument of torch's FSDP1"))
+        row = ARGUMENTS.get(name, Row("decision", "not an argument of torch's FSDP1"))
         is_other = row.fate == "implied" and (text in ("False", "None") or text.endswith("BACKWARD_POST"))
         fate = "note" if is_other else _OF_ROW[row.fate]
         return fate, f"{name}: {row.sentence}" if fate != "exact" else ""
@@ -128,7 +128,7 @@ class Judge:
         return written if name == "module" else f"{name}={named[0] if named else written}"
 
     def _members(self, value: ast.expr | None, enum: str) -> set[str]:
-        """The members of one of FSDP1's enums that an expression may be; empty where it may be something else."""
+        """Return the members of an enum that an expression may be; empty if it may be something else."""
         values = self._flow.values(value) if value is not None else ()
         names = {public_name(value.of) if value.kind == "path" else None for value in values}
         return {name[1] for name in names if name} if {name and name[0] for name in names} == {enum} else set()
@@ -142,17 +142,17 @@ class Judge:
             return Verdict("exact", line, "", "names")
         is_negated = isinstance(use.node, ast.Compare) and isinstance(use.node.ops[0], (ast.IsNot, ast.NotEq))
         line = f"{'not ' * is_negated}isinstance({self.text(use.children[0])}, FSDPModule)"
-        why = "a sharded model keeps a class of its own, which is derived from FSDPModule"
+        why = "a sharded model has its own class, derived from FSDPModule"
         return Verdict("note", line, why, "names")
 
     # --- Other names --------------------------------------------------------------------------------------------------
 
     def given(self, use: Use) -> dict[str, str]:
-        """The arguments of a call by their names in torch, as written."""
+        """Return the arguments of a call by their names in torch, as written."""
         return {} if use.call is None else {name: self.text(each) for name, each in bound(use.name, use.call).items()}
 
     def _filled(self, use: Use) -> str:
-        """The template of the row with the arguments as written; ``...`` for what is not there."""
+        """Return the row's template with the arguments as written, ``...`` for missing ones."""
         values = {"member": use.member, "optim": "...", **self._who_holds(use)}
         if use.receiver is not None:
             values["receiver"] = self.text(use.receiver)
@@ -164,7 +164,7 @@ class Judge:
         return use.row.line(**values).replace("(, ", "(").replace(", )", ")")
 
     def _passed(self, call: ast.Call) -> dict[str, str]:
-        """The arguments of a call in one line; where a method is called on the class, the first is the model."""
+        """Return the arguments of a call on one line; for a method called on the class, the first is the model."""
         args = [self.text(each) for each in call.args]
         keywords = [f"{each.arg}=" if each.arg else "**" for each in call.keywords]
         named = [key + self.text(each.value) for key, each in zip(keywords, call.keywords, strict=True)]
@@ -174,7 +174,7 @@ class Judge:
         return {"args": ", ".join([*args, *named])}
 
     def _who_holds(self, use: Use) -> dict[str, str]:
-        """The arguments that keep a full state on the ranks that FSDP1 gave it to, or took it from."""
+        """Return the arguments that gather a full state to, or load it from, the same ranks as FSDP1."""
         name = "optim_state_dict_config" if "optim" in use.name else "state_dict_config"
         config = {} if use.state is None else bound(f"{FSDP}.state_dict_type", use.state)
         settings = self._flow.values(config[name]) if name in config else ()
@@ -183,20 +183,20 @@ class Judge:
         return {"rank0_only": "" if on_rank0 else ", rank0_only=False", "src": "" if on_rank0 else ', src="all"'}
 
     def state_types(self, call: ast.Call | None) -> set[str]:
-        """FULL_STATE_DICT and so on, where a call of ``state_dict_type`` says it."""
+        """Return FULL_STATE_DICT and so on, if a call of ``state_dict_type`` names it."""
         given = {} if call is None else bound(f"{FSDP}.state_dict_type", call)
         return self._members(given.get("state_dict_type"), "StateDictType")
 
 
 def _is_unasked(name: str, text: str) -> bool:
-    """Whether an argument says what FSDP2 does anyway, or FSDP1's default."""
+    """Return whether an argument has FSDP1's default, or says what FSDP2 always does."""
     if name in _UNASKED:
         return ".".join(text.split(".")[-2:]) == _UNASKED[name]
     return name in parameters(FSDP) and text == repr(parameters(FSDP)[name].default)
 
 
 def _is_inner(use: Use) -> bool:
-    """Whether the result becomes a part of a module, so that models are wrapped by hand, part by part."""
+    """Return whether the result becomes a part of a module, so models are wrapped by hand, part by part."""
     *around, parent, _ = use.around
     if isinstance(parent, ast.Assign):
         bases = [ast.unparse(base) for each in around if isinstance(each, ast.ClassDef) for base in each.bases]
@@ -223,11 +223,11 @@ def _state_type(judge: Judge, use: Use, plain: Verdict) -> Verdict:
         return plain._replace(fate="impossible", why=_NO_FLAT)
     if kinds and "LOCAL_STATE_DICT" not in kinds:
         return plain
-    return plain._replace(fate="decision", why=f"which type it sets is not written here; {plain.why}")
+    return plain._replace(fate="decision", why=f"the type is not in this call; {plain.why}")
 
 
 def _state(judge: Judge, use: Use, plain: Verdict) -> Verdict:
-    """Reading and loading state, in the type that is set around it."""
+    """Saving and loading state, with the type that is set around it."""
     kinds = judge.state_types(use.state)
     if kinds == {"LOCAL_STATE_DICT"}:
         return plain._replace(fate="impossible", why=_NO_FLAT)
@@ -235,9 +235,9 @@ def _state(judge: Judge, use: Use, plain: Verdict) -> Verdict:
         line = plain.replacement.replace("full_optimizer", "sharded_optimizer")
         return plain._replace(replacement=line.replace(", rank0_only=False", "").replace(', src="all"', ""))
     if kinds == {"SHARDED_STATE_DICT"}:
-        return plain._replace(replacement=judge.text(use.node), why="as it is; its values are DTensors")
+        return plain._replace(replacement=judge.text(use.node), why="unchanged; its values are DTensors")
     if kinds != {"FULL_STATE_DICT"} and use.name.endswith("state_dict"):
-        return plain._replace(why=f"full, as FSDP1's default; where it was set to sharded, it is as it is; {plain.why}")
+        return plain._replace(why=f"for FULL_STATE_DICT, the default; unchanged for SHARDED_STATE_DICT; {plain.why}")
     return plain
 
 
@@ -249,14 +249,14 @@ def _summon(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     plain = plain._replace(replacement=f"full_params({', '.join([given['module'], *kept])})")
     if given.get("recurse", "True") == "True":
         return plain
-    return plain._replace(fate="note", why=f"it gathers the inner units too, which recurse=False left; {plain.why}")
+    return plain._replace(fate="note", why=f"it gathers inner units too, unlike recurse=False; {plain.why}")
 
 
 def _strategy(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     name = use.member.partition(".")[0]
     if name.strip("_").isupper():
         return plain._replace(replacement=f'"{name}"')
-    return plain._replace(replacement="", why="shard_like_fsdp1 takes it as it is, and its names as strings")
+    return plain._replace(replacement="", why="shard_like_fsdp1 takes it, and its names as strings")
 
 
 def _offload(judge: Judge, use: Use, plain: Verdict) -> Verdict:

@@ -1,4 +1,4 @@
-"""What dotted paths mean: names of FSDP1 and FSDP2, private ones, and those of other packages; rows of ``instead``."""
+"""Resolve dotted paths: public and private names of FSDP1, names of FSDP2 and other packages, and their rows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ FSDP2_NAMES = {
 }
 
 STATICS = {name for name in MEMBERS if isinstance(vars(FullyShardedDataParallel).get(name), staticmethod)}
-# Names that are FSDP1's alone, so that they are reported on any receiver: as attributes, and where they are called.
+# Attributes and methods that only FSDP1 has; they are reported on any receiver.
 UNIQUE_ATTRIBUTES = ("_all_fsdp_states", "_all_handles", "_flat_param", "_fsdp_wrapped_module", "flat_param")
 PARTIAL = ("functools.partial", "functools.partialmethod")
 UNIQUE_CALLS = STATICS | {"clip_grad_norm_", "check_is_root"}
-# From a package that is not known, these are taken for FSDP1's; from one of the others they are not.
+# Imported from an unknown package these are likely FSDP1's, but not from the packages in NOT_TORCH.
 GUESSED = {"FSDP", FSDP, "FullStateDictConfig", "FullOptimStateDictConfig", "ShardedGradScaler"}
 NOT_TORCH = ("fairscale", "megatron", "apex", "torch_xla", "deepspeed", "paddle", "vescale", "tensorflow", "jax")
 
 _FAIRSCALE = Row("decision", "fairscale's, not torch's: other arguments and state", "shard_model(...)", "wrapping")
 _LOADER = Row(
     "decision",
-    "fill it with torch.distributed.checkpoint.load, then load_sharded_optimizer_state_dict; both of shardkit.state",
+    "fill it with torch.distributed.checkpoint.load, then load_sharded_optimizer_state_dict of shardkit.state",
     "sharded_optimizer_state_dict(model, optimizer)",
     "state",
 )
-CONFIGURED = Row("noted", "a configuration, which translate reads", "python -m shardkit translate FILE")
+CONFIGURED = Row("noted", "a configuration: translate it", "python -m shardkit translate FILE")
 OTHERS: dict[str, Row] = {  # by the path's first name and any later one
     **dict.fromkeys(
         ("fairscale FullyShardedDataParallel", "fairscale wrap", "fairscale auto_wrap", "fairscale enable_wrap"),
@@ -54,20 +54,20 @@ OTHERS: dict[str, Row] = {  # by the path's first name and any later one
 
 
 def local_path(dotted: str) -> str | None:
-    """The path below ``torch.distributed.fsdp``, ``""`` for the package itself; None for what is not below it."""
+    """Return the path below ``torch.distributed.fsdp``, ``""`` for the package itself, None for any other path."""
     return dotted[len(PACKAGE) + 1 :] if f"{dotted}.".startswith(f"{PACKAGE}.") else None
 
 
 @functools.lru_cache(4096)
 def public_name(dotted: str) -> tuple[str, str] | None:
-    """The name in ``NAMES`` that a dotted path is or goes through, and what follows it."""
+    """Return the name in ``NAMES`` that a dotted path is or goes through, and the rest of the path."""
     parts = (local_path(dotted) or "").split(".")
     name, _, member = ".".join(parts[parts[0] in MODULES :]).partition(".")
     return (name, member) if name in NAMES else None
 
 
 def is_fsdp2(dotted: str) -> bool:
-    """Whether it is a name of FSDP2."""
+    """Return whether it is a name of FSDP2."""
     local = local_path(dotted)
     is_older = dotted.startswith("torch.distributed._composable.fsdp")
     return is_older if local is None else local.split(".")[0] in FSDP2_NAMES
@@ -75,7 +75,7 @@ def is_fsdp2(dotted: str) -> bool:
 
 @functools.lru_cache(4096)
 def other_row(dotted: str) -> Row | None:
-    """The row of a private name of FSDP1's, and of what other packages offer for FSDP1; None for any other path."""
+    """Return the row of a private name of FSDP1, or of another package's name for FSDP1; None for any other path."""
     local = local_path(dotted)
     if local is None:
         package, *names = dotted.split(".")
@@ -85,7 +85,7 @@ def other_row(dotted: str) -> Row | None:
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, bool]]:
-    """The names that a statement binds, each with its dotted path, and whether it is FSDP1's by its name only."""
+    """Yield the names that a statement binds, each with its dotted path, and whether only its name suggests FSDP1."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             first = alias.name.partition(".")[0]
@@ -105,7 +105,7 @@ def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, bool
 
 @functools.cache
 def parameters(name: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a name in ``NAMES``, or of ``FullyShardedDataParallel.method`` without self."""
+    """Return the parameters of a name in ``NAMES``, or of ``FullyShardedDataParallel.method`` without self."""
     name, _, method = name.partition(".")
     owners = (wrap, fully_sharded_data_parallel, sharded_grad_scaler)
     found = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
@@ -114,6 +114,6 @@ def parameters(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def bound(name: str, call: ast.Call) -> dict[str, ast.expr]:
-    """The arguments of a call by their names in torch."""
+    """Return the arguments of a call by their parameter names in torch."""
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     return dict(zip(parameters(name), call.args, strict=False)) | named

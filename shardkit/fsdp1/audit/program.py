@@ -1,4 +1,4 @@
-"""The findings in one program: its uses of FSDP1, and optimizers that are built too early."""
+"""Find uses of FSDP1 in one program, and optimizers that are built too early."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Found: TypeAlias = "tuple[ast.expr | ast.stmt, str, Verdict, bool]"
 
 
 def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
-    """The uses of FSDP1 in a program, in order of place; and whether the file names FSDP2 as well.
+    """Return the uses of FSDP1 in a program, in order of place, and whether it names FSDP2 too.
 
     Args:
         path: for the findings.
@@ -43,7 +43,7 @@ def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
     found += [(node, "import", judge.of_import(paths, wraps), is_likely) for node, paths, is_likely in uses.imports]
     wrappings = [use.node for use in uses.found if use.name == FSDP and use.kind in ("call", "subclass")]
     for optimizer, wrapping in _built_before(tree, wrappings) if wrappings else ():
-        why = f"it would hold the parameters from before the sharding of line {wrapping.lineno}, and train nothing"
+        why = f"it would hold the parameters from before line {wrapping.lineno}, and update nothing"
         verdict = Verdict("decision", f"move it below line {wrapping.lineno}", why, "optimizer")
         found.append((optimizer, "optimizer", verdict, False))
     findings = [_finding(path, lines, each) for each in found]
@@ -59,7 +59,7 @@ def _finding(path: str, lines: list[str], found: Found) -> Finding:
 
 
 def _written(node: ast.expr | ast.stmt, lines: list[str]) -> str:
-    """The code of a node on one line."""
+    """Return the code of a node on one line."""
     if node.lineno == node.end_lineno and hasattr(node, "end_col_offset"):
         return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode(errors="replace")
     return ast.unparse(node)
@@ -69,10 +69,10 @@ def _written(node: ast.expr | ast.stmt, lines: list[str]) -> str:
 
 
 def _built_before(tree: ast.Module, wrappings: Iterable[ast.expr]) -> Iterator[tuple[ast.Call, ast.Call]]:
-    """Each optimizer that is given a model's parameters, with the call further down that wraps this model.
+    """Yield each optimizer of a model's parameters, with the later call that wraps this model.
 
-    Within one function, or the module's own statements; FSDP2 replaces parameters, so such an optimizer would step
-    ones that are no longer in the model.
+    Within one function, or the module's own statements. FSDP2 replaces parameters, so such an optimizer would update
+    tensors that the model no longer uses.
     """
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     for function in (tree, *functions):
@@ -90,7 +90,7 @@ def _built_before(tree: ast.Module, wrappings: Iterable[ast.expr]) -> Iterator[t
 
 
 def _models(node: ast.expr, derived: dict[str, set[str]]) -> set[str]:
-    """The models whose parameters an expression reads."""
+    """Return the models whose parameters an expression reads."""
     nodes = list(ast.walk(node))
     names = [each.id for each in nodes if isinstance(each, ast.Name)]
     reads = [
@@ -100,7 +100,7 @@ def _models(node: ast.expr, derived: dict[str, set[str]]) -> set[str]:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.Assign | ast.Call]:
-    """Assignments and calls, without those of functions and classes inside."""
+    """Yield assignments and calls, without those in inner functions and classes."""
     for child in ast.iter_child_nodes(function):
         if isinstance(child, (ast.Assign, ast.Call)):
             yield child

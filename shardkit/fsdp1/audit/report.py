@@ -14,18 +14,18 @@ from shardkit.fsdp1.instead import Topic
 MOST_PLACES = 4
 
 TOPICS: dict[Topic, str] = {  # in the order in which to change them
-    "optimizer": "Build optimizers after sharding: one built before steps tensors that the model no longer has, "
-    "without an error",
-    "internals": "Do without FSDP1's internals: decide what the code wanted of them before anything else",
-    "state": "Change what saves and loads: torch's FSDP1 functions do nothing to an FSDP2 model, without an error",
+    "optimizer": "Build optimizers after sharding: an optimizer built before updates tensors that the model no "
+    "longer uses, without an error",
+    "internals": "Replace FSDP1's internals: they have no direct replacement",
+    "state": "Change saving and loading: torch's FSDP1 functions do nothing to an FSDP2 model, without an error",
     "wrapping": "Shard the model instead of wrapping it",
     "loop": "Change the training loop: clipping, accumulation, scaling",
-    "config": "Change settings and policies, or keep them where shard_like_fsdp1 takes them",
-    "names": "Change imports, checks and annotations last: Python finds what was forgotten",
+    "config": "Change settings and policies, or keep them for shard_like_fsdp1",
+    "names": "Change imports, checks and annotations last: Python reports what is left",
 }
 UNSEEN = (
-    "Not seen: names put together at run time, and models wrapped in one file and used in another, unless the method\n"
-    "is FSDP1's alone (likely)."
+    "Not found: names built at run time, and models that are wrapped in one file and used in another, unless only\n"
+    "FSDP1 has the method (likely)."
 )
 
 
@@ -40,10 +40,10 @@ class Finding:
         name: in torch, ``FullyShardedDataParallel.no_sync`` for a method.
         code: as written, on one line, shortened.
         fate: exact, note, decision or impossible.
-        replacement: one line of shardkit or FSDP2 code; empty where it is left out, or a person must decide.
-        why: what a reader must know.
-        topic: where it stands in the order of what to change first.
-        likely: only the name says that it is FSDP1's, or the model is wrapped on some paths through the program only.
+        replacement: one line of shardkit or FSDP2 code; empty if the code is removed or you must decide.
+        why: what to know about it.
+        topic: its group in the order of what to change first.
+        likely: only the name suggests FSDP1, or the model is wrapped only on some paths through the program.
         cell: of a notebook, from 1.
     """
 
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """A file, or a cell of a notebook, that may use FSDP1 and could not be read, and why."""
+    """A file, or a cell of a notebook, that may use FSDP1 and could not be read, with the reason."""
 
     path: str
     reason: str
@@ -76,13 +76,13 @@ class Unread:
 
 @dataclasses.dataclass(frozen=True)
 class FileAudit:
-    """What one file holds.
+    """The findings in one file.
 
     Attributes:
         path: as given, or below the directory that was given.
         findings: in order of place.
         unread: the file itself, or cells of a notebook.
-        mixes: whether it uses FSDP1 and names FSDP2 too.
+        mixes: whether it uses both FSDP1 and FSDP2.
     """
 
     path: str
@@ -105,7 +105,7 @@ class Audit:
 
     Attributes:
         files: those that use FSDP1 or could not be read, in order.
-        read: how many files were looked at.
+        read: the number of files read.
     """
 
     files: tuple[FileAudit, ...]
@@ -118,7 +118,7 @@ class Audit:
 
     @property
     def unread(self) -> tuple[Unread, ...]:
-        """What could not be read, with the reason."""
+        """What could not be read, with reasons."""
         return tuple(unread for file in self.files for unread in file.unread)
 
     @property
@@ -128,7 +128,7 @@ class Audit:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all files were read, and no use needs a decision or has no counterpart."""
+        """Whether all files were read, and every use has a replacement."""
         return not self.unread and not self.counts["decision"] and not self.counts["impossible"]
 
     @property
@@ -167,7 +167,7 @@ def _summary(audit: Audit) -> Iterator[str]:
         yield "\n".join(lines)
     if audit.unread:
         reasons = [f"  {unread.path}: {unread.reason}" for unread in audit.unread]
-        yield "\n".join(["Could not be read, so look at them yourself:", *reasons])
+        yield "\n".join(["Could not be read:", *reasons])
     mixed = [file.path for file in audit.files if file.mixes]
     if mixed:
         yield f"FSDP1 and FSDP2 in one file: {listing(mixed)}"

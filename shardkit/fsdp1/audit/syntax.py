@@ -1,4 +1,4 @@
-"""A few questions of syntax."""
+"""Helpers for ``ast`` nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda"
 
 
 def place(node: ast.AST) -> str:
-    """The text of ``a``, ``a.b``, ``a["b"]`` and the like, under which a scope keeps what it is; empty for others."""
+    """Return the text of ``a``, ``a.b`` or ``a["b"]``, the key of its values in a scope; empty for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     base = place(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
@@ -22,17 +22,17 @@ def place(node: ast.AST) -> str:
 
 
 def arguments_of(call: ast.Call) -> list[ast.expr]:
-    """All arguments of a call, without their names."""
+    """Return all arguments of a call, without their names."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def classes_of(check: ast.Call) -> Sequence[ast.expr]:
-    """The classes that an ``isinstance`` asks for."""
+    """Return the classes that an ``isinstance`` call checks for."""
     return check.args[1].elts if isinstance(check.args[1], ast.Tuple) else [check.args[1]]
 
 
 def read_by_getattr(call: ast.Call) -> ast.Attribute | None:
-    """The ``x.name`` that ``getattr(x, "name")`` reads."""
+    """Return ``x.name`` for ``getattr(x, "name")``; None for other calls."""
     if isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) > 1:
         name = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
         return ast.copy_location(ast.Attribute(call.args[0], name, ast.Load()), call) if isinstance(name, str) else None
@@ -40,7 +40,7 @@ def read_by_getattr(call: ast.Call) -> ast.Attribute | None:
 
 
 def parsed(node: ast.AST) -> ast.expr | None:
-    """The annotation in a string, with the string's place in the file."""
+    """Parse an annotation written as a string; its nodes get the string's position in the file."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return None
     try:
@@ -53,16 +53,16 @@ def parsed(node: ast.AST) -> ast.expr | None:
 
 
 def parameters_of(node: Function) -> list[ast.arg]:
-    """All parameters of a function."""
+    """Return all parameters of a function."""
     rest = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
     return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *rest]
 
 
 def is_decorated(node: Function, name: str) -> bool:
-    """Whether one of its decorators says so."""
+    """Return whether one of its decorators contains ``name``."""
     return not isinstance(node, ast.Lambda) and any(name in ast.unparse(each) for each in node.decorator_list)
 
 
 def leaves(block: Sequence[ast.stmt]) -> bool:
-    """Whether what follows the block is not run after it."""
+    """Return whether the block ends in a return, raise, continue or break."""
     return bool(block) and isinstance(block[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))

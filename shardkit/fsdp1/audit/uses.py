@@ -1,4 +1,4 @@
-"""The uses of FSDP1 in a program: which expressions they are, and which of them are parts of others."""
+"""Find the uses of FSDP1 in a program, and those that are arguments of other uses."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ STRATEGY = re.compile(r"(full_shard|shard_grad_op|no_shard|_?hybrid_shard(_zero2
 LIGHTNING = re.compile(r"fsdp(_native)?(_cpu_offload|_full_shard_offload)?$")
 CONFIGURES = re.compile(r"(Arguments|Config|Trainer|Args)$")
 
-_UNNAMED = Row("decision", "no public name of FSDP1", topic="internals")
+_UNNAMED = Row("decision", "not a public name of FSDP1", topic="internals")
 _SUBCLASS = Row(
     "decision",
-    "FSDP2 has no class to derive from: what it overrides becomes a function, or a method of the model",
+    "FSDP2 has no class to derive from: turn overridden methods into functions, or methods of the model",
     topic="wrapping",
 )
 
@@ -42,18 +42,18 @@ class Use:
     """One use of FSDP1.
 
     Attributes:
-        node: the expression, the whole call where it is called.
-        name: in torch; ``FullyShardedDataParallel.no_sync`` for a member, the dotted path for what is not public.
-        row: what becomes of it.
+        node: the expression; for a call, the whole call.
+        name: its name in torch: ``FullyShardedDataParallel.no_sync`` for a member, the dotted path for a private name.
+        row: its replacement.
         kind: how it is used.
-        member: what follows the name, as FULL_SHARD.
-        receiver: the model that a method was called on.
-        likely: only the name says so, or only some paths through the program.
-        call: where it is called; of a partial, the call that it stands for.
-        children: the expressions inside that are to be looked at.
-        parts: the uses in its arguments that need no line of their own.
-        state: the call of ``state_dict_type`` around it.
-        around: the nodes around it, from the outside.
+        member: what follows the name, such as FULL_SHARD.
+        receiver: the model that a method is called on.
+        likely: only the name suggests FSDP1, or it is FSDP1 only on some paths through the program.
+        call: the call, or the call that a partial makes.
+        children: the inner expressions that may be uses too.
+        parts: the uses in its arguments that are reported with it.
+        state: the ``state_dict_type`` call of the ``with`` around it.
+        around: the enclosing nodes, outermost first.
     """
 
     node: ast.expr
@@ -71,18 +71,18 @@ class Use:
 
     @property
     def wraps(self) -> bool:
-        """Whether it makes a wrapped model."""
+        """Return whether it makes a wrapped model."""
         return self.name == FSDP and self.kind in ("call", "partial")
 
     @property
     def is_part(self) -> bool:
-        """Whether it needs no line of its own in the arguments of another use: a setting, a class, a policy."""
+        """Return whether, as an argument of another use, it is reported with it: a setting, a class, a policy."""
         makes = self.kind == "call" and self.name in (FSDP, "wrap", "enable_wrap", "ShardedGradScaler")
         return self.name in NAMES and not makes and self.kind not in ("partial", "subclass")
 
 
 class Uses:
-    """All uses of FSDP1 in a program, its imports of FSDP1, and whether it names FSDP2."""
+    """The uses and imports of FSDP1 in a program, and whether the program names FSDP2."""
 
     def __init__(self, tree: ast.Module, flow: Flow) -> None:
         self.found: list[Use] = []
@@ -94,7 +94,7 @@ class Uses:
         self._walk(tree, None)
 
     def _walk(self, node: ast.AST, parts: list[Use] | None) -> None:
-        if isinstance(node, ast.expr_context):  # Load and the like
+        if isinstance(node, ast.expr_context):  # Load, Store or Del
             return
         use = self._use_at(node)
         self._around.append(node)
@@ -133,7 +133,7 @@ class Uses:
         self._state = around
 
     def _use_at(self, node: ast.AST) -> Use | None:
-        """The use of FSDP1 that starts at ``node``."""
+        """Return the use of FSDP1 that starts at ``node``, or None."""
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, (ast.Name, ast.Attribute)):
@@ -158,7 +158,7 @@ class Uses:
     # --- Names --------------------------------------------------------------------------------------------------------
 
     def _mention(self, node: ast.expr, read: ast.Name | ast.Attribute) -> Use | None:
-        """The use that ``read`` is, which stands at ``node``."""
+        """Return the use of FSDP1 that ``node`` is by reading ``read``, or None."""
         values = self._flow.values(node)
         paths = [value for value in values if value.kind == "path"]
         if isinstance(read.ctx, ast.Store):
@@ -179,7 +179,7 @@ class Uses:
         return row and Use(node, f"{FSDP}.{name}", row, "mention", "", read.value, is_likely, children=[read.value])
 
     def _named(self, node: ast.expr, values: Iterable[Value]) -> Use | None:
-        """The use of what an expression may be; names of torch's FSDP1 first."""
+        """Return a use for the possible values of an expression; names of torch's FSDP1 come first."""
         uses = [use for value in values if (use := self._of_value(node, value)) is not None]
         return min(uses, key=lambda use: use.name.partition(".")[0] not in NAMES, default=None)
 
@@ -216,7 +216,7 @@ class Uses:
         if any(value.kind == "class" and self._flow.is_constructor(value) for value in values):
             return Use(node, FSDP, _SUBCLASS, "subclass", children=arguments_of(node))
         use = None if _is_of_fsdp2(node) else self._named(node.func, values)
-        if use is not None and WRAPPER not in values:  # a partial was reported where it was made
+        if use is not None and WRAPPER not in values:  # a partial is reported where it is made
             return replace(use, node=node, kind="call", call=node, children=arguments_of(node))
         if isinstance(node.func, ast.Attribute) and (use := self._method(node, node.func)) is not None:
             return use
@@ -227,7 +227,7 @@ class Uses:
         return use and replace(use, children=[node.args[0], *node.args[2:]])
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Use | None:
-        """A method of a wrapped model, or one whose name only FSDP1 has."""
+        """Return the use if this calls a method of a wrapped model, or one that only FSDP1 has."""
         name, owner = function.attr, self._flow.values(function.value)
         if name not in MEMBERS or name == "module" or any(self._flow.defines(value, name) for value in owner):
             return None
@@ -241,13 +241,13 @@ class Uses:
 
 
 def _is_of_fsdp2(node: ast.Call) -> bool:
-    """Whether the call says ``fsdp_version=2``, as accelerate's plugin may."""
+    """Return whether the call has ``fsdp_version=2``, as accelerate's plugin may."""
     given = (each.value for each in node.keywords if each.arg == "fsdp_version")
     return any(isinstance(each, ast.Constant) and each.value == 2 for each in given)
 
 
 def _is_clipping_by_norm(node: ast.Call) -> bool:
-    """FSDP1's takes the norm first; torch.nn.utils', accelerate's and Lightning's take parameters or a model."""
+    """Return whether ``clip_grad_norm_`` is FSDP1's, which takes the norm first; others take parameters or a model."""
     keywords = {keyword.arg for keyword in node.keywords}
     if not node.args:
         return "max_norm" in keywords and not keywords & {"parameters", "model", "module"}
@@ -256,7 +256,7 @@ def _is_clipping_by_norm(node: ast.Call) -> bool:
 
 
 def _is_configuration(node: ast.Call) -> bool:
-    """``TrainingArguments(fsdp=...)`` and the like; also ``dict(fsdp="full_shard")`` and ``strategy="fsdp"``."""
+    """Return whether a call configures FSDP1: ``TrainingArguments(fsdp=...)``, ``Trainer(strategy="fsdp")``."""
     for keyword in node.keywords:
         if keyword.arg not in ("fsdp", "fsdp_config", "strategy"):
             continue
@@ -275,5 +275,5 @@ def _string(node: ast.Constant, text: str) -> Use | None:
     found = next((name for name in UNIQUE_ATTRIBUTES if name in text), None)
     if found is None:
         return None
-    why = "FSDP2 adds nothing to names" if found == "_fsdp_wrapped_module" else ATTRIBUTES[found].sentence
+    why = "FSDP2 adds no prefix to names" if found == "_fsdp_wrapped_module" else ATTRIBUTES[found].sentence
     return Use(node, f"{FSDP}.{found}", Row("noted", why, topic="names"), "string")

@@ -1,7 +1,7 @@
-"""Configuration files of other tools, translated: ``from_config``.
+"""Translate configuration files of other tools: ``from_config``.
 
-``recognise`` says whose file it is. That format's tables answer for its keys, which a ``reader`` walks, and make a
-``target`` of them, which makes a plan of a model; ``write`` makes a file or code of it.
+``recognise`` finds the format. The format's tables answer for its keys through a ``reader``, and make a ``target`` of
+them. ``target`` builds the plan of a model; ``write`` writes a file or code.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ def from_config(
     format: str | None = None,
     strict: bool = True,
 ) -> Translation:
-    """The plan that a configuration of another tool asks for, and a note for every key of it.
+    """Return the plan that a configuration of another tool asks for, and a note for every key of it.
 
-    Pure and local: nothing of the model changes, and it may be on the meta device. Formats are recognised by their
+    Pure and local: the model does not change, and it may be on the meta device. Formats are recognised by their
     keys: accelerate, transformers' TrainingArguments, axolotl, ROLL, Lightning, DeepSpeed, and a plain YAML with
-    ``fsdp: True``. A key is mapped, implied, noted or refused; of those that are not about sharding, or that shardkit
-    does not know, the notes say so.
+    ``fsdp: True``. Each note says whether its key is mapped, implied, noted, refused, not about sharding, or unknown.
 
     Args:
         config: the configuration, or the path of a JSON or YAML file; YAML needs PyYAML.
         model: the whole model, not sharded yet.
-        world_size: ranks to plan for; None is what the configuration says, else the process group or torchrun.
-        ranks_per_node: ranks of a node, for hybrid strategies; None is what the configuration or torchrun says.
-        format: ``"accelerate"``, ``"transformers"``, ...; None recognises it.
-        strict: raise where a key is refused; False leaves that to you, by ``Translation.refused``.
+        world_size: ranks to plan for; None takes the process group's or torchrun's, else what the configuration says.
+        ranks_per_node: ranks per node, for hybrid strategies; None takes torchrun's, or what the configuration says.
+        format: ``"accelerate"``, ``"transformers"``, ...; None recognises it by the keys.
+        strict: raise if a key is refused; with False, look at ``Translation.refused`` yourself.
 
     Raises:
-        TranslationError: the file or its format is unknown, values are not of their kind, or keys are refused.
-        PlanError: the model cannot be sharded so.
+        TranslationError: the file cannot be read, its format is unknown, values are invalid, or keys are refused.
+        PlanError: the model cannot be sharded as the configuration asks.
     """
     ranks = Ranks(world_size, ranks_per_node)
     reading = read_config(config, ranks, format=format)
@@ -60,10 +59,10 @@ def from_config(
 def read_config(
     config: Mapping[Any, Any] | str | os.PathLike[str], ranks: Ranks, *, format: str | None = None
 ) -> Reading:
-    """What a configuration asks for, without a model.
+    """Return what a configuration asks for, without a model.
 
     Raises:
-        TranslationError: as for ``from_config``, but for refused keys, which are among the notes.
+        TranslationError: as ``from_config``, but not for refused keys, which are among the notes.
     """
     for name, value in (("world_size", ranks.world_size), ("ranks_per_node", ranks.per_node)):
         if value is not None:
@@ -71,14 +70,10 @@ def read_config(
     values = config if isinstance(config, Mapping) else load(config)
     name, saw = recognise(values, format)
     reader = Reader(values)
-    target = FORMATS[name].read(reader, _ranks_of(ranks))
+    # The ranks that run come before those in the file, which may have been written for another job.
+    if ranks.world_size is None and (dist.is_initialized() or "WORLD_SIZE" in os.environ):
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        ranks = Ranks(world, ranks.per_node or (int(local) if local.isdecimal() else None))
+    target = FORMATS[name].read(reader, ranks)
     return Reading(name, saw, target, reader.finish())
-
-
-def _ranks_of(ranks: Ranks) -> Ranks:
-    """Those that were asked for, else those that run: a file's own number is for the job that it was written for."""
-    if ranks.world_size is not None or not (dist.is_initialized() or "WORLD_SIZE" in os.environ):
-        return ranks
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Ranks(world, ranks.per_node or (int(local) if local.isdecimal() else None))

@@ -11,9 +11,9 @@ from shardkit.fsdp1.configs.keys import VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Reader, Table, one_of
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_ranks
 
-_OTHER = "noted: With {} accelerate does not read fsdp_config. It was read here as for FSDP."
-_ENGINE = "refused: {} is another engine than FSDP; there is nothing to translate."
-_TYPES = {"FSDP": "mapped: What fsdp_config says.", "DEEPSPEED": "mapped: ZeRO, by FSDP2."}
+_OTHER = "noted: With {} accelerate ignores fsdp_config. It is translated here as for FSDP."
+_ENGINE = "refused: {} is not FSDP, so there is nothing to translate."
+_TYPES = {"FSDP": "mapped: As fsdp_config says.", "DEEPSPEED": "mapped: ZeRO, by FSDP2."}
 _TYPES |= dict.fromkeys(["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"], _OTHER)
 _TYPES |= dict.fromkeys(["TP", "XLA", "TPU", "MEGATRON_LM"], _ENGINE)
 _KEYS: Table = {
@@ -22,23 +22,23 @@ _KEYS: Table = {
     compute_environment machine_rank main_process_ip main_process_port main_training_function rdzv_backend rdzv_conf
     rdzv_timeout same_network gpu_ids command_file commands mpirun_config ipex_config use_cpu use_xpu
     num_cpu_threads_per_process enable_cpu_affinity max_restarts monitor_interval tee log_dir
-    """: "elsewhere: It is for the launcher; torchrun has its own.",
+    """: "elsewhere: For the launcher; torchrun has its own options.",
     """
     tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm tpu_cluster tpu_command_file tpu_commands tpu_job_name
     tpu_downcast_bf16 downcast_bf16
-    """: "elsewhere: It is for TPUs.",
-    "debug": "elsewhere: It checks accelerate's own collectives.",
-    "fp8_config": "elsewhere: It is read with mixed_precision: fp8, which is refused.",
+    """: "elsewhere: For TPUs.",
+    "debug": "elsewhere: For accelerate's own collectives.",
+    "fp8_config": "elsewhere: Only used with mixed_precision: fp8, which is refused.",
     "gradient_accumulation_steps": "elsewhere: The training loop accumulates.",
 }
 _PRECISION = (
-    "mapped: MixedPrecisionPolicy with {{}} for parameters, gradients and {}. accelerate also casts trained parameters "
-    "to float32 first: do so before sharding."
+    "mapped: MixedPrecisionPolicy with {{}} for parameters, gradients and {}. accelerate also casts trainable "
+    "parameters to float32: do so before sharding."
 )
-_FP8 = "refused: Which layers compute in fp8 is for torchao or TransformerEngine to say, before sharding; say bf16."
+_FP8 = "refused: Convert layers to fp8 with torchao or TransformerEngine before sharding, and use bf16 here."
 _DYNAMO: Table = {
     "mode use_fullgraph use_dynamic use_regional_compilation": (
-        "noted: shardkit compiles each block with torch.compile's defaults."
+        "noted: shardkit compiles each block with the defaults of torch.compile."
     ),
 }
 _COMPILE = {  # by the backend
@@ -49,16 +49,16 @@ _AXES = {axis: f"{axis}_size" for axis in ("dp_shard", "dp_replicate", "tp", "cp
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a whole file."""
+    """Return the target of a whole file."""
     sharded_by = config.read(_KEYS)["distributed_type"]
     ranks = _ranks(config, ranks)
     compiled = _compile(config)
-    config.section("megatron_lm_config")  # its keys are unknown here, and listed so
+    config.section("megatron_lm_config")  # its keys are unknown, and noted as such
     if sharded_by == "DEEPSPEED":
-        unread = "elsewhere: distributed_type is not FSDP, so accelerate does not read it."
+        unread = "elsewhere: accelerate ignores it, since distributed_type is not FSDP."
         config.section("fsdp_config").read({"*": unread})
         return deepspeed.read_accelerate(config.section("deepspeed_config"), ranks, _precision(config, 2), compiled)
-    unread = "elsewhere: distributed_type is not DEEPSPEED, so accelerate does not read it."
+    unread = "elsewhere: accelerate ignores it, since distributed_type is not DEEPSPEED."
     config.section("deepspeed_config").read({"*": unread})
     config.section("tp_config")
     section = config.section("fsdp_config", prefix="fsdp_")
@@ -71,19 +71,19 @@ def read(config: Reader, ranks: Ranks) -> Target:
 
 def _precision(config: Reader, version: int) -> Precision:
     answer = _PRECISION.format("buffers" if version == 1 else "outputs")
-    off = "mapped: Computes and reduces in the parameters' own dtypes."
+    off = "mapped: Computes and reduces in the parameters' dtypes."
     answers = {"no": off, "fp16": f"{answer} fp16 needs torch.amp.GradScaler.", "bf16": answer, "fp8": _FP8}
     name = config.take("mixed_precision", one_of(answers, "no"))
     return Precision.of(DTYPE.parse(name) if name in ("fp16", "bf16") else None, version)
 
 
 def _ranks(config: Reader, ranks: Ranks) -> Ranks:
-    """Of the arguments, else of the file: processes in all, and on each machine."""
+    """Return the ranks of the arguments, else of the file."""
     world: int | None = config.get("num_processes", RANKS)
     machines: int = config.get("num_machines", RANKS, 1)
     config.note("num_processes", note_on_ranks("ranks in all", world, ranks.world_size))
     per_node = world // machines if world is not None and world % machines == 0 else None
-    answer = f"{per_node} ranks of a machine, for a hybrid strategy." if per_node else "Ranks of a machine unknown."
+    answer = f"{per_node} ranks per node, for hybrid strategies." if per_node else "Ranks per node unknown."
     config.note("num_machines", f"{'mapped' if per_node and not ranks.per_node else 'noted'}: {answer}")
     if ranks.world_size is not None and world != ranks.world_size:
         per_node = None
@@ -91,11 +91,11 @@ def _ranks(config: Reader, ranks: Ranks) -> Ranks:
 
 
 def _compile(config: Reader) -> bool:
-    """From ``dynamo_config``, or the key of older versions."""
+    """Read ``dynamo_config``, or the key of older versions."""
     dynamo = config.section("dynamo_config", prefix="dynamo_")
     dynamo.read(_DYNAMO)
     backend = str(dynamo.raw("backend") or config.raw("dynamo_backend") or "NO").upper()
-    other = "noted: shardkit compiles blocks with torch's default backend; compile them yourself for another one."
+    other = "noted: shardkit compiles with the default backend only; for another one compile the blocks yourself."
     dynamo.note("backend", _COMPILE.get(backend, other))
     config.note("dynamo_backend", _COMPILE.get(backend, other))
     return backend == "INDUCTOR"

@@ -15,7 +15,7 @@ from shardkit.fsdp1.configs.transformers import TRAINER, WORDS, read_compile, re
 
 _FINAL = Key(
     choice(("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
-    "noted: What is saved at the end: full_state_dict(model), or save_checkpoint for shards.",
+    "noted: The last checkpoint: save full_state_dict(model), or shards with save_checkpoint.",
 )
 _KEYS: Table = {  # from its schemas (0.16) and its examples
     **TRAINER,
@@ -35,17 +35,17 @@ _KEYS: Table = {  # from its schemas (0.16) and its examples
     test_datasets tokenizer_* tokens torchdistx_path train_on_inputs trainer_* trl trust_* type_of_model unfrozen_*
     unsloth_cross_entropy_loss use_comet use_mlflow use_tensorboard use_wandb val_set_* vllm wandb_* warmup_*
     weight_decay xformers_*
-    """: "elsewhere: It is about the model, the data or the training loop.",
-    "rl": "elsewhere: It is for the training loop.",
+    """: "elsewhere: For the model, the data or the training loop.",
+    "rl": "elsewhere: For the training loop.",
     "ring_attn_func heads_k_stride": CONTEXT,
-    "fp8_enable_fsdp_float8_all_gather": "noted: torchao's Float8 weights gather in fp8 by themselves.",
+    "fp8_enable_fsdp_float8_all_gather": "noted: torchao's Float8 weights all-gather in fp8 on their own.",
     "fp32_norms": switch(
-        "refused: Give shardkit by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(...float32...)) before the blocks, "
-        "so that norms are units of their own."
+        "refused: Make norms units: pass by_class('RMSNorm', mp_policy=MixedPrecisionPolicy(torch.float32)) before "
+        "the blocks."
     ),
-    "fp32_norm_classes": Key(NAMES, lambda names: f"noted: The classes of fp32_norms: {', '.join(names)}.", ()),
+    "fp32_norm_classes": Key(NAMES, lambda names: f"noted: Classes of fp32_norms: {', '.join(names)}.", ()),
     "fp8": given("refused: Convert layers with torchao before sharding.", "implied: Off."),
-    "qat": given("noted: Prepare it before sharding.", "implied: Off."),
+    "qat": given("noted: Prepare the model for QAT before sharding.", "implied: Off."),
     "fsdp_version": VERSION,
     "fsdp_final_state_dict_type": _FINAL,
 }
@@ -60,20 +60,20 @@ _AXES = {
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a whole file."""
+    """Return the target of a whole file."""
     section = config.section("fsdp_config", prefix="fsdp_")
     values, inside = config.read(_KEYS), section.read(_SECTION)
     version = _version(config, section, values["fsdp_version"], inside["version"])
     words = config.get("fsdp", WORDS, ()) or ()
     beside = version == 1 and section.raw("sharding_strategy") is not None
     later = "noted: fsdp_config.sharding_strategy takes precedence." if beside else None
-    instead = ": give dp_shard_size and dp_replicate_size."
-    strategy = read_strategy(config, words, version, instead, "noted: It names no strategy.", later)
+    instead = ": set dp_shard_size and dp_replicate_size."
+    strategy = read_strategy(config, words, version, instead, "noted: Names no strategy.", later)
     context = config.section("context_parallel")  # which newer versions have beside context_parallel_size
     mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, context=context)
     context.read({"*": CONTEXT})
     old = config.raw("sequence_parallel_degree") not in (None, 1)
-    told = "refused: It is context_parallel_size since axolotl 0.12: rename it."
+    told = "refused: Renamed to context_parallel_size in axolotl 0.12."
     config.note("sequence_parallel_degree", told if old else "implied: None.")
     _quantized(config, version)
     target = Target(
@@ -93,9 +93,9 @@ def read(config: Reader, ranks: Ranks) -> Target:
 
 
 def _version(config: Reader, section: Reader, outside: str | None, inside: str | None) -> int:
-    """Beside ``fsdp_config``, or in it; without one, of keys that only version 1 has."""
+    """Return the version given beside ``fsdp_config`` or in it, else 1 if there are keys that only version 1 has."""
     if outside and inside and outside != inside:
-        config.problem("fsdp_version", outside, f"fsdp_config says {inside}", "Leave one of them out")
+        config.problem("fsdp_version", outside, f"fsdp_config says {inside}", "Remove one of them")
     if version := outside or inside:
         return int(version)
     old = config.raw("fsdp") or any(key in section for key in ("sharding_strategy", "use_orig_params"))
@@ -103,14 +103,12 @@ def _version(config: Reader, section: Reader, outside: str | None, inside: str |
 
 
 def _quantized(config: Reader, version: int) -> None:
-    """Weights and optimizer states of few bits, some of which axolotl itself refuses."""
+    """Answer for quantized weights and optimizer states, some of which axolotl refuses."""
     preference = str(config.raw("rl") or "").lower()
-    told = "noted: Quantized weights are not floating-point: pass them as ignored_params, or they are refused."
+    told = "noted: Quantized weights are not floating-point: pass them as ignored_params."
     if version == 2 and preference in ("dpo", "kto", "orpo", "ipo"):
-        told = (
-            f"refused: Version 2 cannot train quantized weights with rl: {preference}, which also needs a frozen copy."
-        )
+        told = f"refused: Version 2 does not support quantized weights with rl: {preference}, which needs a copy."
     config.read(dict.fromkeys(("load_in_8bit", "load_in_4bit"), switch(told)))
     broken = version == 2 and str(config.raw("optimizer")) in ("adamw_8bit", "adamw_bnb_8bit")
-    told = "refused: bitsandbytes' kernels do not take DTensors. Use adamw_torch_8bit."
+    told = "refused: bitsandbytes' optimizers do not support DTensors. Use adamw_torch_8bit."
     config.note("optimizer", told if broken else "elsewhere: Built after sharding.")

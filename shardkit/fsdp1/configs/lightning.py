@@ -6,52 +6,47 @@ Facts from Lightning 2.x (``fabric/strategies/fsdp.py``, ``pytorch/strategies/fs
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.nn as nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.fsdp import MixedPrecision
 
 from shardkit.fsdp1.configs.keys import STRATEGY
 from shardkit.fsdp1.configs.plain import precision_of, read_as_fsdp1, read_mixed_precision
-from shardkit.fsdp1.configs.reader import BOOLEAN, RANKS, Key, Kind, Reader, Table, choice, switch
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, RANKS, Key, Kind, Reader, Table, choice, switch
 from shardkit.fsdp1.configs.target import Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
 
-_FILE: Table = {"seed_everything model data optimizer lr_scheduler ckpt_path fit": "elsewhere: It is not the strategy."}
+_FILE: Table = {"seed_everything model data optimizer lr_scheduler ckpt_path fit": "elsewhere: Not for the strategy."}
 _TRAINER: Table = {
     """
     accelerator accumulate_grad_batches callbacks default_root_dir enable_checkpointing gradient_clip_val
     log_every_n_steps logger max_epochs max_steps val_check_interval
-    """: "elsewhere: It is for the training loop.",
+    """: "elsewhere: For the training loop.",
 }
 _ARGUMENTS: Table = {  # of both strategies
     """
     accelerator checkpoint_io cluster_environment parallel_devices precision_plugin process_group_backend start_method
     timeout
-    """: "elsewhere: It is how Lightning starts, not how it shards.",
+    """: "elsewhere: For Lightning's launcher.",
 }
 _IS_GIVEN = Kind("", "", lambda value: True)
-_OBJECT = "refused: It is an object of your program: pass it to translate_fsdp1."
+_OBJECT = "refused: An object of your program: pass it to translate_fsdp1."
+_POLICY = "refused: Not names of classes. Write [my.module.Block], or pass a policy object to translate_fsdp1."
 _FSDP: Table = {
     "ignored_states param_init_fn device_id process_group": switch(_OBJECT, "implied: None.", kind=_IS_GIVEN),
 }
 _PARALLEL: Table = {
     "parallelize_fn": switch(
-        "refused: It calls fully_shard itself: let it call apply_plan, or write its calls as unit rules.",
+        "refused: A function of your program: let it call apply_plan instead of fully_shard.",
         "implied: None.",
         kind=_IS_GIVEN,
     ),
     "save_distributed_checkpoint": Key(
-        BOOLEAN, "noted: save_checkpoint writes shards, save of full_state_dict(model) one file.", True
+        BOOLEAN, "noted: save_checkpoint writes shards; full_state_dict(model) gathers the state for one file.", True
     ),
 }
-_CPU_OFFLOAD = BOOLEAN._replace(
-    parse=lambda value: value.offload_params if isinstance(value, CPUOffload) else BOOLEAN.parse(value)
-)
-_OFFLOAD = switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded.", kind=_CPU_OFFLOAD)
+_OFFLOAD = switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded.")
 _ALL = "mapped: MixedPrecision with torch.{0} for parameters, gradients and buffers."
 _MIXED, _TRUE = f"{_ALL} Keep torch.autocast around the forward.", f"{_ALL} Build the model in torch.{{0}} too."
 _PRECISIONS = {
@@ -65,12 +60,12 @@ _PRECISION = Key(choice(_PRECISIONS), {None: "implied: 32-true.", **_PRECISIONS}
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a LightningCLI file, of its ``trainer``, of a ``class_path``, or of the arguments alone."""
+    """Return the target of a LightningCLI file, its ``trainer``, a ``class_path``, or a strategy's arguments."""
     config.read(_FILE)
     trainer = config.section("trainer") if "trainer" in config else config
     mixed = _precision(trainer)
     if trainer is not config and "strategy" not in trainer:
-        trainer.problem("strategy", "not given", "FSDP is a strategy of the trainer's", "Give the file that names it")
+        trainer.problem("strategy", "not given", "FSDP is the trainer's strategy", "Give the file that names it")
     if "strategy" in trainer:
         ranks = _ranks(trainer, ranks)
     if isinstance(trainer.raw("strategy"), str):
@@ -78,7 +73,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
     strategy = trainer.section("strategy") if "strategy" in trainer else trainer
     name = str(strategy.raw("class_path") or "FSDPStrategy").rpartition(".")[2]
     fits = name in ("FSDPStrategy", "ModelParallelStrategy")
-    strategy.note("class_path", f"mapped: {name}." if fits else f"refused: {name} is another engine.")
+    strategy.note("class_path", f"mapped: {name}." if fits else f"refused: {name} is not FSDP.")
     arguments = strategy.section("init_args") if "init_args" in strategy else strategy
     parallel = any(key in arguments for key in ("data_parallel_size", "tensor_parallel_size", *_PARALLEL))
     arguments.read(_ARGUMENTS)
@@ -87,90 +82,64 @@ def read(config: Reader, ranks: Ranks) -> Target:
 
 
 def _named(trainer: Reader, ranks: Ranks, mixed: MixedPrecision | None) -> Target:
-    """``strategy="fsdp"``, and with ``_cpu_offload``: all of its arguments at their defaults."""
+    """Return the target of ``strategy="fsdp"`` or ``"fsdp_cpu_offload"``, which have default arguments."""
     name = str(trainer.raw("strategy"))
     fits = name in ("fsdp", "fsdp_cpu_offload")
-    answer = "mapped: FSDPStrategy with its defaults." if fits else f"refused: {name} is another engine than FSDP."
+    answer = "mapped: FSDPStrategy with its defaults." if fits else f"refused: {name} is not FSDP."
     trainer.note("strategy", answer)
     return read_as_fsdp1(Reader({}), ranks, mixed, Target(None, wrap=Wrap("root"), offload=name == "fsdp_cpu_offload"))
 
 
 def _fsdp(arguments: Reader, ranks: Ranks, mixed: MixedPrecision | None) -> Target:
-    mixed = _mixed_precision(arguments) or mixed
-    wrap = _wrap(arguments)
-    target = Target(_device_mesh(arguments, ranks), wrap=wrap, offload=_offload(arguments))
+    is_section = isinstance(arguments.raw("cpu_offload"), dict)
+    reader, key = (arguments.section("cpu_offload"), "offload_params") if is_section else (arguments, "cpu_offload")
+    offload = reader.take(key, _OFFLOAD)
+    given = arguments.section("mixed_precision")
+    if "init_args" in given:
+        given.note("class_path", "mapped: torch's MixedPrecision.")
+        given = given.section("init_args")
+    mixed = read_mixed_precision(given) or mixed
+    wrap, recomputes = _wrap(arguments)
+    target = Target(_device_mesh(arguments, ranks), wrap=wrap, offload=offload)
     arguments.read(_FSDP)
-    recomputes = _recomputes(arguments, wrap.classes)
     return replace(read_as_fsdp1(arguments, ranks, mixed, target), checkpoint_activations=recomputes)
 
 
-def _offload(arguments: Reader) -> bool:
-    if isinstance(arguments.raw("cpu_offload"), dict):
-        return bool(arguments.section("cpu_offload").take("offload_params", _OFFLOAD))
-    return bool(arguments.take("cpu_offload", _OFFLOAD))
+def _wrap(arguments: Reader) -> tuple[Wrap, bool]:
+    """Return the units, and whether their activations are checkpointed."""
+    key = "auto_wrap_policy"
+    units = _classes(arguments.raw(key))
+    answer = f"mapped: A unit of each {' and '.join(units)}." if units else _POLICY
+    root_only = "noted: The root is the only unit, so the whole model is gathered at once."
+    arguments.note(key, root_only if arguments.raw(key) is None else answer)
+    recomputes = False
+    for key in ("activation_checkpointing", "activation_checkpointing_policy"):
+        if not arguments.raw(key):
+            answer = "implied: Activations are kept."
+        elif units and _classes(arguments.raw(key)) == units:
+            answer, recomputes = "mapped: checkpoint_activations=True for the units.", True
+        else:
+            answer = (
+                "refused: shardkit checkpoints activations of whole units only: name the classes of auto_wrap_policy, "
+                "or wrap them yourself."
+            )
+        arguments.note(key, answer)
+    return Wrap("classes" if units else "root", units), recomputes
 
 
-def _mixed_precision(arguments: Reader) -> MixedPrecision | None:
-    value = arguments.raw("mixed_precision")
-    if isinstance(value, MixedPrecision):
-        arguments.note("mixed_precision", "mapped: MixedPrecisionPolicy, unit by unit.")
-        return value
-    inner = arguments.section("mixed_precision")
-    if "init_args" in inner:
-        inner.note("class_path", "mapped: torch's MixedPrecision.")
-        inner = inner.section("init_args")
-    return read_mixed_precision(inner)
-
-
-def _wrap(arguments: Reader) -> Wrap:
-    value = arguments.raw("auto_wrap_policy")
-    names = _classes(value)
-    if names is not None:
-        arguments.note("auto_wrap_policy", f"mapped: A unit of each {' and '.join(names)}.")
-        objects = not isinstance(value, (str, type)) and all(isinstance(each, type) for each in value)
-        return Wrap("classes", names, policy=set(value) if objects else None)
-    if callable(value):
-        arguments.note("auto_wrap_policy", "mapped: The units that FSDP1 would make of this policy.")
-        return Wrap("root", policy=value)
-    if value is not None:
-        rule = "It is classes, their names or import paths, or a policy of torch's"
-        arguments.problem("auto_wrap_policy", repr(value), rule, "Use [my.module.Block]")
-    arguments.note("auto_wrap_policy", "noted: The root is the only unit: the whole model is gathered at once.")
-    return Wrap("root")
-
-
-def _recomputes(arguments: Reader, units: tuple[str, ...]) -> bool:
-    """Whether the classes that are recomputed are the units."""
-    kind = Kind("", "", lambda value: None if value == [] else units != () and {*(_classes(value) or ())} == {*units})
-    whole = "refused: shardkit checkpoints activations of whole units only: name the classes of auto_wrap_policy, or"
-    answers = {
-        None: "implied: Activations are kept.",
-        True: "mapped: checkpoint_activations=True for the units.",
-        False: f"{whole} wrap them yourself.",
-    }
-    keys = "activation_checkpointing activation_checkpointing_policy"
-    return any(arguments.read({keys: Key(kind, answers)}).values())
-
-
-def _classes(value: Any) -> tuple[str, ...] | None:
-    """The names of classes, given as objects, names or import paths; None where it is something else."""
-    if isinstance(value, dict):
-        path, inner = str(value.get("class_path", "")), value.get("init_args")
-        if not path.endswith("ModuleWrapPolicy") or not isinstance(inner, dict):
-            return None
-        return _classes(inner.get("module_classes"))
-    if isinstance(value, (str, type)):
-        value = [value]
-    if not isinstance(value, Iterable) or callable(value):
-        return None
-    items = list(value)
-    if not all(isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module)) for item in items):
-        return None
-    return tuple(sorted(item.rpartition(".")[2] if isinstance(item, str) else item.__name__ for item in items)) or None
+def _classes(value: object) -> tuple[str, ...]:
+    """Return the names of classes that are given by name or import path, and nothing for anything else."""
+    if isinstance(value, dict) and str(value.get("class_path")).endswith("ModuleWrapPolicy"):  # as jsonargparse has it
+        arguments = value.get("init_args")
+        value = arguments.get("module_classes") if isinstance(arguments, dict) else None
+    try:
+        return tuple(sorted(name.rpartition(".")[2] for name in NAMES.parse(value)))
+    except ValueError:
+        return ()
 
 
 def _device_mesh(arguments: Reader, ranks: Ranks) -> MeshSpec | None:
-    """The ``(replicate, shard)`` sizes, which only a hybrid strategy takes."""
+    """Return the mesh of ``(replicate, shard)`` sizes, which need a hybrid strategy."""
     value, world = arguments.raw("device_mesh"), ranks.world_size
     if value is None:
         arguments.note("device_mesh", "implied: All ranks.")
@@ -191,7 +160,7 @@ def _device_mesh(arguments: Reader, ranks: Ranks) -> MeshSpec | None:
 
 
 def _model_parallel(arguments: Reader, ranks: Ranks, mixed: MixedPrecision | None) -> Target:
-    """FSDP2 and tensor parallelism by a function of the user's; "auto" is the nodes, and the ranks of a node."""
+    """Return the target of ModelParallelStrategy; "auto" is the number of nodes, and of ranks per node."""
     world, per_node = ranks.world_size, ranks.per_node
     data, tensor = (
         None if arguments.raw(key) == "auto" else arguments.get(key, RANKS)
@@ -205,11 +174,11 @@ def _model_parallel(arguments: Reader, ranks: Ranks, mixed: MixedPrecision | Non
         arguments.problem(
             "data_parallel_size",
             f"{data} and tensor_parallel_size {tensor} on {world} ranks",
-            "Their product is the number of ranks; auto is the nodes, and the ranks of a node",
+            "Their product is the number of ranks; auto is the number of nodes, and of ranks per node",
             "Give both, or world_size and ranks_per_node",
         )
     arguments.note("data_parallel_size", f"mapped: One axis of {data} ranks.")
-    answer = f"Apply tensor parallelism over {tensor} ranks yourself; give shardkit mesh['data_parallel']."
+    answer = f"Apply tensor parallelism over {tensor} ranks yourself; pass mesh['data_parallel'] to shard_model."
     arguments.note("tensor_parallel_size", f"{'noted' if (tensor or 1) > 1 else 'implied'}: {answer}")
     values = arguments.read(_PARALLEL)
     return Target(
@@ -227,7 +196,7 @@ def _precision(trainer: Reader) -> MixedPrecision | None:
 
 
 def _ranks(trainer: Reader, ranks: Ranks) -> Ranks:
-    """From ``devices``, a number or a list, and ``num_nodes``."""
+    """Read ``devices``, a number or a list, and ``num_nodes``."""
     devices = trainer.raw("devices")
     per_node = len(devices) if isinstance(devices, (list, tuple)) else None
     if per_node is None and str(devices).isdecimal():

@@ -1,4 +1,4 @@
-"""A training script's own YAML: ``fsdp: True`` and FSDP1's arguments under their own names."""
+"""YAML of a training script: ``fsdp: True`` and FSDP1's arguments under their own names."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_rank
 _NODE = ("ranks_per_node", "gpus_per_node", "nproc_per_node", "num_gpus_per_node", "local_world_size")
 _KEYS: Table = {
     "fsdp": switch(
-        "mapped: FSDP1, with its other arguments beside it.", "refused: It is off, so there is no sharding.", True
+        "mapped: FSDP1, with the arguments beside it.", "refused: FSDP is off, so there is nothing to translate.", True
     ),
     """
     batch_size data dataset dropout epochs gradient_accumulation_steps learning_rate log_dir lr max_steps model
     model_name num_epochs num_workers optimizer output_dir save_dir scheduler seed weight_decay
-    """: "elsewhere: It is for the training loop.",
+    """: "elsewhere: For the training loop.",
 }
 _DEFAULT = "implied: FSDP1's default."
 _CASTS = "mapped: MixedPrecisionPolicy(cast_forward_inputs=...), unit by unit."
 _MIXED: Table = {
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype=...)."),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype=...)."),
-    "buffer_dtype": Key(DTYPE, "mapped: Once before the first forward."),
-    "keep_low_precision_grads": switch("refused: FSDP2 gives gradients the parameters' dtype. Leave it out.", _DEFAULT),
+    "buffer_dtype": Key(DTYPE, "mapped: Buffers are cast once, after sharding."),
+    "keep_low_precision_grads": switch("refused: In FSDP2 gradients have the parameters' dtype. Remove it.", _DEFAULT),
     "cast_forward_inputs": switch(_CASTS, _DEFAULT),
     "cast_root_forward_inputs": switch(_DEFAULT, _CASTS, True),
 }
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a whole file."""
+    """Return the target of a whole file."""
     config.read(_KEYS)
     mixed = _mixed_precision(config)
     by_size = BY_SIZE if config.get("min_num_params", NUMBER, 0) else ROOT_ONLY
@@ -52,7 +52,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
 def read_as_fsdp1(
     config: Reader, ranks: Ranks, mixed: MixedPrecision | None, target: Target, policy: str | None = None
 ) -> Target:
-    """``read_fsdp`` with the defaults of FSDP1's own arguments, where accelerate has others."""
+    """Return ``read_fsdp`` with FSDP1's defaults, where accelerate's differ."""
     target = replace(target, precision=precision_of(mixed), mixed=mixed)
     target = read_fsdp(config, 1, ranks, target, policy=policy)
     sync = target.sync_module_states and "sync_module_states" in config
@@ -61,12 +61,12 @@ def read_as_fsdp1(
 
 
 def precision_of(mixed: MixedPrecision | None) -> Precision:
-    """The dtypes of torch's object."""
+    """Return the dtypes of torch's object."""
     return Precision(mixed.param_dtype, mixed.reduce_dtype, None, mixed.buffer_dtype) if mixed else Precision()
 
 
 def _mixed_precision(config: Reader) -> MixedPrecision | None:
-    """From ``mixed_precision``, a dtype or a section, and from dtypes beside it."""
+    """Read ``mixed_precision``, a dtype or a section, and dtypes beside it."""
     value = config.raw("mixed_precision")
     if isinstance(value, dict):
         return read_mixed_precision(config.section("mixed_precision"))
@@ -77,7 +77,7 @@ def _mixed_precision(config: Reader) -> MixedPrecision | None:
 
 
 def read_mixed_precision(section: Reader, default: torch.dtype | None = None) -> MixedPrecision | None:
-    """FSDP1's ``MixedPrecision`` as a section writes it; ``default`` is the dtype of the three that are not given."""
+    """Return FSDP1's ``MixedPrecision`` from a section; ``default`` is used for dtypes that are not given."""
     values: dict[str, Any] = {key: default if value is None else value for key, value in section.read(_MIXED).items()}
     given = any(isinstance(value, torch.dtype) for value in values.values())
     return MixedPrecision(**{**values, "keep_low_precision_grads": False}) if given else None

@@ -1,4 +1,4 @@
-"""Reading a configuration: its file, kinds of values, and tables that answer for every key of it, exactly once."""
+"""Read a configuration: its file, kinds of values, and tables that answer for every key exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {
 
 
 class Kind(NamedTuple):
-    """A kind of value: what it takes, one that it takes, and what makes it Python's; others raise ValueError."""
+    """A kind of value: its rule and fix for errors, and a function that parses it or raises ValueError."""
 
     rule: str
     fix: str
@@ -34,13 +34,12 @@ class Kind(NamedTuple):
 
 
 def choice(names: Iterable[str], numbered: bool = False) -> Kind:
-    """One of ``names`` in any case; where ``numbered`` also its place among them, from 1, as accelerate asks for it."""
+    """One of ``names`` in any case; with ``numbered`` also its number from 1, as in accelerate."""
     names = tuple(names)
     by_text = {name.lower(): name for name in names}
     by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
     places = f", or their number from 1 to {len(names)}" if numbered else ""
-    # Of an enum's member the name alone.
-    parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())
+    parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())  # an enum's member by name
     return Kind(f"It is one of {', '.join(names)}{places}", f"Use {names[0]}", parse)
 
 
@@ -80,7 +79,7 @@ DTYPE = Kind(
 )
 NAMES = Kind("It is a name, names with commas between them, or a list of names", "Use LlamaDecoderLayer", _names)
 GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
-# A switch, or a section that is one as soon as it has a key.
+# A switch, or a section, which is on if it has a key.
 SWITCH = BOOLEAN._replace(parse=lambda value: bool(value) if isinstance(value, dict) else BOOLEAN.parse(value))
 
 # An answer is "fate: sentence", where {} stands for the value.
@@ -89,7 +88,7 @@ Table: TypeAlias = Mapping[str, "Key | Answer"]
 
 
 class Key(NamedTuple):
-    """What a table says of a key: its kind of value; the answer, one for each value, or what makes one; its default."""
+    """A key in a table: its kind of value; one answer, one for each value, or a function to one; its default."""
 
     kind: Kind
     answers: Answer | Mapping[Any, Answer] | Callable[[Any], Answer]
@@ -97,7 +96,7 @@ class Key(NamedTuple):
 
 
 def one_of(answers: Mapping[str, Answer], default: str, numbered: bool = False) -> Key:
-    """A key that takes a few names, each with its answer."""
+    """A key that takes one of a few names, each with its answer."""
     return Key(choice(answers, numbered), answers, default)
 
 
@@ -107,26 +106,26 @@ def switch(on: Answer, off: Answer = "implied: Off.", default: bool = False, kin
 
 
 def given(on: Answer, off: Answer = "implied: None.") -> Key:
-    """A key of which only matters whether it is set."""
+    """A key for which only matters whether it is set."""
     return switch(on, off, kind=GIVEN)
 
 
 def several(on: Answer, off: Answer = "implied: None.", kind: Kind = RANKS) -> Key:
-    """A size, of which only matters whether it is more than 1."""
+    """A size for which only matters whether it is more than 1."""
     return Key(kind, lambda size: on if size > 1 else off, 1)
 
 
 class Reader:
     """The keys of one section of a configuration.
 
-    A format reads the keys that it knows, by a table or one by one, and answers for each. What is wrong with a value is
-    collected, and ``finish`` raises all of it. Keys that nothing has answered for are unknown.
+    A format reads the keys that it knows, by a table or one by one, and answers for each. Invalid values are collected
+    in ``problems``, which ``finish`` raises at once. Keys without an answer are unknown.
     """
 
     def __init__(
         self, section: Mapping[Any, Any], path: str = "", prefix: str = "", problems: list[str] | None = None
     ) -> None:
-        """Of a section at ``path``, whose keys may start with ``prefix``, as in ``fsdp_offload_params``."""
+        """Read a section at ``path``, whose keys may start with ``prefix``, as in ``fsdp_offload_params``."""
         self._path = path
         self._values = {str(key): value for key, value in section.items()}
         self._prefix = prefix
@@ -140,16 +139,16 @@ class Reader:
         return self._spelling(key) is not None
 
     def __iter__(self) -> Iterator[str]:
-        """The keys as they are written."""
+        """Yield the keys as written."""
         return iter(self._values)
 
     def raw(self, key: str) -> Any:
-        """What the file says, None where it has no such key."""
+        """Return the value as written, None if the key is absent."""
         spelling = self._spelling(key)
         return None if spelling is None else self._values[spelling]
 
     def get(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """The value of a key, or ``default`` where it is absent, null, or not of its kind, which is a problem."""
+        """Return the parsed value of a key, or ``default`` if it is absent, null, or invalid, which is a problem."""
         value = self.raw(key)
         if value is None:
             return default
@@ -160,7 +159,7 @@ class Reader:
             return default
 
     def take(self, key: str, row: Key) -> Any:
-        """The value of a key, which is answered for as the table says."""
+        """Answer for a key as the table says, and return its value."""
         value, answers = self.get(key, row.kind, row.default), row.answers
         if callable(answers):
             self.note(key, answers(value))
@@ -170,10 +169,10 @@ class Reader:
         return value
 
     def read(self, table: Table) -> dict[str, Any]:
-        """Answers for all keys of a table, and gives the values of those that have a kind.
+        """Answer for all keys of a table, and return the values of those that have a kind.
 
-        A line of a table is for one word or several. What ends in ``*`` is the beginning of keys that nothing else
-        answers for.
+        A row of a table may name several keys. One that ends in ``*`` answers for all keys with that prefix that have
+        no other answer.
         """
         rows = [(word, row) for words, row in table.items() for word in words.split()]
         for word, row in rows:
@@ -184,14 +183,14 @@ class Reader:
         return {word: self.take(word, row) for word, row in rows if isinstance(row, Key)}
 
     def note(self, key: str, answer: Answer) -> None:
-        """Answer for a key; nothing where it is absent or already a problem."""
+        """Answer for a key, unless it is absent or already a problem."""
         spelling = self._spelling(key)
         if spelling is None or self._answers.get(spelling, ...) is None:
             return
         self._answer(spelling, self._noted(spelling, answer))
 
     def section(self, key: str, prefix: str = "") -> Reader:
-        """The keys below ``key``; an empty reader where there is no such section or nothing in it."""
+        """Return a reader of the keys below ``key``, an empty one if the section is absent or empty."""
         value = self.raw(key)
         filled = isinstance(value, Mapping) and len(value) > 0
         inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self.problems)
@@ -204,20 +203,20 @@ class Reader:
         return inner
 
     def beside(self, values: Mapping[Any, Any], path: str, prefix: str = "") -> Reader:
-        """A reader of keys that stand in a file of their own, answered for with these."""
+        """Return a reader of keys from another file, whose notes follow those of this one."""
         self._beside.append(Reader(values, path, prefix, self.problems))
         return self._beside[-1]
 
     def problem(self, key: str, problem: str, rule: str, fix: str) -> None:
-        """Record what ``finish`` will raise; it answers for the key."""
+        """Record an error for ``finish`` to raise, which answers for the key."""
         self._answers[self._spelling(key) or key] = None
         self.problems.append(message(self._place(self._spelling(key) or key), problem, rule, fix))
 
     def finish(self) -> tuple[Note, ...]:
-        """A note for every key, in the order of the file.
+        """Return a note for every key, in the order of the file.
 
         Raises:
-            TranslationError: everything that is wrong with the values, at once.
+            TranslationError: all problems at once.
         """
         notes = tuple(self.notes())
         if self.problems:
@@ -225,7 +224,7 @@ class Reader:
         return notes
 
     def notes(self) -> Iterator[Note]:
-        """A note for each key here and below, in the order of the file."""
+        """Yield a note for each key here and below, in the order of the file."""
         absent = [key for key in self._asked if self._spelling(key) is None]
         for key in self._values:
             answer = self._answers.get(key, ...)
@@ -235,8 +234,8 @@ class Reader:
                 yield answer
             elif answer is ...:
                 near = get_close_matches(key.removeprefix(self._prefix), absent, n=1)
-                hint = f" Is it {near[0]}?" if near else ""
-                unknown = f"unknown: Not a key that shardkit knows; nothing was done with it.{hint}"
+                hint = f" Did you mean {near[0]}?" if near else ""
+                unknown = f"unknown: shardkit does not know this key and ignores it.{hint}"
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
                 yield self._noted(key, next(begun, unknown))
         for other in self._beside:
@@ -254,26 +253,26 @@ class Reader:
         self._answers[spelling] = answer
 
     def _place(self, spelling: str) -> str:
-        """Where a key is in the whole configuration, as notes and errors name it."""
+        """Return the dotted path of a key in the whole configuration."""
         return f"{self._path}.{spelling}" if self._path else spelling
 
     def _spelling(self, key: str) -> str | None:
-        """The key as it is written, with the prefix or without; both at once is a problem."""
+        """Return the key as written, with the prefix or without; both at once is a problem."""
         self._asked[key] = None
         with_prefix = f"{self._prefix}{key}"
         if self._prefix and key in self._values and with_prefix in self._values and with_prefix not in self._answers:
             self._answers[with_prefix] = None
-            rule = "Both are the same key, and which one wins differs between versions"
+            rule = "Both are the same key, and which one takes precedence differs between versions"
             subject, fix = self._place(with_prefix), "Leave one of them out"
             self.problems.append(message(subject, f"given as {key} too", rule, fix))
         return key if key in self._values else with_prefix if with_prefix in self._values else None
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    """The keys and values of a file.
+    """Return the keys and values of a JSON or YAML file.
 
     Raises:
-        TranslationError: it cannot be read, is neither JSON nor YAML, holds no keys, or is YAML without PyYAML.
+        TranslationError: it cannot be read or parsed, holds no keys, or is YAML and PyYAML is not installed.
     """
     file = Path(path)
     try:
@@ -282,10 +281,8 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
         raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give the path of a file")) from None
     if not isinstance(found, Mapping):
         held = type(found).__name__ if found is not None else "nothing"
-        rule = "A configuration is keys and values"
-        raise TranslationError(
-            message(str(file), f"holds {held}", rule, "Give the file that the training script reads")
-        )
+        rule, fix = "A configuration is a mapping of keys to values", "Give the file that the training script reads"
+        raise TranslationError(message(str(file), f"holds {held}", rule, fix))
     return found
 
 
@@ -294,13 +291,13 @@ def _parse(file: Path, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         if file.suffix == ".json":
-            raise TranslationError(message(str(file), f"is not valid JSON: {error}", "", "Fix it")) from None
+            raise TranslationError(message(str(file), f"is not valid JSON: {error}", "", "Fix the syntax")) from None
     try:
         import yaml
     except ImportError:
-        problem, rule = "is not valid JSON, and PyYAML is not installed", "YAML needs PyYAML, which shardkit does not"
+        problem, rule = "is not valid JSON, and PyYAML is not installed", "YAML files need PyYAML"
         raise TranslationError(message(str(file), problem, rule, "pip install pyyaml, or give JSON")) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise TranslationError(message(str(file), f"is not valid YAML: {error}", "", "Fix it")) from None
+        raise TranslationError(message(str(file), f"is not valid YAML: {error}", "", "Fix the syntax")) from None

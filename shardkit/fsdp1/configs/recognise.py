@@ -1,4 +1,4 @@
-"""Which tool a configuration is of, by its keys."""
+"""Recognise the tool that a configuration is for, by its keys."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardkit.fsdp1.configs.target import Ranks, Target
 class Format(NamedTuple):
     """A tool's configuration.
 
-    ``signs`` are keys that only this tool has. ``shared`` are those that tools share, for where nobody's own are there;
-    all of a group, as in ``a+b``, must be.
+    ``signs`` are keys that only this tool has. ``shared`` are groups of keys, as in ``a+b``, that decide where no
+    format's own keys are present; all keys of a group must be.
     """
 
     read: Callable[[Reader, Ranks], Target]
@@ -61,53 +61,37 @@ FORMATS: dict[str, Format] = {
 
 
 def recognise(config: Mapping[Any, Any], name: str | None = None) -> tuple[str, tuple[str, ...]]:
-    """The format's name, and the keys that gave it away.
-
-    Args:
-        config: the configuration.
-        name: the format, where it is known.
+    """Return the format of a configuration, which ``name`` may say, and the keys that show it.
 
     Raises:
-        TranslationError: no format's keys are there, or those of several, or there is no such format.
+        TranslationError: no format's keys are there, or keys of several formats, or there is no format of that name.
     """
+    if name is not None and name not in FORMATS:
+        raise TranslationError(message("format", repr(name), f"Formats are {listing(FORMATS)}", "Use one of them"))
+    found = {each: keys for each, form in FORMATS.items() if (keys := _own(config, form))}
     if name is not None:
-        if name not in FORMATS:
-            raise TranslationError(message("format", repr(name), f"Formats are {listing(FORMATS)}", "Use one of them"))
-        shared = (key for group in _groups(FORMATS[name]) for key in group)
-        return name, _own(config, FORMATS[name]) or tuple(key for key in shared if key in config)
-    found = {name: seen for name, each in FORMATS.items() if (seen := _own(config, each))} or _shared(config)
+        return name, found.get(name, ())
+    found = found or _shared(config)
     if len(found) != 1:
-        known = "; ".join(f"{name} ({listing(_examples(form), 3)})" for name, form in FORMATS.items())
-        problem = "has keys of " + ", and of ".join(f"{name} ({listing(seen, 5)})" for name, seen in found.items())
+        signs = ((name, (form.signs or form.shared.replace("+", " ")).split()) for name, form in FORMATS.items())
+        known = "; ".join(f"{name} ({listing(dict.fromkeys(keys), 3)})" for name, keys in signs)
+        problem = "has keys of " + ", and of ".join(f"{each} ({listing(keys, 5)})" for each, keys in found.items())
         if not found:
             problem = f"has none of the keys of a known format. Its keys are {listing(map(str, config), 10) or 'none'}"
         rule = f"Formats and some of their keys are {known}"
-        raise TranslationError(message("config", problem, rule, "Name it with format=, or --format"))
+        raise TranslationError(message("config", problem, rule, "Name the format with format=, or --format"))
     return next(iter(found.items()))
 
 
 def _own(config: Mapping[Any, Any], form: Format) -> tuple[str, ...]:
-    seen = [sign for sign in form.signs.split() if sign in config]
-    if "*.strategy_args" in form.signs:
-        inner = [key for key, value in config.items() if isinstance(value, Mapping) and "strategy_args" in value]
-        seen += [f"{key}.strategy_args" for key in inner]
-    return tuple(seen)
+    inner = [key for key, value in config.items() if isinstance(value, Mapping) and "strategy_args" in value]
+    roles = [f"{key}.strategy_args" for key in inner] if "*.strategy_args" in form.signs else []
+    return (*(sign for sign in form.signs.split() if sign in config), *roles)
 
 
 def _shared(config: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
-    """Of groups of shared keys, the largest that is there whole; ``fsdp: true`` alone is a plain file's."""
-    whole = [(name, keys) for name, form in FORMATS.items() for keys in _groups(form) if {*keys} <= config.keys()]
-    most = max((len(keys) for _, keys in whole), default=0)
-    found: dict[str, tuple[str, ...]] = {}
-    for name, keys in whole:
-        if len(keys) == most:
-            found.setdefault(name, keys)
-    return found
-
-
-def _groups(form: Format) -> list[tuple[str, ...]]:
-    return [tuple(group.split("+")) for group in form.shared.split()]
-
-
-def _examples(form: Format) -> list[str]:
-    return form.signs.split() or list(dict.fromkeys(key for group in _groups(form) for key in group))
+    """Return the largest complete group of shared keys; ``fsdp: true`` alone is a plain file's."""
+    groups = [(name, tuple(group.split("+"))) for name, form in FORMATS.items() for group in form.shared.split()]
+    complete = [(name, keys) for name, keys in groups if {*keys} <= config.keys()]
+    most = max((len(keys) for _, keys in complete), default=0)
+    return {name: keys for name, keys in complete if len(keys) == most}

@@ -1,4 +1,4 @@
-"""ROLL's YAML: ``strategy_args`` of one role, or a pipeline of several, that train or infer with FSDP2.
+"""ROLL's YAML: ``strategy_args`` of one role, or a pipeline of several roles.
 
 Facts from ROLL (``distributed/strategy/fsdp2_strategy.py``, ``utils/fsdp_utils.py``, ``configs/model_args.py`` and the
 FSDP2 guide of its docs), 2026-08.
@@ -19,39 +19,39 @@ from shardkit.plan import MeshSpec
 _FSDP = ("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")
 _RANGE = re.compile(r"^\s*list\(\s*range\(\s*(?:(\d+)\s*,\s*)?(\d+)\s*\)\s*\)\s*$")
 
-_PIPELINE: Table = {"*": "elsewhere: It is about the pipeline; sharding is said in its roles."}
+_PIPELINE: Table = {"*": "elsewhere: For the pipeline; its roles configure sharding."}
 _ROLE: Table = {
     "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls": (
-        "elsewhere: It is for the training loop."
+        "elsewhere: For the training loop."
     ),
 }
 _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
-    "compute_dtype": "elsewhere: It is about the model.",
+    "compute_dtype": "elsewhere: For the model.",
     "ulysses_size": several(
-        "noted: Split the sequence yourself, on an axis of adjacent ranks; they shard the parameters too.",
-        "implied: An axis of one rank changes nothing.",
+        "noted: Split the sequence yourself, on an axis of adjacent ranks; these shard the parameters too.",
+        "implied: An axis of size 1 changes nothing.",
     ),
     "disable_gradient_checkpointing": switch(
         "mapped: Activations are kept.",
-        "mapped: checkpoint_activations=True; ROLL lets transformers checkpoint activations. Use one of them.",
+        "mapped: checkpoint_activations=True. Leave the model's own gradient checkpointing off.",
     ),
-    "freeze_module_prefix": Key(
-        NAMES, "noted: Freeze {} before sharding (requires_grad_(False)); a plan reads it off the model.", ()
-    ),
+    "freeze_module_prefix": Key(NAMES, "noted: Freeze {} before sharding with requires_grad_(False).", ()),
 }
-_EVERY = "mapped: For every unit, the root too."
+_EVERY = "mapped: For every unit and the root."
 _STRATEGY: Table = {
     "reshard_after_forward": Key(BOOLEAN, {None: "mapped: True, but False for the root.", True: _EVERY, False: _EVERY}),
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
-    "apply_expert_patch": switch("noted: Calling every expert on every rank is for the model's code: keep that patch."),
-    "ep_size": several("noted: Apply expert parallelism first; give shardkit the data-parallel sub-mesh.", kind=NUMBER),
-    "apply_tiled_mlp": switch("noted: It is the model's code."),
-    "tiled_num_shards model_type": "elsewhere: It is for apply_tiled_mlp.",
-    "async_save_ckpt": "elsewhere: It is how ROLL saves: save_checkpoint.",
-    "use_batched_model_update": "elsewhere: It is how ROLL sends weights to the engine that generates.",
+    "apply_expert_patch": switch("noted: Keep that patch of the model, which calls every expert on every rank."),
+    "ep_size": several(
+        "noted: Apply expert parallelism first; give shard_model the data-parallel submesh.", kind=NUMBER
+    ),
+    "apply_tiled_mlp": switch("noted: For the model's code."),
+    "tiled_num_shards model_type": "elsewhere: For apply_tiled_mlp.",
+    "async_save_ckpt": "elsewhere: Use save_checkpoint.",
+    "use_batched_model_update": "elsewhere: For weight updates of ROLL's inference engine.",
 }
 _WRAP: Table = {
     "transformer_layer_cls_to_wrap": Key(
@@ -63,15 +63,15 @@ _WRAP: Table = {
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a pipeline, of a role of one, or of a ``strategy_config`` alone."""
+    """Return the target of a pipeline, a role, or a ``strategy_config``."""
     role = _role(config)
     role.read(_ROLE)
     config.read(_PIPELINE if role is not config else {})
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role
     name = strategy.raw("strategy_name")
-    answer = "mapped: FSDP2, which is what shardkit shards with."
-    strategy.note("strategy_name", answer if name in (None, *_FSDP) else f"refused: {name} is another engine.")
+    answer = "mapped: FSDP2."
+    strategy.note("strategy_name", answer if name in (None, *_FSDP) else f"refused: {name} is not FSDP.")
     section = role.section("model_args")
     model = section.read(_MODEL)
     inside = strategy.section("strategy_config") if "strategy_config" in strategy else strategy
@@ -80,7 +80,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
     return Target(
         mesh=_mesh(inside, _world(role, ranks), model["ulysses_size"]),
         reshard_after_forward=reshard is not False,
-        root_reshards=reshard is True,  # ROLL hands it to the root too; without a value torch keeps the root
+        root_reshards=reshard is True,  # ROLL passes it to the root too; None keeps the root gathered
         wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"]),
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
         casts="text",
@@ -93,7 +93,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
 
 
 def _role(config: Reader) -> Reader:
-    """The role that is translated: the only one with FSDP2, or the one that trains the actor."""
+    """Return the role to translate: the one with FSDP2, or ``actor_train`` among several."""
     engines: dict[str, Any] = {}
     for key in config:
         value = config.raw(key)
@@ -106,12 +106,12 @@ def _role(config: Reader) -> Reader:
     chosen = "actor_train" if "actor_train" in candidates else candidates[0]
     for key, engine in engines.items():
         if key != chosen:
-            config.note(key, f"elsewhere: Another role, with {engine}: translate it by itself.")
+            config.note(key, f"elsewhere: Another role, with {engine}: translate it separately.")
     return config.section(chosen)
 
 
 def _world(role: Reader, ranks: Ranks) -> int | None:
-    """From ``device_mapping``, a list or the text ``list(range(0,16))``."""
+    """Return the number of ranks of ``device_mapping``, a list or the text ``list(range(0,16))``."""
     value = role.raw("device_mapping")
     found = None
     if isinstance(value, (list, tuple)) and value:
@@ -125,7 +125,7 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
 
 
 def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
-    """``fsdp_size`` of all ranks or more, or of 1 or less, is one axis; what lies between replicates too."""
+    """Return the mesh: hybrid where ``fsdp_size`` is between 1 and the number of ranks."""
     size = -1 if section.raw("fsdp_size") == -1 else section.get("fsdp_size", NUMBER, 1)
     if size > 1 and (world is None or size < world):
         return hybrid_mesh(section, "fsdp_size", size, world, "Give device_mapping, or world_size")
@@ -139,11 +139,11 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
 
 
 def _wrap(policy: Reader, patched: bool) -> Wrap:
-    answer = "noted: Not units, as in ROLL without apply_expert_patch: an expert that only some ranks call would hang."
+    answer = "noted: Not units, as in ROLL without apply_expert_patch: a unit that only some ranks call would hang."
     if patched:
-        answer = "mapped: A unit of each {}, since apply_expert_patch calls each on every rank."
+        answer = "mapped: A unit of each {}, which apply_expert_patch calls on every rank."
     experts = policy.take("moe_experts", Key(NAMES, answer, ()))
     values = policy.read(_WRAP)
     classes = values["transformer_layer_cls_to_wrap"]
     units = (*classes, *experts) if patched else classes
-    return Wrap("classes" if classes else "declared", units, 0, values["wrap_embeddings"], values["wrap_lm_output"])
+    return Wrap("classes" if classes else "declared", units, values["wrap_embeddings"], values["wrap_lm_output"])

@@ -1,9 +1,8 @@
-"""What a configuration asks of FSDP2, and the plan that it makes of a model."""
+"""What a configuration asks of FSDP2, and the plan that follows for a model."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
@@ -25,7 +23,7 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.planning.rules import Rule, by_class, by_name, by_size
+from shardkit.planning.rules import Rule, by_class, by_name
 from shardkit.ranks import accelerator
 
 
@@ -33,19 +31,17 @@ from shardkit.ranks import accelerator
 class Wrap:
     """Which modules become units, besides the root."""
 
-    # "classes" that are named, those that the model has "declared" (_no_split_modules), modules of a "size", the
-    # "default" rule of shardkit, or none but the "root".
-    by: Literal["classes", "declared", "size", "default", "root"]
+    # "classes" that are named, those that the model has "declared" (_no_split_modules), the "default" rule of shardkit,
+    # or none but the "root".
+    by: Literal["classes", "declared", "default", "root"]
     classes: tuple[str, ...] = ()  # names, also beside the declared ones
-    min_num_params: int = 0  # elements
     embeddings: bool = False  # whether input embeddings are units too
     head: bool = False  # whether the output head is one too
-    policy: Any = None  # FSDP1's auto_wrap_policy, where it is given as an object
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of mixed precision; None keeps the parameter's own, or for ``reduce`` the one computed in."""
+    """The dtypes of mixed precision; None keeps the parameters' dtype, or reduces in the dtype of the computation."""
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -54,7 +50,7 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: torch.dtype | None, version: int) -> Precision:
-        """accelerate computes, reduces and returns in a dtype, and in version 1 of FSDP casts buffers instead."""
+        """accelerate computes and reduces in one dtype, and casts outputs (version 2) or buffers (version 1) to it."""
         return cls(dtype, dtype, dtype if version == 2 else None, dtype if version == 1 else None)
 
 
@@ -63,13 +59,13 @@ class Target:
     """An FSDP2 configuration: all of a plan that does not depend on the model."""
 
     mesh: MeshSpec | None  # in ranks; None where nothing says how many ranks there are
-    reshard_after_forward: bool | int = True  # of all units but the root; an int is ranks to reshard to
+    reshard_after_forward: bool | int = True  # of all units but the root, as for fully_shard
     root_reshards: bool = False
     wrap: Wrap = Wrap("default")
     precision: Precision = Precision()
-    # "all" units cast what they are called with, "root" only, or all but the blocks of a vision encoder, "text".
+    # Who casts forward inputs: "all" units, the "root" only, or "text": all but the blocks of a vision encoder.
     casts: Literal["all", "root", "text"] = "all"
-    offload: bool = False  # whether shards, gradients and optimizer state live on the CPU
+    offload: bool = False  # CPUOffloadPolicy
     pin_memory: bool | None = None  # None pins where there is an accelerator
     checkpoint_activations: bool = False  # of blocks
     compile: bool = False  # of blocks
@@ -77,7 +73,7 @@ class Target:
     sync_module_states: bool = False  # whether the first rank's parameters and buffers are broadcast before sharding
     rank0_loads: bool = False  # whether only the first rank loads the weights, and the others start from meta
     state_dict_type: str | None = None  # "full" or "sharded"
-    # Further axes of ranks, which the user brings: tensor, context, sequence or expert parallel, and their sizes.
+    # Sizes of further mesh axes, which the user applies: tensor, context, sequence or expert parallel.
     axes: Mapping[str, int] = field(default_factory=dict)
     strategy: ShardingStrategy | None = None  # where the configuration is one of FSDP1
     mixed: MixedPrecision | None = None  # FSDP1's, where it says more than precision
@@ -85,23 +81,28 @@ class Target:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is known of the number of ranks besides the configuration; None is unknown."""
+    """The number of ranks in all and per node; None is unknown."""
 
     world_size: int | None = None
     per_node: int | None = None
 
 
 def note_on_ranks(what: str, found: int | None, asked: int | None) -> str:
-    """The answer for a key that gives a number of ranks, where another one may be asked for."""
+    """Return the answer for a key that gives a number of ranks, which an argument may override."""
     if asked is not None and asked != found:
-        return f"noted: {asked} {what} were asked for instead."
+        return f"noted: Overridden by the argument: {asked} {what}."
     return f"mapped: {found} {what}." if found is not None else f"mapped: Unknown {what}."
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A configuration that was read: its format, the keys that gave the format away, what it asks for, and what became
-    of each key, in the order of the file.
+    """A configuration that was read.
+
+    Attributes:
+        format: the name of its format.
+        saw: the keys by which the format was recognised.
+        target: what it asks for.
+        notes: one for each key, in the order of the file.
     """
 
     format: str
@@ -111,31 +112,29 @@ class Reading:
 
     @property
     def refused(self) -> tuple[Note, ...]:
-        """The notes on what FSDP2 cannot do."""
+        """Return the notes on what FSDP2 cannot do."""
         return tuple(note for note in self.notes if note.fate == "refused")
 
 
 def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Ranks) -> Translation:
-    """The translation of a configuration for the whole model, with the notes on its keys; pure and local.
-
-    FSDP1's hybrid strategies need to know the ranks of a node; the mesh is the target's.
+    """Return the translation of a configuration for the whole model, with the notes on its keys; pure and local.
 
     Raises:
-        TranslationError: the model has no such classes, or nothing says how many ranks there are.
-        PlanError: the model cannot be sharded so.
+        TranslationError: the model lacks a named class, or the number of ranks is unknown.
+        PlanError: the model cannot be sharded as the target says.
     """
     if target.mesh is None:
-        problem = "neither the configuration nor an argument says how many ranks there are"
-        rule = "A plan is made for a number of ranks"
+        problem = "neither the configuration nor an argument gives the number of ranks"
+        rule = "A plan is made for a known number of ranks"
         raise TranslationError(message("world_size", problem, rule, "Pass world_size=8, or --world 8"))
     if target.strategy is None:
         return _of_fsdp2(target, model, notes)
-    # By FSDP1's own arguments, so that units, dtypes and buffers are as FSDP1 has them.
+    # Through FSDP1's own arguments, so that units, dtypes and buffers are as in FSDP1.
     precision = target.precision
     mixed = MixedPrecision(precision.param, precision.reduce, precision.buffer) if precision != Precision() else None
     arguments: dict[str, Any] = {
         "sharding_strategy": target.strategy,
-        "auto_wrap_policy": _policy(target.wrap, model),
+        "auto_wrap_policy": None if target.wrap.by == "root" else set(_classes_of(target.wrap, model)),
         "cpu_offload": CPUOffload(offload_params=True) if target.offload else None,
         "mixed_precision": target.mixed or mixed,
         "sync_module_states": target.sync_module_states,
@@ -154,7 +153,7 @@ def _of_fsdp2(target: Target, model: nn.Module, notes: tuple[Note, ...]) -> Tran
         model,
         units=_rules(target, model),
         mesh=target.mesh,
-        # None lets the default rule keep what backward needs at once.
+        # None lets the default rule keep the last unit gathered, which backward needs first.
         reshard_after_forward=None if target.wrap.by == "default" and reshard is True else reshard,
         mp_policy=mp_policy(target),
         offload_policy=_offload_policy(target),
@@ -169,13 +168,12 @@ def _of_fsdp2(target: Target, model: nn.Module, notes: tuple[Note, ...]) -> Tran
 
 
 def mp_policy(target: Target) -> MixedPrecisionPolicy:
-    """torch's policy for the root of a target; ``output_dtype`` is for the root only."""
+    """Return torch's policy for the root; other units have no ``output_dtype``."""
     precision = target.precision
     return MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
 
 
 def _offload_policy(target: Target) -> OffloadPolicy:
-    """torch's policy, which pins where there is an accelerator unless it is told not to."""
     pin = target.pin_memory is not False and accelerator() != "cpu"
     return CPUOffloadPolicy(pin_memory=pin) if target.offload else OffloadPolicy()
 
@@ -184,41 +182,29 @@ def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
     wrap = target.wrap
     if wrap.by == "default":
         return None
-    rules: list[Rule] = [by_name(_embedding(model))] if wrap.embeddings else []
-    rules += [by_name(_head(model))] if wrap.head else []
-    if wrap.by == "size":
-        rules.append(by_size(wrap.min_num_params))
-    elif wrap.by != "root":
+    rules = list(_ends(wrap, model))
+    if wrap.by != "root":
         rules.append(by_class(*_classes_of(wrap, model)))
     return [*rules, by_name("", reshard_after_forward=target.root_reshards)]
 
 
 def _classes_of(wrap: Wrap, model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of a model that a wrap names or the model declares."""
+    """Return the classes of the model that the target names or the model declares."""
     there = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wrap.classes if name not in there]
     declared = tuple(getattr(model, "_no_split_modules", None) or ()) if wrap.by == "declared" else ()
     found = dict.fromkeys(there[name] for name in (*declared, *wrap.classes) if name in there)
     if missing or not found:
-        what = f"{listing(missing)} not in the model" if missing else "the model declares no blocks that it has"
-        rule, fix = f"Its classes are {listing(sorted(there))}", "Name those of the repeated blocks"
+        what = (
+            f"{listing(missing)} not in the model" if missing else "the model's _no_split_modules names no block of it"
+        )
+        rule, fix = f"Its classes are {listing(sorted(there))}", "Name the class of the repeated blocks"
         raise TranslationError(message("transformer_layer_cls_to_wrap", what, rule, fix))
     return tuple(found)
 
 
-def _policy(wrap: Wrap, model: nn.Module) -> Any:
-    """FSDP1's auto_wrap_policy."""
-    if wrap.policy is not None:
-        return wrap.policy
-    if wrap.by in ("classes", "declared"):
-        return set(_classes_of(wrap, model))
-    if wrap.by == "size":
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=wrap.min_num_params)
-    return None
-
-
 def _with_blocks(plan: ShardingPlan, model: nn.Module, target: Target) -> ShardingPlan:
-    """The plan with the settings of blocks and of the whole that FSDP1's arguments do not have."""
+    """Return the plan with the settings that FSDP1 has no argument for."""
 
     def settled(unit: ShardUnit) -> ShardUnit:
         block = unit.modules != ("",) and any([*model.get_submodule(fqn).children()] for fqn in unit.modules)
@@ -233,7 +219,7 @@ def _with_blocks(plan: ShardingPlan, model: nn.Module, target: Target) -> Shardi
 
 
 def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """The plan in which the units of a vision encoder take their inputs as they are."""
+    """Return the plan in which the units of a vision encoder do not cast their inputs."""
     names = ("visual", "vision_tower", "vision_model", "vision_encoder")  # of transformers' models, and of others
     towers = tuple(f"{fqn}." for fqn, _ in model.named_modules() if fqn.rpartition(".")[2] in names)
 
@@ -244,21 +230,19 @@ def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     return replace(plan, units=tuple(map(settled, plan.units)))
 
 
-def _embedding(model: nn.Module) -> str:
-    named = getattr(model, "get_input_embeddings", lambda: None)()
-    own = [fqn for fqn, module in model.named_modules() if module is named]
-    other = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return _first(model, [*own, *other], "wrap_embeddings", "nn.Embedding")
-
-
-def _head(model: nn.Module) -> str:
-    names = [fqn for fqn, _ in model.named_modules()]
-    heads = [fqn for head in ("lm_head", "head") for fqn in names if fqn.rpartition(".")[2] == head]
-    return _first(model, heads, "wrap_lm_output", "lm_head")
-
-
-def _first(model: nn.Module, found: list[str], key: str, what: str) -> str:
-    if not found:
-        rule = f"Its children are {listing(name for name, _ in model.named_children())}"
-        raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))
-    return found[0]
+def _ends(wrap: Wrap, model: nn.Module) -> Iterator[Rule]:
+    """Yield rules for the input embedding and the output head, where they are units."""
+    modules = dict(model.named_modules())
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    own = [fqn for fqn, module in modules.items() if module is embedding]
+    others = [fqn for fqn, module in modules.items() if isinstance(module, nn.Embedding)]
+    heads = [fqn for head in ("lm_head", "head") for fqn in modules if fqn.rpartition(".")[2] == head]
+    for is_unit, key, what, found in (
+        (wrap.embeddings, "wrap_embeddings", "nn.Embedding", own + others),
+        (wrap.head, "wrap_lm_output", "lm_head", heads),
+    ):
+        if is_unit and not found:
+            rule = f"Its children are {listing(name for name, _ in model.named_children())}"
+            raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))
+        if is_unit:
+            yield by_name(found[0])

@@ -6,7 +6,6 @@ version, as transformers 4 did; ``fsdp=True`` for FSDP2, as transformers 5 does.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,21 +13,21 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
-from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, Answer, Key, Kind, Reader, Table, given, load
+from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, Answer, Kind, Reader, Table, given, load
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
-# What axolotl hands to transformers is the first of these too.
+# axolotl passes these to transformers too.
 TRAINER: Table = {
     "gradient_checkpointing": given(
-        "noted: The model checkpoints its activations. Under FSDP use fsdp_config.activation_checkpointing instead.",
+        "noted: The model's own. Under FSDP use fsdp_config.activation_checkpointing instead.",
         "implied: Off.",
     ),
-    "deepspeed": given("refused: Translate that DeepSpeed configuration instead; one model has one engine."),
+    "deepspeed": given("refused: Translate that DeepSpeed configuration instead."),
     "bf16_full_eval float16 fp16_full_eval fp16_opt_level half_precision_backend tf32": (
-        "elsewhere: It is for the training loop."
+        "elsewhere: For the training loop."
     ),
-    "torch_compile_mode": "noted: shardkit compiles each block with torch.compile's defaults.",
+    "torch_compile_mode": "noted: shardkit compiles each block with the defaults of torch.compile.",
 }
 _KEYS: Table = {
     **TRAINER,
@@ -40,45 +39,37 @@ _KEYS: Table = {
     model_name_or_path neftune_noise_alpha no_cuda num_train_epochs optim optim_args output_dir overwrite_output_dir
     per_device_* push_to_* remove_unused_columns report_to resume_from_checkpoint run_name save_* seed
     skip_memory_metrics torch_empty_cache_steps use_cpu use_liger_kernel warmup_ratio warmup_steps weight_decay
-    """: "elsewhere: It is for the training loop.",
-    # Beside fsdp before transformers 4.34.
-    "fsdp_min_num_params": Key(
-        NUMBER, lambda least: f"mapped: Units from {least} elements." if least else "implied: 0.", 0
-    ),
-    "fsdp_transformer_layer_cls_to_wrap": Key(NAMES, "mapped: A unit of each {}.", ()),
+    """: "elsewhere: For the training loop.",
 }
 _XLA: Table = {  # of fsdp_config
     "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": given(
-        "refused: shardkit shards with torch's FSDP2, which does not run on XLA devices.", "implied: Off."
+        "refused: FSDP2 does not run on XLA devices.", "implied: Off."
     ),
 }
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
-    """The target of a mapping with ``fsdp``, ``fsdp_config`` and other training arguments."""
-    values = config.read(_KEYS)
+    """Return the target of training arguments with ``fsdp`` and ``fsdp_config``."""
+    config.read(_KEYS)
     section = _section(config)
     section.read(_XLA)
     written = section.take("version", VERSION)
     words = config.get("fsdp", WORDS, ())
     version = int(written or ("2" if words is None else "1"))
-    instead = ". Say version: 1 in fsdp_config, which shardkit then translates."
-    off = "refused: It is off, so there is no sharding to translate."
+    instead = ". Set version: 1 in fsdp_config."
+    off = "refused: FSDP is off, so there is nothing to translate."
     strategy = read_strategy(config, words or (), version, instead, off)
-    least, classes = values["fsdp_min_num_params"], values["fsdp_transformer_layer_cls_to_wrap"]
     target = Target(
         None,
         precision=read_precision(config, version),
         offload="offload" in (words or ()),
         compile=read_compile(config),
     )
-    target = read_fsdp(section, version, ranks, target, strategy, _policy(section, words, least))
-    wrap = target.wrap
-    if classes and wrap.by == "declared":
-        wrap = replace(wrap, by="classes", classes=classes)
-    elif least and wrap.by in ("declared", "root"):
-        wrap = replace(wrap, by="size", min_num_params=least)
-    return replace(target, wrap=wrap)
+    # What auto_wrap means where no policy is named: by size where a size is given, else by class. The Trainer had both
+    # keys beside fsdp, with the prefix, before transformers 4.34.
+    by_size = words and (section.get("min_num_params", NUMBER) or config.get("fsdp_min_num_params", NUMBER))
+    policy = ROOT_ONLY if words is not None and "auto_wrap" not in words else BY_SIZE if by_size else BY_CLASS
+    return read_fsdp(section, version, ranks, target, strategy, policy, beside=config)
 
 
 def _words(value: Any) -> tuple[str, ...] | None:
@@ -97,10 +88,10 @@ WORDS = Kind("It is true, words such as full_shard auto_wrap, or a list of them"
 def read_strategy(
     config: Reader, words: tuple[str, ...], version: int, instead: str, off: Answer, later: Answer | None = None
 ) -> ShardingStrategy | None:
-    """The strategy among the words of ``fsdp``, which may also say offload and auto_wrap.
+    """Return the strategy among the words of ``fsdp``, and answer for that key.
 
-    The key is answered for: by what version 2 has ``instead`` of other strategies, by ``off`` where it is off, and by
-    ``later`` where another key takes precedence.
+    The answer is ``off`` if FSDP is off, ``later`` if another key takes precedence; ``instead`` ends the answer for a
+    strategy that version 2 does not have.
     """
     named = [word for word in words if word.upper() in STRATEGIES]
     if len(named) > 1 or not {*words} <= {*named, "offload", "auto_wrap"}:
@@ -121,7 +112,7 @@ def read_strategy(
 
 
 def _section(config: Reader) -> Reader:
-    """The keys of ``fsdp_config``, which may be the path of a JSON file."""
+    """Return a reader of ``fsdp_config``, which may be the path of a JSON file."""
     path = config.raw("fsdp_config")
     if not isinstance(path, str):
         return config.section("fsdp_config", prefix="fsdp_")
@@ -130,29 +121,18 @@ def _section(config: Reader) -> Reader:
     except TranslationError as error:
         config.problem("fsdp_config", str(error), "It is a section, or the path of a JSON file", "Give one of them")
         values = {}
-    config.note("fsdp_config", "mapped: Each key of that file has a note of its own.")
+    config.note("fsdp_config", "mapped: Each key of that file has its own note.")
     return config.beside(values, path, prefix="fsdp_")
 
 
-def _policy(section: Reader, words: tuple[str, ...] | None, least: int) -> str:
-    """What ``auto_wrap`` means where no policy is named: by size where a size is given, else by class."""
-    if words is not None and "auto_wrap" not in words:
-        return ROOT_ONLY
-    least = section.get("min_num_params", NUMBER, 0) or least
-    if least and section.get("transformer_layer_cls_to_wrap", NAMES) and section.raw("auto_wrap_policy") is None:
-        problem, rule = f"{least}, with transformer_layer_cls_to_wrap", "auto_wrap makes units by size or by class"
-        section.problem("min_num_params", problem, rule, "Leave one of them out, or say auto_wrap_policy")
-    return BY_SIZE if least and words is not None else BY_CLASS
-
-
 def read_precision(config: Reader, version: int) -> Precision:
-    """From ``bf16`` and ``fp16``, which the Trainer hands to accelerate as its mixed precision."""
+    """Read ``bf16`` and ``fp16``, which the Trainer passes to accelerate as mixed precision."""
     dtype: torch.dtype | None = None
     also = "buffers" if version == 1 else "outputs"
     for key, found in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if config.raw(key) in ("auto", "full"):
             on = key == "bf16"
-            told = "noted: auto and full depend on the GPU that axolotl finds; bf16 was assumed."
+            told = "noted: auto and full depend on the GPU; bf16 is assumed."
         else:
             on = config.get(key, BOOLEAN, False)
             scaler = " Scale the loss with torch.amp.GradScaler." if key == "fp16" else ""
@@ -164,11 +144,11 @@ def read_precision(config: Reader, version: int) -> Precision:
 
 
 def read_compile(config: Reader) -> bool:
-    """From ``torch_compile``."""
+    """Read ``torch_compile``."""
     compiled = config.raw("torch_compile") != "auto" and config.get("torch_compile", BOOLEAN, False)
     told = "mapped: compile=True: blocks are compiled in place, before sharding."
     config.note("torch_compile", told if compiled else "mapped: Nothing is compiled.")
     inductor = config.raw("torch_compile_backend") in (None, "inductor")
-    told = "noted: Compile blocks yourself for a backend other than inductor."
-    config.note("torch_compile_backend", "implied: torch's default." if inductor else told)
+    told = "noted: shardkit compiles with inductor only; for another backend compile the blocks yourself."
+    config.note("torch_compile_backend", "implied: The default." if inductor else told)
     return compiled and inductor

@@ -1,4 +1,4 @@
-"""A target written down: as accelerate's configuration of version 2, or as torch code for any model."""
+"""Write a target: as accelerate's configuration of FSDP version 2, or as torch code for any model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.plan.python import CHECKPOINT, arguments, imports, quoted
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
-_POLICIES |= {"size": "SIZE_BASED_WRAP", "root": "NO_WRAP"}
+_POLICIES["root"] = "NO_WRAP"
 _NAMES = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def comments(reading: Reading, notes: Sequence[Note]) -> list[str]:
-    """The format and the notes, as comment lines of YAML and Python."""
+    """Return the format and the notes as comment lines of YAML and Python."""
     width = max((len(note.argument) for note in notes), default=0)
     lines = [f"# {note.fate:<9} {note.argument:<{width}}  {note.value}: {note.sentence}" for note in notes]
-    first = f"# {reading.format} ({listing(reading.saw, 3) or 'as it was said'})"
+    first = f"# {reading.format} ({listing(reading.saw, 3) or 'as requested'})"
     return [first, *(line.replace("\n", " ") for line in lines)]
 
 
@@ -32,15 +32,16 @@ def comments(reading: Reading, notes: Sequence[Note]) -> list[str]:
 
 
 def accelerate2(target: Target) -> str:
-    """The YAML of accelerate, ``fsdp_version: 2``; ``notes_on_accelerate`` lists what is not in it."""
+    """Return accelerate's YAML with ``fsdp_version: 2``; ``notes_on_accelerate`` lists what is not in it."""
     precision = f"mixed_precision: '{_NAMES.get(target.precision.param, 'no')}'"  # quoted: YAML reads no as false
-    kind = "MULTI_GPU" if _replicates_only(target) else "FSDP"
-    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", precision]
-    if not _replicates_only(target):
-        lines += ["fsdp_config:", *(f"  fsdp_{name}: {_text(value)}" for name, value in _fsdp(target))]
+    is_ddp = _replicates_only(target)
+    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {'MULTI_GPU' if is_ddp else 'FSDP'}", precision]
+    if not is_ddp:
+        settings = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in _fsdp(target))
+        lines += ["fsdp_config:", *(f"  fsdp_{key}: {value}" for key, value in settings)]
     if target.mesh is not None:
         lines.append(f"num_processes: {target.mesh.size * torch.Size(_beside(target).values()).numel()}")
-    if _replicates_only(target):
+    if is_ddp:
         return "\n".join(lines) + "\n"
     if target.mesh is not None and (target.mesh.replicates or target.axes):
         lines += ["parallelism_config:", *(f"  parallelism_config_{axis}_size: {size}" for axis, size in _axes(target))]
@@ -50,21 +51,19 @@ def accelerate2(target: Target) -> str:
 
 
 def notes_on_accelerate(target: Target) -> Iterator[Note]:
-    """What accelerate's file of version 2 says otherwise, or cannot say."""
-    told = _told_of_ddp(target) if _replicates_only(target) else _told(target)
-    return (Note("--to accelerate2", what, fate, sentence) for said, fate, what, sentence in told if said)
+    """Yield notes on what accelerate's file with version 2 says differently, or cannot say."""
+    return (Note("--to accelerate2", what, fate, text) for holds, fate, what, text in _differences(target) if holds)
 
 
-def _told_of_ddp(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
-    """Version 2 has no strategy that replicates only."""
-    same, param = "Version 2 has no such strategy; DistributedDataParallel trains the same.", target.precision.param
-    yield True, "noted", "replicates only", same
-    yield param is not None, "refused", f"parameters in {param}", "With MULTI_GPU accelerate autocasts instead."
-
-
-def _told(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
-    """Whether it is so, and what. What is noted differs in memory, time or form, but not in what is trained."""
+def _differences(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
+    """Yield each possible difference, and whether it holds. Noted ones do not change what is trained."""
     reshard, precision = target.reshard_after_forward, target.precision
+    if _replicates_only(target):
+        same = "Version 2 has no such strategy; DistributedDataParallel trains the same."
+        yield True, "noted", "replicates only", same
+        ddp = "With MULTI_GPU accelerate autocasts instead."
+        yield precision.param is not None, "refused", f"parameters in {precision.param}", ddp
+        return
     at_once = "accelerate takes true or false: true."
     yield not isinstance(reshard, bool), "noted", f"reshard_after_forward={reshard}", at_once
     no_prefetch = "accelerate refuses fsdp_forward_prefetch in version 2."
@@ -95,8 +94,6 @@ def _fsdp(target: Target) -> Iterator[tuple[str, object]]:
     yield "auto_wrap_policy", _POLICIES[target.wrap.by]
     if target.wrap.classes:
         yield "transformer_layer_cls_to_wrap", ",".join(target.wrap.classes)
-    if target.wrap.by == "size":
-        yield "min_num_params", target.wrap.min_num_params
     yield "offload_params", target.offload
     yield "cpu_ram_efficient_loading", target.rank0_loads
     yield "activation_checkpointing", target.checkpoint_activations
@@ -114,12 +111,8 @@ def _axes(target: Target) -> Iterator[tuple[str, int]]:
 
 
 def _beside(target: Target) -> dict[str, int]:
-    """The axes whose ranks are not among those of the mesh."""
+    """Return the axes whose ranks are not among those of the mesh."""
     return {axis: size for axis, size in target.axes.items() if axis in ("tp", "ep", "tensor_parallel")}
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------
@@ -129,27 +122,6 @@ def units(model):
     """{what}, children before parents."""
     names = {names}
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
-'''
-
-_BY_SIZE = '''
-def units(model):
-    """Modules with {least} elements beside those of inner units, children before parents."""
-    found = []
-
-    def visit(module):
-        total = sum(param.numel() for param in module.parameters())
-        if total < {least}:
-            return 0
-        leaf = isinstance(module, torch.nn.MultiheadAttention)
-        inside = 0 if leaf else sum(visit(child) for child in module.children())
-        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
-        if total - inside < {least} or leaf or container or module is model:
-            return inside
-        found.append(module)
-        return total
-
-    visit(model)
-    return found
 '''
 
 _BROADCAST = """
@@ -177,7 +149,7 @@ _PREFETCH = """
 
 
 def script(target: Target) -> str:
-    """A function ``shard(model)`` that does with any model what the target says, and its imports."""
+    """Return imports and a function ``shard(model)`` that shards any model as the target says."""
     names = ["CPUOffloadPolicy"] if target.offload else []
     names += ["MixedPrecisionPolicy"] if mp_policy(target) != MixedPrecisionPolicy() else []
     first = imports(names, recomputes=target.checkpoint_activations, uses_dist=True)
@@ -185,7 +157,7 @@ def script(target: Target) -> str:
 
 
 def notes_on_script(target: Target) -> Iterator[Note]:
-    """What a script for any model cannot say."""
+    """Yield notes on what a script for any model cannot say."""
     where = "Only a model says where they are: use --model."
     if target.wrap.embeddings or target.wrap.head:
         yield Note("--to torch", "embedding and head are units", "noted", where)
@@ -194,12 +166,12 @@ def notes_on_script(target: Target) -> Iterator[Note]:
 
 
 def before_sharding(target: Target) -> str:
-    """Code on a ``model`` in scope that gives every rank the values of the first; empty where nothing asks for it."""
+    """Return code that broadcasts the values of ``model`` from rank 0; empty unless the target asks for it."""
     return _BROADCAST if target.sync_module_states and not target.rank0_loads else ""
 
 
 def after_sharding(buffers: Mapping[str, torch.dtype] | torch.dtype | None) -> str:
-    """Code on a ``model`` in scope that casts its buffers, of these names or all that are floating-point, once."""
+    """Return code that casts the buffers of ``model`` once: those named, or all floating-point ones."""
     if not buffers:
         return ""
     if isinstance(buffers, torch.dtype):
@@ -210,9 +182,7 @@ def after_sharding(buffers: Mapping[str, torch.dtype] | torch.dtype | None) -> s
 def _units(target: Target) -> Iterator[str]:
     wrap = target.wrap
     yield from [CHECKPOINT] if target.checkpoint_activations else []
-    if wrap.by == "size":
-        yield _BY_SIZE.format(least=wrap.min_num_params)
-    elif wrap.by == "root":
+    if wrap.by == "root":
         yield _BY_CLASS.format(what="No blocks: the whole model is gathered at once", names=())
     elif wrap.by == "classes":
         yield _BY_CLASS.format(what="The blocks", names=wrap.classes)

@@ -1,12 +1,13 @@
-"""The drop-in: FSDP1's class, and all that hangs on it, over ``fully_shard``.
+"""The drop-in: FSDP1's class and its methods, on ``fully_shard``.
 
 The class: ``module`` is what a program sees, ``record`` what a wrapper remembers, ``construct`` what its constructor
-does, ``roots`` what its first forward decides, ``copying`` its deep copies, ``methods`` the model's own methods.
+and deep copies do, ``roots`` what its first forward decides, ``attributes`` what it answers to names that are FSDP1's
+or the model's.
 
-What it does for a program: ``summon``; ``state``, ``state_load`` and ``settings`` for model state; ``optim_state``,
-``optim_load``, ``optim_keys`` and ``rekey`` for optimizer state; ``optimizers`` for those that were built before
-wrapping; ``tensors`` for programs that handle weights and gradients by hand.
+Its methods: ``summon``; ``state`` and ``state_load`` for model state; ``optim_state`` and ``optim_load`` for optimizer
+state; ``optimizers`` for optimizers that were built before wrapping; ``tensors`` for programs that handle weights and
+gradients by hand; ``errors``.
 
-Names: ``internals`` answers for FSDP1's attributes, ``private`` serves torch's private modules, ``guards`` torch's own
-statics. ``redirect`` and ``rewrite`` run a program as it is; ``announce`` tells what runs.
+Around it: ``private`` serves torch's private modules, ``guards`` torch's own static methods. ``redirect`` and
+``rewrite`` run a program unchanged; ``announce`` prints what runs.
 """

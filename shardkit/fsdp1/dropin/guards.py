@@ -1,10 +1,9 @@
-"""What the drop-in replaces in the process, from its first model on: for its own models alone, and it can be undone.
+"""What the drop-in replaces in torch from its first model on, for its own models only; ``uninstall`` restores torch's.
 
-``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)`` and its like look for modules of torch's
-class. In a model of ours they find none and do nothing: ``state_dict()`` then gives DTensors where the program saves
-full tensors. Libraries import torch's class, whatever the program does. ``torch.nn.utils.clip_grad_norm_`` would clip
-by the norm of this rank's shards, ``param.data = other`` do nothing, and ``Optimizer.step`` has its say in
-``optimizers``.
+Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)`` look for modules of
+torch's class. In a model of ours they find none and do nothing: ``state_dict()`` then gives DTensors where the program
+saves full tensors. Libraries import torch's class, whatever the program imports. ``torch.nn.utils.clip_grad_norm_``
+would clip by the norm of this rank's shards, and ``param.data = other`` would do nothing.
 """
 
 from __future__ import annotations
@@ -32,20 +31,19 @@ _installed = False
 
 
 def install(ours: type[nn.Module]) -> None:
-    """Replaces the functions ``GUARDED`` of torch's class, and what the module names besides. Idempotent.
+    """Replace the functions ``GUARDED`` of torch's class, and the others that this module names. Idempotent.
 
-    Every caller in the process gets the new ones, with torch's signatures and docstrings, but for callers inside of
-    torch, which know both kinds of models. A model that contains a module of ``ours``, the drop-in's class, goes to the
-    function of the same name of ``ours``, any other to torch's.
+    The replacements have torch's signatures and docstrings. For a model that contains a module of ``ours``, the
+    drop-in's class, they call the function of the same name of ``ours``; for others, and for callers inside torch,
+    which know both kinds of models, they call torch's.
     """
     global _installed
     if _installed:
         return
     _installed = True
     for name in GUARDED:
-        is_static = isinstance(inspect.getattr_static(TorchFSDP, name), staticmethod)
         guard = _guard(name, getattr(TorchFSDP, name), ours)
-        _replace(TorchFSDP, name, staticmethod(guard) if is_static else guard)
+        _replace(TorchFSDP, name, staticmethod(guard) if name in _STATICS else guard)
     norm = tensors.whole_norms(nn.utils.get_total_norm)
     _replace(nn.utils.clip_grad, TOTAL_NORM, norm)
     _replace(nn.utils, "get_total_norm", norm)
@@ -54,7 +52,7 @@ def install(ours: type[nn.Module]) -> None:
 
 
 def uninstall() -> None:
-    """Takes all of it back, until the next model is wrapped; ``param.data = other`` then is as for any DTensor."""
+    """Restore torch's functions, until the next model is wrapped."""
     global _installed
     _undo.close()
     _installed = False
@@ -83,7 +81,7 @@ def _guard(name: str, original: Callable[..., Any], ours: type[nn.Module]) -> Ca
 
 
 def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
-    """Return the model among the arguments; None where they do not fit, for torch to say so."""
+    """Return the model among the arguments; None where they do not match the signature, which torch will report."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
@@ -93,6 +91,6 @@ def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def _is_torchs(callee: FrameType | None) -> bool:
-    """Return whether the frame was called from inside of torch."""
+    """Return whether the frame was called from inside torch."""
     caller = callee.f_back if callee else None
     return caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "torch"

@@ -15,51 +15,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from typing_extensions import Self
 
-from shardkit import grads
+from shardkit import _fsdp, grads
+from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype
 from shardkit._torch import plain_attributes, sharded_stand_ins
+from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import (
-    copying,
+    attributes,
     guards,
-    internals,
-    methods,
     optim_state,
-    optimizers,
     roots,
-    settings,
     state,
     state_load,
     summon,
     tensors,
 )
-from shardkit.fsdp1.dropin.construct import construct, put_in_place
+from shardkit.fsdp1.dropin.construct import construct, copied
+from shardkit.fsdp1.dropin.errors import DropinRuntimeError
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
     Record,
     inner_of,
+    roots_of,
     sharded_of,
     without_wrappers,
     wrappers_of,
 )
+from shardkit.fsdp1.instead import MEMBERS
 from shardkit.fsdp1.translate.arguments import Arguments
 
 
 class FullyShardedDataParallel(nn.Module):
-    """FSDP1's wrapper with FSDP2 inside: an FSDP1 program runs on ``fully_shard`` by changing one import.
+    """FSDP1's wrapper on FSDP2: an FSDP1 program runs on ``fully_shard`` after changing one import.
 
-    Every argument of ``torch.distributed.fsdp.FullyShardedDataParallel``, in the same order and with the same
-    defaults; ``translate_fsdp1`` says what becomes of each. ``module`` is sharded in place, with the parts that the
-    policy chooses, and each of them becomes the ``module`` of a wrapper of this class, as in FSDP1. Names of
-    parameters are always those of the plain model. Collective.
+    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, with the same order and defaults;
+    ``translate_fsdp1`` reports how each is translated. ``module`` is sharded in place, and each part that the policy
+    chooses becomes the ``module`` of a wrapper of its own, as in FSDP1. Names of parameters are always those of the
+    plain model. Collective.
 
     Args:
-        module: the model, or, wrapping by hand, a part of it, inner parts first.
+        module: the model, or, when wrapping by hand, a part of it; inner parts first.
         process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision,
             ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers,
             use_orig_params, ignored_states, device_mesh: as for FSDP1.
 
     Raises:
-        TranslationError: on every rank, with the model unchanged: what FSDP1 would not take, or FSDP2 cannot do.
+        TranslationError: on every rank, with the model unchanged: FSDP1 would refuse the arguments too, or FSDP2
+            cannot do what they ask for.
 
     Example:
         >>> from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
@@ -87,15 +89,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        given = Arguments.of(locals())
-        made = construct(module, given)
-        if not made.again:
-            state_load.prepare(module)
-        optimizers.remember(made.parameters, module)
-        put_in_place(module, made.below, _around)
-        _adopt(self, module, made.record)
-        if not made.again:
-            roots.attend_to(module, made.record.strategy)
+        _adopt(self, module, construct(module, Arguments.of(locals()), _around))
         guards.install(FullyShardedDataParallel)
 
     @property
@@ -107,7 +101,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return methods.guarded(name, internals.attribute(self, super().__getattr__(WRAPPED), name))
+            return attributes.attribute(self, super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]
@@ -115,7 +109,10 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward. Collective."""
         is_root = roots.begin(self)
+        unit: Any = sharded_of(self)
+        tensors.show_gathered(unit, nn.Parameter)  # the class that torch.compile knows
         output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+        tensors.show_gathered(unit, tensors.Gathered)
         if is_root and not torch.is_grad_enabled():
             roots.reshard(self)
         return output
@@ -123,9 +120,9 @@ class FullyShardedDataParallel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Itself and all modules below, by their names in the plain model: a wrapper and its module share one. Local.
+        """Yield itself and all modules below, by their names in the plain model. Local.
 
-        So that names of modules and of parameters fit each other, in programs that put them together.
+        A wrapper and its module share a name, so that a parameter's name is that of its module and an attribute.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -154,43 +151,44 @@ class FullyShardedDataParallel(nn.Module):
             yield without_wrappers(name), buffer
 
     def check_is_root(self) -> bool:
-        """Return whether it is the root; decides it, where no forward has yet, as in FSDP1."""
+        """Return whether it is the root. Before the first forward this makes it the root, as in FSDP1."""
         return roots.begin(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return the wrappers at and below ``module``, parents first. Local."""
-        found: list[Any] = list(wrappers_of(module))
-        inside = {below for each in found for below in wrappers_of(each) if below is not each}
-        return [each for each in found if each not in inside] if root_only else found
+        found: list[Any] = roots_of(module) if root_only else wrappers_of(module)
+        return found
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward without reducing gradients, which the first backward outside does for all of them. Local.
+        """Accumulate gradients without reducing them; the first backward after this context reduces the sum. Local.
 
-        The gradients are added up in ``param_dtype``, as FSDP1 did. Inside ``p.grad`` can be cleared and raises
-        on any other use, where FSDP1 showed full-size gradients.
+        Gradients are added up in ``param_dtype``, as in FSDP1. Inside, ``p.grad`` can be cleared, and any other use
+        raises; FSDP1 showed full-size gradients there.
 
         Raises:
             RuntimeError: it is not the root.
         """
         _check_root(self, "no_sync()")
-        with roots.accumulating(self), grads.no_sync(self):
+        if (sharded := sharded_of(self)) is not None:
+            _fsdp.initialize(sharded)
+        with accumulating_in_param_dtype(self), grads.no_sync(self):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module``'s, also of gradients that ``no_sync`` has put aside. Local."""
+        """Clear gradients as ``nn.Module`` does, also those that ``no_sync`` has accumulated. Local."""
         if set_to_none:
             grads.zero_grad(self)
         else:
             super().zero_grad(set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
-        """Scales the gradients to a norm of ``max_norm`` at most, in place, and returns the norm. Collective.
+        """Scale the gradients to a norm of at most ``max_norm``, in place, and return the norm. Collective.
 
         Returns:
-            The norm of all gradients as one vector, 0-d, in the dtype that they promote to, the same plain tensor on
-            every rank. Without gradients it warns, as FSDP1.
+            The norm of all gradients as one vector: a 0-d plain tensor in the dtype that they promote to, equal on
+            all ranks. Without gradients it warns, as FSDP1 did.
 
         Raises:
             RuntimeError: it is not the root.
@@ -204,36 +202,38 @@ class FullyShardedDataParallel(nn.Module):
         norm = grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The model's state by the names of the plain model; full tensors, unless set otherwise. Collective if FULL.
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the model's state by the names of the plain model. Collective for FULL_STATE_DICT.
 
-        What ``set_state_dict_type`` was set to: FULL_STATE_DICT gives plain tensors in memory of their own on every
-        rank, or with ``rank0_only`` nothing on others; SHARDED_STATE_DICT gives DTensors, copies too. Persistent
-        buffers and parameters that are not sharded are the model's own, as in FSDP1.
+        In the form that ``set_state_dict_type`` chose: FULL_STATE_DICT, the default, gives plain tensors in memory of
+        their own on every rank, or with ``rank0_only`` nothing on the others; SHARDED_STATE_DICT gives copies of the
+        DTensors. Persistent buffers and parameters that are not sharded are the model's own, as in FSDP1.
 
         Raises:
             TranslationError: LOCAL_STATE_DICT.
         """
-        return state.state_dict(self, state.arguments(args, destination, prefix, keep_vars))
+        return state.state_dict(self, destination, prefix, keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads full tensors, DTensors or FSDP1's ShardedTensors: all of it, or nothing. Collective.
+        """Load full tensors, DTensors or FSDP1's ShardedTensors; an error leaves the model unchanged. Collective.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
 
         Raises:
-            RuntimeError: on every rank: what does not fit, as ``nn.Module.load_state_dict``.
+            RuntimeError: on every rank: names or shapes do not match, as ``nn.Module.load_state_dict``.
         """
         return state_load.load_state_dict(self, state_dict, strict, assign)
 
     summon_full_params = staticmethod(summon.summon_full_params)
-    set_state_dict_type = staticmethod(settings.set_state_dict_type)
-    get_state_dict_type = staticmethod(settings.get_state_dict_type)
-    state_dict_type = staticmethod(settings.state_dict_type)
+    set_state_dict_type = staticmethod(state.set_state_dict_type)
+    get_state_dict_type = staticmethod(state.get_state_dict_type)
+    state_dict_type = staticmethod(state.state_dict_type)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        return state.fqn_modifiers(self)
+        # torch.distributed.checkpoint asks behind which attribute each name of the wrapped module is found.
+        inner: Any = self._modules[WRAPPED]
+        return dict.fromkeys((*inner._modules, *inner._parameters, *inner._buffers), WRAPPED)
 
     optim_state_dict = staticmethod(optim_state.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
@@ -245,21 +245,22 @@ class FullyShardedDataParallel(nn.Module):
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls ``fn`` with each module, inner ones first, on full parameters; what it writes stays. Collective."""
+        """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
         summon.apply(self, fn)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy that is sharded alike, with memory of its own and without gradients. Local."""
-        return copying.copied(self, memo, _around)
+        """Return a copy with the same sharding, its own memory and no gradients. Local."""
+        return copied(self, memo, _around)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raises TranslationError: FSDP2 has other ways to change how gradients are reduced."""
-        raise internals.comm_hook()
+        """Raise TranslationError: FSDP2 has other ways to change how gradients are reduced."""
+        rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
+        raise TranslationError(message("register_comm_hook", "has no counterpart", rule, fix))
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
-    """Return a wrapper around what is sharded already."""
+    """Return a wrapper around a module that is sharded already."""
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapper)
     _adopt(wrapper, module, record)
@@ -276,4 +277,6 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
 
 def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
     if not roots.begin(wrapper):
-        raise internals.not_on_an_inner_one(method)
+        rule = f"`{method}` should only be called on the root FSDP instance"
+        problem = "on inner FSDP instances is not supported"
+        raise DropinRuntimeError(message(method, problem, rule, "Call it on the whole model"))

@@ -1,8 +1,9 @@
-"""An optimizer's state by name, made what the optimizer's ``load_state_dict`` takes: by number, and sharded."""
+"""An optimizer's state by name, converted to what the optimizer's ``load_state_dict`` takes: by number, sharded."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit import _torch
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import listing, message
 from shardkit.fsdp1.dropin import optimizers
+from shardkit.fsdp1.dropin.errors import DropinKeyError, DropinTypeError, DropinValueError
 from shardkit.fsdp1.dropin.record import record_of, wrappers_of
 from shardkit.ranks import groups_of, together
 from shardkit.state.names import clean_name, parameter_names
@@ -30,34 +32,16 @@ Key: TypeAlias = int | str
 _SUBJECT = "optim_state_dict"
 
 
-class OptimStateError(ShardkitError, ValueError):
-    """A ValueError too, as FSDP1's."""
-
-
-class MissingState(ShardkitError, RuntimeError):
-    """A RuntimeError too, as FSDP1's."""
-
-
-class NotAnOptimInput(ShardkitError, TypeError):
-    """A TypeError too, as FSDP1's."""
-
-
-class UnknownKeys(ShardkitError, KeyError):
-    """A KeyError too, as FSDP1's, whose message is shown as it is."""
-
-    __str__ = Exception.__str__
-
-
 @dataclass(frozen=True)
 class Keys:
-    """How an optimizer calls the parameters that it was given."""
+    """The keys by which an optimizer's state dict names its parameters."""
 
     names: Mapping[Key, str]  # the clean FQN of each parameter by its key, a number or, for a named optimizer, a name
     groups: list[list[str]] | None  # the FQNs of each of its groups; None where only the order of parameters is known
 
-    @property
+    @functools.cached_property
     def by_name(self) -> dict[str, Key]:
-        """The key of each FQN."""
+        """Return the key of each FQN."""
         return {name: key for key, name in self.names.items()}
 
 
@@ -70,21 +54,24 @@ def load(
     from_rank0: bool = False,
     named: bool = False,
 ) -> dict[str, Any]:
-    """What the optimizer's ``load_state_dict`` takes, with as many groups as the dict has. Collective.
+    """Return what the optimizer's ``load_state_dict`` takes, with as many groups as the dict has. Collective.
 
-    State is by name, full or sharded; ``from_rank0`` reads that of rank 0 alone, which is full. ``named`` is for
+    State is by name, full or sharded; ``from_rank0`` reads that of rank 0 alone, which must be full. ``named`` is for
     optimizers that keep state by name.
     """
     groups = groups_of(model)
-    with together(groups, OptimStateError, call="optim_state_dict_to_load"):
+    with together(groups, DropinValueError, call="optim_state_dict_to_load"):
         if optim is not None:
             optimizers.settle(optim)
         params = {fqn: param for param, fqn in parameter_names(model).items()}
         keys = keys_of(optim, optim_input, model, named=named)
         routes = routes_of(params.values())
         found = _by_name(given, params) if routes.is_root or not from_rank0 else {}
-        if from_rank0:
-            _check_full(found)
+        sharded = [path for path, leaf in tensor_leaves(found).items() if is_sharded(leaf)] if from_rank0 else []
+        if sharded:
+            fix = "Load it on every rank, under StateDictType.SHARDED_STATE_DICT"
+            problem = f"{listing(sharded, 3)} is sharded"
+            raise DropinValueError(message(_SUBJECT, problem, "State that rank 0 sends to the others is full", fix))
 
     def place(described: OptimizerState) -> OptimizerState:
         _check_units(model, described)
@@ -97,15 +84,15 @@ def load(
         others = with_leaves(others, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype), is_spec)
         return {"state": state | others, "param_groups": by_key}
 
-    made = distributed(found, place, routes, "rank0" if from_rank0 else "all", groups, OptimStateError)
-    by_name = keys.by_name
-    # FSDP1 too has names that the optimizer lacks as tuples.
-    state = {by_name.get(key, (key,)) if key in params else key: entry for key, entry in made["state"].items()}
+    made = distributed(found, place, routes, "rank0" if from_rank0 else "all", groups, DropinValueError)
+    # Names that the optimizer lacks become tuples, as in FSDP1.
+    renamed = {fqn: keys.by_name.get(fqn, (fqn,)) for fqn in params}
+    state = {renamed.get(key, key): entry for key, entry in made["state"].items()}
     return {"state": state} | ({} if made["param_groups"] is None else {"param_groups": made["param_groups"]})
 
 
 def _by_name(given: Mapping[str, Any] | None, params: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """The dict by clean names of parameters, and by keys of the user's own; ``param_groups`` is None where it lacks."""
+    """Return the dict by clean names of parameters, and the user's own keys; ``param_groups`` may be None."""
     check_is_optimizer_state(given)
     assert given is not None, "checked"
     groups, state = given.get("param_groups"), given["state"]
@@ -113,20 +100,13 @@ def _by_name(given: Mapping[str, Any] | None, params: Mapping[str, nn.Parameter]
     if numbers := [str(key) for key in dict.fromkeys(present) if isinstance(key, int)]:
         rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
         fix = "Use rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model, optim=optim) where it was made"
-        raise UnknownKeys(message(_SUBJECT, f"is by number ({listing(numbers, 3)})", rule, fix))
+        raise DropinKeyError(message(_SUBJECT, f"is by number ({listing(numbers, 3)})", rule, fix))
 
     def cleaned(key: Any) -> Any:
         return clean_name(key) if isinstance(key, str) and clean_name(key) in params else key
 
     clean = None if groups is None else [{**group, "params": [*map(clean_name, group["params"])]} for group in groups]
     return {"state": {cleaned(key): entry for key, entry in state.items()}, "param_groups": clean}
-
-
-def _check_full(found: OptimizerState) -> None:
-    if sharded := [path for path, leaf in tensor_leaves(found).items() if is_sharded(leaf)]:
-        rule = "What rank 0 sends to the others is full"
-        fix = "Load it on every rank, under StateDictType.SHARDED_STATE_DICT"
-        raise OptimStateError(message(_SUBJECT, f"{listing(sharded, 3)} is sharded", rule, fix))
 
 
 def _check_units(model: nn.Module, described: OptimizerState) -> None:
@@ -150,24 +130,24 @@ def _check_units(model: nn.Module, described: OptimizerState) -> None:
             "and dtype"
         )
         problem = f"{listing(unknown)} is not in the dict, although other parameters of the same FSDP module are"
-        fix = "Pass use_orig_params=True, or put them into the dict"
-        raise OptimStateError(message(subject, problem, "So FSDP1 has it with use_orig_params=False", fix))
+        fix = "Pass use_orig_params=True, or add them to the dict"
+        raise DropinValueError(message(subject, problem, "FSDP1 requires this with use_orig_params=False", fix))
 
 
 def _groups(groups: list[dict[str, Any]] | None, keys: Keys) -> list[dict[str, Any]] | None:
-    """The groups by key, as the optimizer has them, so that its positions fit whatever the dict's order."""
+    """Return the groups by key, in the optimizer's order whatever the dict's is."""
     if groups is None:
         return None
     by_name, found = keys.by_name, {"state": {}, "param_groups": groups}
     saved = options_by_name(found)
     if unexpected := [fqn for fqn in saved if fqn not in by_name]:
-        rule = "The optimizer must have been given all parameters that the dict has"
-        fix = "Make it of the same parameters, or take them out of the dict"
-        raise UnknownKeys(message(_SUBJECT, f"{listing(unexpected)} is not in the optimizer", rule, fix))
+        rule = "The optimizer must hold all parameters that the dict has"
+        fix = "Build it from the same parameters, or remove them from the dict"
+        raise DropinKeyError(message(_SUBJECT, f"{listing(unexpected)} is not in the optimizer", rule, fix))
     if differ := mismatches(keys.groups or (), found)["with different options"]:
         rule = "The parameters of one group have one set of options"
-        fix = "Make the optimizer in the groups that the dict has"
-        raise OptimStateError(message(_SUBJECT, "; ".join(differ), rule, fix))
+        fix = "Build the optimizer with the groups of the dict"
+        raise DropinValueError(message(_SUBJECT, "; ".join(differ), rule, fix))
 
     def with_keys(group: Mapping[str, Any], fqns: list[str]) -> dict[str, Any]:
         own = sorted({by_name[fqn] for fqn in fqns})
@@ -185,28 +165,30 @@ def _groups(groups: list[dict[str, Any]] | None, keys: Keys) -> list[dict[str, A
 
 
 def _check_shapes(state: Mapping[str, Any], params: Mapping[str, nn.Parameter]) -> None:
+    def fits(spec: Spec, param: nn.Parameter) -> bool:
+        """Whether it has the parameter's shape, or that of a mean of it, or another number of dims."""
+        pairs = zip(spec.shape, param.shape, strict=False)
+        return len(spec.shape) != param.ndim or all(size in (1, full) for size, full in pairs)
+
     misfits = [
         f"{fqn}{path} of shape {tuple(spec.shape)} for a parameter of {tuple(params[fqn].shape)}"
         for fqn, entry in state.items()
         for path, spec in tensor_leaves(entry, is_spec).items()
-        if not _fits(spec, params[fqn])
+        if not fits(spec, params[fqn])
     ]
     if misfits:
-        rule = "Tensor optimizer state has the shape of its parameter"
-        raise OptimStateError(message(_SUBJECT, listing(misfits), rule, "Load it into the model that it was made for"))
-
-
-def _fits(spec: Spec, param: nn.Parameter) -> bool:
-    """Whether it is of the parameter's shape, or of a mean of it, or of some other number of dims."""
-    pairs = zip(spec.shape, param.shape, strict=False)
-    return len(spec.shape) != param.ndim or all(size in (1, full) for size, full in pairs)
+        rule, fix = (
+            "Tensor optimizer state has the shape of its parameter",
+            "Load it into the model that it was saved from",
+        )
+        raise DropinValueError(message(_SUBJECT, listing(misfits), rule, fix))
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------
 
 
 def keys_of(optimizer: Optimizer | None, given: OptimInput, model: nn.Module, *, named: bool = False) -> Keys:
-    """The keys by what FSDP1 goes by: the optimizer's input if given, else the optimizer, else the model. Local, pure.
+    """Return the keys by the optimizer's input if given, else the optimizer, else the model, as FSDP1. Local, pure.
 
     ``named`` is for optimizers that keep state by name, as torch's ``_NamedOptimizer``.
     """
@@ -222,23 +204,23 @@ def keys_of(optimizer: Optimizer | None, given: OptimInput, model: nn.Module, *,
 
 
 def check_is_optimizer_state(state_dict: object, subject: str = "optim_state_dict") -> None:
-    """Raise OptimStateError for what is not the state of an optimizer."""
+    """Raise a ValueError unless it is the state of an optimizer."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         problem = f"is a {type(state_dict).__name__} without the key 'state'"
         rule = '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'  # FSDP1's words
-        fix = "Pass what optim_state_dict gave; with rank0_only=True rank 0 alone needs it"
-        raise OptimStateError(message(subject, problem, rule, fix))
+        fix = "Pass the result of optim_state_dict; with rank0_only=True only rank 0 needs it"
+        raise DropinValueError(message(subject, problem, rule, fix))
 
 
 def labels_of(state_dict: Mapping[str, Any]) -> list[Any]:
-    """What a dict of an optimizer calls its parameters: what its groups hold or, without groups, its state's keys."""
+    """Return the keys of the parameters in an optimizer's state dict: of its groups, or without groups of its state."""
     return [key for group in state_dict.get("param_groups") or () for key in group["params"]] or [*state_dict["state"]]
 
 
 def _named(optimizer: Optimizer, model: nn.Module, fqns: list[str]) -> dict[Key, str]:
-    """FQNs by the names that a named optimizer was made with: its own, or those of ``model.named_parameters()``."""
+    """Return FQNs by the names that a named optimizer was made with: its own, or ``model.named_parameters()``'s."""
     labels = labels_of(optimizer.state_dict())
-    if not all(isinstance(label, str) for label in labels):  # the one inside of a named optimizer
+    if not all(isinstance(label, str) for label in labels):  # the optimizer inside a named one
         clean = parameter_names(model)
         raw = {clean[param]: name for name, param in _torch.named_sharded_parameters(model)}
         labels = [raw[fqn] for fqn in fqns]
@@ -246,26 +228,26 @@ def _named(optimizer: Optimizer, model: nn.Module, fqns: list[str]) -> dict[Key,
 
 
 def _groups_of_input(given: Iterable[Any], names: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    """The FQNs of an optimizer's input, one list for each group, or one for all."""
-    rule = "It is what the optimizer was made from, an iterable of parameters or of groups"
+    """Return the FQNs of an optimizer's input, one list for each group, or one for all."""
+    rule = "It is what the optimizer was built from, an iterable of parameters or of groups"
     fix = "Leave it out and pass optim"
     try:
         found = list(given)
     except TypeError as error:
         problem = f"Optimizer input should be an iterable of Tensors or dicts, but got {type(given).__name__}"
-        raise NotAnOptimInput(message("optim_input", problem, rule, fix)) from error
+        raise DropinTypeError(message("optim_input", problem, rule, fix)) from error
     if not found:
         problem = "Optimizer input should not be empty"
-        raise OptimStateError(message("optim_input", problem, rule, f"{fix}. An iterator can be read only once"))
+        raise DropinValueError(message("optim_input", problem, rule, f"{fix}. An iterator can be read only once"))
     if all(isinstance(each, Tensor) for each in found):
         groups = [found]
     elif all(isinstance(each, dict) and "params" in each for each in found):
         groups = [list(each["params"]) for each in found]
     else:
         problem = "Optimizer input should be an iterable of Tensors or dicts"
-        raise NotAnOptimInput(message("optim_input", problem, rule, fix))
+        raise DropinTypeError(message("optim_input", problem, rule, fix))
     unexpected = [f"of shape {tuple(param.shape)}" for group in groups for param in group if param not in names]
     if unexpected:
         problem = f"{len(unexpected)} of its parameters are not in the model, the first {unexpected[0]}"
-        raise OptimStateError(message("optim_input", problem, rule, fix))
+        raise DropinValueError(message("optim_input", problem, rule, fix))
     return [[names[param] for param in group] for group in groups]

@@ -6,44 +6,32 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters, with_local
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.dropin import optim_load, optimizers, settings
-from shardkit.fsdp1.dropin.optim_load import (
-    MissingState,
-    OptimInput,
-    OptimStateError,
-    UnknownKeys,
-    check_is_optimizer_state,
-    keys_of,
-    labels_of,
-)
-from shardkit.fsdp1.dropin.state import state_name
+from shardkit.fsdp1.dropin import optim_load, optimizers
+from shardkit.fsdp1.dropin.errors import DropinKeyError, DropinRuntimeError, DropinValueError
+from shardkit.fsdp1.dropin.optim_load import OptimInput, check_is_optimizer_state, keys_of, labels_of
+from shardkit.fsdp1.dropin.state import get_state_dict_type, no_local_state, state_name
 from shardkit.ranks import Groups, gather_by_rank, groups_of, together
 from shardkit.state.names import parameter_names
 from shardkit.state.optimizer import full_leaves, renamed_state, tensor_leaves, with_leaves
 from shardkit.state.routes import local_of, routes_of
 from shardkit.state.transfer import Want
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What ``state_dict_type`` says of optimizers."""
-
-    full: bool = True  # full tensors, else DTensors
-    rank0_only: bool = False  # on the first rank alone
-    offload: bool = True  # tensors on the CPU
 
 
 def optim_state_dict(
@@ -52,10 +40,10 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state by name, full or sharded as ``state_dict_type`` says. **Collective**.
+    """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says. **Collective**.
 
-    ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``, in copies. FULL gives full tensors, on
-    rank 0 alone (``{}`` on others) with ``rank0_only``; SHARDED gives DTensors, where FSDP1 without a ``device_mesh``
+    ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
+    ``rank0_only`` on rank 0 alone (``{}`` on others); SHARDED gives DTensors, where FSDP1 without a ``device_mesh``
     gave ShardedTensors; each on the CPU unless ``offload_to_cpu=False``. Scalars such as ``step`` are 0-d tensors.
     Parameters without state have no entry; those that are not sharded have this rank's own. Names are in the model's
     order on every rank. Keys that do not belong to a parameter, and values that are not tensors, stay.
@@ -64,14 +52,14 @@ def optim_state_dict(
         model: the model, or a module around it.
         optim: its optimizer, also one that was built before wrapping.
         optim_state_dict: what ``optim.state_dict()`` gave; None calls it.
-        group: not needed, since the model's parameters say which ranks hold it.
+        group: ignored; the model's parameters say which ranks hold it.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or a model that nothing of is wrapped.
+        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
         RuntimeError: some ranks lack state of a sharded parameter that others have; on every rank, with all names.
         KeyError: groups have numbers that the optimizer has no parameter for.
     """
-    return _save(model, optim, optim_state_dict, None, _settings(model))
+    return _save(model, optim, optim_state_dict, None, _config(model))
 
 
 def full_optim_state_dict(
@@ -83,7 +71,7 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """:func:`optim_state_dict` in full tensors on the CPU, whatever ``state_dict_type`` says. **Collective**."""
     _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-    return _save(model, optim, None, optim_input, Settings(rank0_only=rank0_only))
+    return _save(model, optim, None, optim_input, FullOptimStateDictConfig(rank0_only=rank0_only))
 
 
 def sharded_optim_state_dict(
@@ -91,7 +79,7 @@ def sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """:func:`optim_state_dict` in DTensors on the CPU, whatever ``state_dict_type`` says. **Collective**."""
     _warn("sharded_optim_state_dict", "optim_state_dict")
-    return _save(model, optim, None, None, Settings(full=False))
+    return _save(model, optim, None, None, ShardedOptimStateDictConfig())
 
 
 def optim_state_dict_to_load(
@@ -102,10 +90,10 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """What ``optim.load_state_dict`` takes: the same state by the optimizer's numbers, sharded. **Collective**.
+    """Return the same state as ``optim.load_state_dict`` takes it: by number, and sharded. **Collective**.
 
-    Takes full tensors, DTensors of any layout and ShardedTensors, whoever wrote them. With ``rank0_only=True`` rank 0
-    has the dict, and others pass ``{}`` or None. The dict is left as it was, and shares no memory with the result.
+    Takes full tensors, DTensors of any layout and ShardedTensors. With ``rank0_only=True`` rank 0 has the dict, and
+    others pass ``{}`` or None. The dict is left unchanged, and shares no memory with the result.
 
     Args:
         model: the model, or a module around it.
@@ -113,14 +101,14 @@ def optim_state_dict_to_load(
         optim_state_dict: what :func:`optim_state_dict` gave, with ``param_groups`` or without.
         is_named_optimizer: whether ``optim`` keeps state by name, not by number.
         load_directly: call ``optim.load_state_dict`` too.
-        group: not needed.
+        group: ignored.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or a model that nothing of is wrapped.
+        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
         ValueError: not the state of an optimizer, or one that does not fit.
         KeyError: parameters that the optimizer does not have. All on every rank, with all names.
     """
-    from_rank0 = _settings(model).rank0_only
+    from_rank0 = getattr(_config(model), "rank0_only", False)
     result = optim_load.load(model, optim, None, optim_state_dict, from_rank0=from_rank0, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
@@ -171,7 +159,7 @@ def rekey_optim_state_dict(
     optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """The same state by parameter number, as plain optimizers have it, or by name, as FSDP has it. Local.
+    """Return the same state by parameter number, as plain optimizers have it, or by name, as FSDP has it. Local.
 
     The tensors are those of the dict. A dict that is of the wanted kind already is returned itself.
 
@@ -187,12 +175,16 @@ def rekey_optim_state_dict(
         KeyError: parameters that the optimizer or the model does not have, all listed.
     """
     _warn("", "", optim_input)
-    if optim_state_key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        problem = f"is {optim_state_key_type!r}"
-        raise OptimStateError(message("optim_state_key_type", problem, "There are PARAM_ID and PARAM_NAME", "Pass one"))
-    check_is_optimizer_state(optim_state_dict)
-    _check_alike(optim_state_dict["state"])
     to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+    if not to_names and optim_state_key_type is not OptimStateKeyType.PARAM_ID:
+        rule, fix = "It must be a member of OptimStateKeyType", "Pass OptimStateKeyType.PARAM_NAME"
+        raise DropinValueError(message("optim_state_key_type", f"is {optim_state_key_type!r}", rule, fix))
+    check_is_optimizer_state(optim_state_dict)
+    kinds = {type(key) for key in optim_state_dict["state"]}
+    if len(kinds) > 1 and kinds & {int, str}:
+        problem = f"Invalid parameter keys: {listing(map(str, optim_state_dict['state']))}"
+        fix = "Remove keys that do not belong to a parameter, and add them back afterwards"
+        raise DropinValueError(message("optim_state_dict", problem, "Keys must be all numbers or all names", fix))
     groups = optim_state_dict.get("param_groups")
     present = [*optim_state_dict["state"], *(key for group in groups or () for key in group["params"])]
     if all(isinstance(key, str if to_names else int) for key in present):
@@ -202,21 +194,12 @@ def rekey_optim_state_dict(
     if unknown := [str(key) for key in dict.fromkeys(present) if key not in new]:
         rule = "Keys are the parameters that the optimizer was given"
         fix = "Pass the optim that the state belongs to"
-        raise UnknownKeys(message("optim_state_dict", f"{listing(unknown)} is not a parameter", rule, fix))
+        raise DropinKeyError(message("optim_state_dict", f"{listing(unknown)} is not a parameter", rule, fix))
     state = {new[key]: entry for key, entry in optim_state_dict["state"].items()}
     if groups is None:
         return {"state": state}
     rekeyed = [{**copy.deepcopy(group), "params": sorted(new[key] for key in group["params"])} for group in groups]
     return {"state": state, "param_groups": rekeyed}
-
-
-def _check_alike(state: dict[Any, Any]) -> None:
-    kinds = {type(key) for key in state}
-    if len(kinds) > 1 and kinds & {int, str}:
-        problem = f"Invalid parameter keys: {listing(map(str, state))}"
-        rule = "They are all numbers, or all names"
-        fix = "Take out what does not belong to a parameter, and put it back afterwards"
-        raise OptimStateError(message("optim_state_dict", problem, rule, fix))
 
 
 def _warn(name: str, instead: str, optim_input: OptimInput = None) -> None:
@@ -227,55 +210,58 @@ def _warn(name: str, instead: str, optim_input: OptimInput = None) -> None:
         warnings.warn(text, FutureWarning, stacklevel=3)
 
 
-def _settings(model: nn.Module) -> Settings:
-    """What the wrappers were set to."""
-    found = settings.get_state_dict_type(model)
+def _config(model: nn.Module) -> OptimStateDictConfig:
+    found = get_state_dict_type(model)
     if found is None:
         rule = "state_dict_type is kept by the wrappers"
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
         raise TranslationError(message("model", "no part of it is wrapped", rule, fix))
     if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise settings.no_local_state("optim_state_dict")
-    config = found.optim_state_dict_config
-    full = found.state_dict_type is StateDictType.FULL_STATE_DICT
-    return Settings(full, full and getattr(config, "rank0_only", False), config.offload_to_cpu)
+        raise no_local_state("optim_state_dict")
+    return found.optim_state_dict_config
 
 
 def _save(
-    model: nn.Module, optim: Optimizer, given: Mapping[str, Any] | None, optim_input: OptimInput, wanted: Settings
+    model: nn.Module,
+    optim: Optimizer,
+    given: Mapping[str, Any] | None,
+    optim_input: OptimInput,
+    config: OptimStateDictConfig,
 ) -> dict[str, Any]:
     groups = groups_of(model)
-    with together(groups, OptimStateError, call="optim_state_dict"):
+    with together(groups, DropinValueError, call="optim_state_dict"):
         optimizers.settle(optim)
         packed = _pack(model, optim, optim.state_dict() if given is None else given, optim_input)
         leaves = tensor_leaves(packed["state"])
         routes = routes_of([*parameter_names(model), *leaves.values()])
     _check_same_on_all_ranks([path for path, leaf in leaves.items() if isinstance(leaf, DTensor)], groups)
-    device = torch.device("cpu") if wanted.offload else None
-    if wanted.full:
-        state = full_leaves(packed["state"], routes, Want(not wanted.rank0_only, device))
+    device = torch.device("cpu") if config.offload_to_cpu else None
+
+    def copied(_: str, tensor: Tensor) -> Tensor:
+        local = local_of(tensor)
+        new = local.to(device or local.device, copy=True)
+        return with_local(tensor, new) if isinstance(tensor, DTensor) else new
+
+    rank0_only = getattr(config, "rank0_only", False)
+    if isinstance(config, FullOptimStateDictConfig):
+        state = full_leaves(packed["state"], routes, Want(not rank0_only, device))
     else:
-        state = with_leaves(packed["state"], lambda _, leaf: _copied(leaf, device))
-    return {} if wanted.rank0_only and not routes.is_root else packed | {"state": state}
-
-
-def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
-    local = local_of(tensor)
-    new = local.to(device or local.device, copy=True)
-    return with_local(tensor, new) if isinstance(tensor, DTensor) else new
+        state = with_leaves(packed["state"], copied)
+    return {} if rank0_only and not routes.is_root else packed | {"state": state}
 
 
 def _pack(model: nn.Module, optim: Optimizer, given: Mapping[str, Any], optim_input: OptimInput) -> dict[str, Any]:
-    """The state by name, in the model's order, then by keys of the user's own; groups where the dict has any."""
+    """Return the state by name, in the model's order, then the user's own keys; and the groups, if there are any."""
     check_is_optimizer_state(given)
     named = isinstance(next(iter(labels_of(given)), None), str)
     names = keys_of(optim, optim_input, model, named=named).names
     groups = given.get("param_groups")
     if unknown := [str(key) for group in groups or () for key in group["params"] if key not in names]:
         rule = "Groups hold the parameters that the optimizer has, by their numbers"
-        fix = "Pass what this optimizer's state_dict() gave"
-        raise UnknownKeys(message("optim_state_dict", f"param_groups hold {listing(unknown)}", rule, fix))
-    shown = _shown_names(model)
+        fix = "Pass the result of this optimizer's state_dict()"
+        raise DropinKeyError(message("optim_state_dict", f"param_groups hold {listing(unknown)}", rule, fix))
+    clean = parameter_names(model)
+    shown = {clean[param]: state_name(name) for name, param in named_sharded_parameters(model)}  # in the model's order
     named_state = renamed_state(
         {"state": given["state"], "param_groups": groups or []}, lambda key: shown[names[key]] if key in names else key
     )
@@ -284,14 +270,8 @@ def _pack(model: nn.Module, optim: Optimizer, given: Mapping[str, Any], optim_in
     return state if groups is None else state | {"param_groups": copy.deepcopy(named_state["param_groups"])}
 
 
-def _shown_names(model: nn.Module) -> dict[str, str]:
-    """The names that ``state_dict()`` has, by clean FQN, in the model's order."""
-    clean = parameter_names(model)
-    return {clean[param]: state_name(name) for name, param in named_sharded_parameters(model)}
-
-
 def _check_same_on_all_ranks(paths: list[str], groups: Groups) -> None:
-    """Raise MissingState on every rank where some rank lacks what another has. Collective: one digest of each rank."""
+    """Raise RuntimeError on every rank where some rank lacks what another has. Collective: exchanges digests."""
     digest = hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()
     if len(set(gather_by_rank(digest, groups).values())) == 1:
         return
@@ -304,4 +284,4 @@ def _check_same_on_all_ranks(paths: list[str], groups: Groups) -> None:
         "but some ranks are missing some of those states"
     )
     text = message("optim", f"{len(lines)} missing", rule, "Give the optimizers of all ranks the same parameters")
-    raise MissingState("\n".join([text, *lines]))
+    raise DropinRuntimeError("\n".join([text, *lines]))

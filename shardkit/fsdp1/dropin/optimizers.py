@@ -1,7 +1,7 @@
 """Optimizers that a program builds before it wraps its model: they are given the sharded parameters.
 
 FSDP1 with ``use_orig_params=True`` kept the parameter objects, so such a program trained. ``fully_shard`` replaces
-them, and the optimizer would step tensors that no model has any more, without a word.
+them, and the optimizer would silently step tensors that no model has.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp.fsdp1 import optimizers_in_backward
-from shardkit.errors import ShardkitError, listing
+from shardkit.errors import ShardkitError, listing, message
+from shardkit.fsdp1.dropin.errors import Unavailable
 from shardkit.fsdp1.dropin.tensors import as_before, as_dtensors, is_ours
 from shardkit.optim import step_on_local_shards
 from shardkit.optim.local import finish_step
@@ -29,18 +30,18 @@ from shardkit.state.place import unwritten
 
 logger = logging.getLogger("shardkit")
 
-_replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to what took its place, and its FQN
-_settled: WeakSet[Optimizer] = WeakSet()  # those that were looked at since the last wrapping
-_marked: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type]]] = WeakKeyDictionary()  # DTensors in a step only
+_replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to its replacement and its FQN
+_settled: WeakSet[Optimizer] = WeakSet()  # those that were checked since the last wrapping
+_marked: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type]]] = WeakKeyDictionary()  # DTensors during a step only
 _stepping: Any = WeakIdKeyDictionary()  # parameters that are stepped in backward
 
 
 class _Replaced(nn.Parameter):
-    """A parameter that was sharded: until the first step an optimizer has it, a scaler unscales it, and so on."""
+    """A parameter that was sharded; an optimizer may hold it until its first step, and a scaler unscale it."""
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the gradient of what took its place."""
+        """Return the gradient of the sharded parameter."""
         return _replaced[self][0].grad  # type: ignore[no-any-return]
 
     @grad.setter
@@ -49,7 +50,7 @@ class _Replaced(nn.Parameter):
 
 
 def remember(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Notes which parameters took the places of those that ``model`` had ``before``, by FQN. Local."""
+    """Remember which parameters replaced those that ``model`` had ``before``, by FQN. Local."""
     after = dict(model.named_parameters(remove_duplicate=False))
     for fqn, param in before.items():
         if fqn in after and after[fqn] is not param:
@@ -60,7 +61,7 @@ def remember(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
 
 
 def attend() -> ExitStack:
-    """Looks at each optimizer of the process before each of its steps, until what it returns is closed. Local."""
+    """Prepare each optimizer of the process before each of its steps, until the result is closed. Local."""
     hooks = ExitStack()
     hooks.callback(register_optimizer_step_pre_hook(_before_step).remove)
     hooks.callback(register_optimizer_step_post_hook(_after_step).remove)
@@ -69,7 +70,9 @@ def attend() -> ExitStack:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     settle(optimizer)
-    _mark(optimizer)
+    if isinstance(optimizer, LBFGS):
+        _check_even(optimizer)
+    _show_dtensors(optimizer)
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _outside(optimizer, kwargs["closure"])}
     if len(args) > 1 and callable(args[1]):
@@ -77,21 +80,36 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _mark(optimizer: Optimizer) -> None:
+def _check_even(optimizer: Optimizer) -> None:
+    """Refuse what ends in an error of torch's: LBFGS flattens gradients, and uneven DTensors cannot be flattened."""
+    uneven = [
+        str(tuple(param.shape))
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if isinstance(param, DTensor) and param.ndim > 1
+        for axis, place in enumerate(param.placements)
+        if isinstance(place, Shard) and param.shape[place.dim] % param.device_mesh.size(axis)
+    ]
+    if uneven:
+        rule = "LBFGS flattens gradients, which DTensors can do only where all ranks hold parts of the same size"
+        fix = "Use an element-wise optimizer, such as AdamW, or ShardingStrategy.NO_SHARD"
+        raise Unavailable(message("LBFGS", f"parameters of shape {listing(uneven, 6)} are sharded unevenly", rule, fix))
+
+
+def _show_dtensors(optimizer: Optimizer) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     _marked.setdefault(optimizer, []).extend(as_dtensors(params))  # a step may call that of its base class
 
 
 def _outside(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-    """The closure of a step, which runs a forward and a backward with the parameters as they are outside of it."""
+    """Return the closure of a step, run with the parameters as they are outside of the step."""
 
     @functools.wraps(closure)
     def called(*args: Any, **kwargs: Any) -> Any:
         as_before(_marked.pop(optimizer, ()))
-        try:
-            return closure(*args, **kwargs)
-        finally:
-            _mark(optimizer)
+        found = closure(*args, **kwargs)  # after an error the step is over
+        _show_dtensors(optimizer)
+        return found
 
     return called
 
@@ -101,28 +119,33 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     finish_step(optimizer)
 
 
-def settle(optimizer: Optimizer) -> None:
-    """Makes an optimizer fit the models that were wrapped since it was built. In place. Local.
+def restore() -> None:
+    """Undo what a step left that raised, for which torch runs no hook. Local."""
+    while _marked:
+        as_before(_marked.popitem()[1])
 
-    One with parameters that were sharded is given the sharded ones. If it has parameters of a drop-in model and its
-    update is element-wise, it steps on local shards, as under FSDP1: at a fifth of the CPU's time, and with plain
-    parameters beside sharded ones (``ignored_states``, parts that are not wrapped), which torch refuses on DTensors
-    where the step is fused or takes many tensors at once.
+
+def settle(optimizer: Optimizer) -> None:
+    """Make an optimizer fit the models that were wrapped since it was built. In place. Local.
+
+    It is given the sharded parameters. If its update is element-wise, it steps on local shards, as under FSDP1: in a
+    fifth of the CPU time, and also where it has plain parameters (``ignored_states``, parts that are not wrapped),
+    which torch's fused and foreach steps refuse together with DTensors.
     """
     if optimizer in _settled:
         return
     _settled.add(optimizer)
     _repoint(optimizer)
     ours = any(is_ours(param) for group in optimizer.param_groups for param in group["params"])
-    if ours and type(optimizer).__module__.startswith("torch.optim."):  # a program's own may ask more of its parameters
-        with suppress(ShardkitError):  # one that is not element-wise steps on DTensors
+    if ours and type(optimizer).__module__.startswith("torch.optim."):  # others may not be element-wise
+        with suppress(ShardkitError):  # those that are not step on DTensors
             step_on_local_shards(optimizer)
 
 
 def _repoint(optimizer: Optimizer) -> None:
-    """Exchanges the optimizer's parameters that were sharded for the sharded ones, and shards their state. Local.
+    """Replace the optimizer's parameters by the sharded ones, and shard their state; warns. In place. Local.
 
-    In place: groups, their order and options stay, and LR schedulers keep working. A warning says so once.
+    Groups, their order and options stay, and LR schedulers keep working.
     """
     found = {p: _replaced[p] for group in optimizer.param_groups for p in group["params"] if p in _replaced}
     if not found:
@@ -133,8 +156,8 @@ def _repoint(optimizer: Optimizer) -> None:
         if old in optimizer.state:
             optimizer.state[new] = {key: _sharded(value, old, new) for key, value in optimizer.state.pop(old).items()}
     logger.warning(
-        "%s was built before FSDP(...): its %d parameters were exchanged for the sharded ones (%s). "
-        "Build it after wrapping, as FSDP2 needs it.",
+        "%s was built before FSDP(...): its %d parameters were replaced by the sharded ones (%s). "
+        "Build it after wrapping, as FSDP2 requires.",
         type(optimizer).__name__,
         len(found),
         listing((fqn for _, fqn in found.values()), 3),
@@ -142,7 +165,7 @@ def _repoint(optimizer: Optimizer) -> None:
 
 
 def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    """Return the part on this rank of what was kept for each element of the parameter; anything else as it is."""
+    """Return this rank's part of state that has the parameter's shape; any other as it is."""
     if isinstance(value, Tensor) and value.shape == old.shape and value.ndim and isinstance(new, DTensor):
         shard = unwritten(new, value.dtype, new.to_local().device)
         shard.to_local().copy_(local_part(value, new))  # type: ignore[attr-defined]
@@ -151,9 +174,9 @@ def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
 
 
 def step_in_backward(root: nn.Module) -> None:
-    """Lets the optimizers that torch's ``_apply_optimizer_in_backward`` gave to parameters step in backward. Local.
+    """Step the optimizers that torch's ``_apply_optimizer_in_backward`` gave to parameters in backward. Local.
 
-    They step when the gradient of their parameter is reduced, and clear it, as under FSDP1; FSDP2 passes them over.
+    Each steps when the gradient of its parameter is reduced, and clears it, as under FSDP1; FSDP2 ignores them.
     """
     for param in root.parameters():
         if optimizers_in_backward(param) and param not in _stepping:

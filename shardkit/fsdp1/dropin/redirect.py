@@ -1,9 +1,9 @@
 """Run a program with ``torch.distributed.fsdp`` turned to ``shardkit.fsdp1`` in its own files, and only there.
 
-Own is what is imported from elsewhere than the standard library and ``site-packages``: the program's folder, the
-current directory, editable installs. Python's loader of source files is asked for code as ever; where a file is the
-program's own, it compiles what :func:`shardkit.fsdp1.dropin.rewrite.rewrite` makes of it. Files without the word
-``fsdp`` are not even parsed. Processes that the program starts through multiprocessing do the same.
+A program's own files are all but the standard library and ``site-packages``: its folder, the current directory,
+editable installs. Python's loader of source files compiles what :func:`shardkit.fsdp1.dropin.rewrite.rewrite` makes of
+them. Files without the word ``fsdp`` are not even parsed. Processes that the program starts through multiprocessing do
+the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
@@ -29,10 +29,11 @@ from shardkit.fsdp1.dropin.rewrite import mentions, rewrite
 MAIN = "__shardkit_main__"  # what multiprocessing calls the program's file when a child imports it once more
 
 _INSTALLED = {"site-packages", "dist-packages"}  # also those of another environment
+_for_good: list[AbstractContextManager[object]] = []  # a context that nobody holds would end
 
 
 class Redirect:
-    """What is redirected, and what was. ``also`` are installed packages that count as the program's own."""
+    """The state of a redirection. ``also`` are installed packages that count as the program's own."""
 
     def __init__(self, also: Sequence[str] = ()) -> None:
         self.also = tuple(also)
@@ -54,118 +55,41 @@ class Redirect:
 class Program:
     """A program as ``python`` would run it: a file, a folder with a ``__main__.py``, or a module by name (``-m``).
 
-    Made inside of :func:`redirected`, since finding a module imports its packages.
+    Made inside :func:`redirected`, since finding a module imports its packages.
 
     Raises:
         ShardkitError: there is none.
     """
 
     def __init__(self, name: str, redirect: Redirect, as_module: bool = False) -> None:
+        self.redirect, self.argument = redirect, name  # sys.argv[0]
+        self.spec: ModuleSpec | None = None
+        self.folder: str | None = None  # which ``python FILE`` puts first in sys.path
         if as_module:
             redirect.also += (name.partition(".")[0],)
-        spec = _spec_of(name) if as_module else None
-        self.folder = None if as_module else _folder(name)  # which ``python FILE`` puts first in sys.path
-        self.file = (spec.origin if spec else os.path.join(name, "__main__.py") if os.path.isdir(name) else name) or ""
-        self.file = os.path.abspath(self.file)
-        self.argument = self.file if as_module else name  # sys.argv[0]
-        self.module = _main_module(self.file, spec)
-        self.redirect = redirect
+            self.spec = _spec_of(name)
+            self.file = self.argument = os.path.abspath(self.spec.origin or "")
+            return
+        is_folder = os.path.isdir(name)
+        self.file = os.path.abspath(os.path.join(name, "__main__.py") if is_folder else name)
+        self.folder = os.path.abspath(name) if is_folder else os.path.dirname(os.path.realpath(name))
+        if not os.path.exists(self.file):
+            raise _no_program(name, "there is no such file, or no __main__.py in the folder")
 
     def run(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Run it as ``__main__`` and return its globals; what it raises, SystemExit too, is raised."""
+        """Run it as ``__main__`` and return its globals; its exceptions, SystemExit too, are raised."""
         loader = SourceFileLoader("__main__", self.file)
+        module = ModuleType("__main__")
+        module.__file__, module.__spec__ = self.file, self.spec
+        module.__package__ = self.spec.parent if self.spec else None
+        module.__loader__ = self.spec.loader if self.spec else loader
+        module.__dict__["__builtins__"] = sys.modules["builtins"]
+        module.__dict__["__cached__"] = self.spec.cached if self.spec else None
         sys.argv[:] = [self.argument, *argv]
         # Where pickle and inspect look for its classes; multiprocessing has a second name for those of its children.
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = self.module
-        exec(self.redirect.compile(loader.get_data(self.file), self.file, loader), self.module.__dict__)
-        return self.module.__dict__
-
-
-@contextmanager
-def redirected(also: Sequence[str] = ()) -> Iterator[Redirect]:
-    """In this context the program's own modules are imported with ``torch.distributed.fsdp`` turned to ours.
-
-    Modules that are imported already stay as they are, and those imported in it are forgotten at its end. It replaces
-    ``importlib.machinery.SourceFileLoader.get_code`` and ``multiprocessing.spawn.get_preparation_data``.
-    """
-    redirect = Redirect(also)
-    undo = _install(redirect)
-    try:
-        yield redirect
-    finally:
-        undo()
-        for name in redirect.modules:
-            sys.modules.pop(name, None)
-
-
-def redirect_for_good(also: Sequence[str] = (), main: str | None = None) -> Redirect:
-    """As :func:`redirected`, until the process ends.
-
-    ``main`` is the program's file, in a process that multiprocessing started, which imports it as ``MAIN``.
-    """
-    redirect = Redirect(also)
-    _install(redirect)
-    if main is not None:
-        placeholder = ModuleType(MAIN)  # runpy asks importlib for the spec, and importlib asks sys.modules first
-        placeholder.__spec__ = importlib.util.spec_from_file_location(MAIN, main)
-        sys.modules[MAIN] = placeholder
-    return redirect
-
-
-def _install(redirect: Redirect) -> Callable[[], None]:
-    inherited = SourceFileLoader.__dict__.get("get_code")
-    original, prepare = SourceFileLoader.get_code, multiprocessing.spawn.get_preparation_data
-
-    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
-        path = self.get_filename(fullname)
-        if not redirect.owns(fullname, path):
-            return original(self, fullname)
-        redirect.modules.append(fullname)
-        source = self.get_data(path)
-        # Not from the cache of bytecode nor into it, since it is not what the file says.
-        return redirect.compile(source, path, self) if mentions(source) else original(self, fullname)
-
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        return _prepared(redirect, prepare(name))
-
-    def undo() -> None:
-        multiprocessing.spawn.get_preparation_data = prepare
-        if inherited is None:
-            del SourceFileLoader.get_code
-        else:
-            SourceFileLoader.get_code = inherited  # type: ignore[method-assign]
-
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
-    multiprocessing.spawn.get_preparation_data = get_preparation_data
-    return undo
-
-
-def _prepared(redirect: Redirect, data: dict[str, Any]) -> dict[str, Any]:
-    """Return what a child process receives, with an entry that redirects as soon as it is unpickled.
-
-    The child imports the program's file by runpy, whose way of reading a path cannot be redirected, so it is given
-    the name of a module instead.
-    """
-    main = data.pop("init_main_from_path", None)
-    if main is not None:
-        data["init_main_from_name"] = MAIN
-    return {"shardkit": _Redirecting(redirect.also, main, data.get("sys_path")), **data}
-
-
-class _Redirecting:
-    """Unpickled before multiprocessing prepares anything else, so it first finds the way to shardkit."""
-
-    def __init__(self, also: tuple[str, ...], main: str | None, path: list[str] | None) -> None:
-        self.also, self.main, self.path = also, main, path
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str, dict[str, Any]]]:
-        lines = [
-            "import sys",
-            f"sys.path[:] = {self.path!r} or sys.path",
-            f"from {__name__} import {redirect_for_good.__name__} as redirect",
-            f"redirect({self.also!r}, {self.main!r})",
-        ]
-        return exec, ("\n".join(lines), {})
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        exec(self.redirect.compile(loader.get_data(self.file), self.file, loader), module.__dict__)
+        return module.__dict__
 
 
 def _spec_of(name: str) -> ModuleSpec:
@@ -176,29 +100,83 @@ def _spec_of(name: str) -> ModuleSpec:
     except (ModuleNotFoundError, ValueError) as error:
         raise _no_program(name, str(error)) from error
     if spec is None or not isinstance(spec.loader, SourceFileLoader):
-        raise _no_program(name, "there is no such module in a file of Python source")
+        raise _no_program(name, "there is no module of that name with Python source")
     return spec
 
 
-def _folder(path: str) -> str:
-    if not os.path.exists(path) or (os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py"))):
-        raise _no_program(path, "there is no such program")
-    return os.path.abspath(path) if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
-
-
 def _no_program(name: str, problem: str) -> ShardkitError:
-    return ShardkitError(message(name, problem, "A program is a file, or -m and a module", "See --help"))
+    return ShardkitError(
+        message(
+            name, problem, "A program is a Python file, a directory with __main__.py, or -m and a module", "See --help"
+        )
+    )
 
 
-def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
-    module = ModuleType("__main__")
-    module.__file__ = file
-    module.__spec__ = spec
-    module.__package__ = spec.parent if spec else None
-    module.__loader__ = spec.loader if spec else SourceFileLoader("__main__", file)
-    module.__dict__["__builtins__"] = sys.modules["builtins"]
-    module.__dict__["__cached__"] = spec.cached if spec else None
-    return module
+@contextmanager
+def redirected(also: Sequence[str] = ()) -> Iterator[Redirect]:
+    """Import the program's own modules with ``torch.distributed.fsdp`` turned to ours, in this context.
+
+    Modules that are imported already stay as they are, and those imported in it are forgotten at its end. It replaces
+    ``importlib.machinery.SourceFileLoader.get_code`` and ``multiprocessing.spawn.get_preparation_data``.
+    """
+    redirect = Redirect(also)
+    original, prepare = SourceFileLoader.get_code, multiprocessing.spawn.get_preparation_data
+
+    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        if not redirect.owns(fullname, path):
+            return original(self, fullname)
+        redirect.modules.append(fullname)
+        source = self.get_data(path)
+        # Neither from the cache of bytecode nor into it, since it is not what the file says.
+        return redirect.compile(source, path, self) if mentions(source) else original(self, fullname)
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        # The child would import the program's file by runpy, whose reading of a path cannot be redirected, so it is
+        # given the name of a module.
+        main = data.pop("init_main_from_path", None)
+        named = {} if main is None else {"init_main_from_name": MAIN}
+        return {"shardkit": _Redirecting(redirect.also, main, data.get("sys_path")), **data, **named}
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+    try:
+        yield redirect
+    finally:
+        SourceFileLoader.get_code = original  # type: ignore[method-assign]
+        multiprocessing.spawn.get_preparation_data = prepare
+        for name in redirect.modules:
+            sys.modules.pop(name, None)
+
+
+def redirect_for_good(also: Sequence[str] = (), main: str | None = None) -> Redirect:
+    """Redirect as :func:`redirected` does, until the process ends.
+
+    ``main`` is the program's file, in a process that multiprocessing started, which imports it as ``MAIN``.
+    """
+    _for_good.append(context := redirected(also))
+    if main is not None:
+        placeholder = ModuleType(MAIN)  # runpy asks importlib for the spec, and importlib asks sys.modules first
+        placeholder.__spec__ = importlib.util.spec_from_file_location(MAIN, main)
+        sys.modules[MAIN] = placeholder
+    return context.__enter__()
+
+
+class _Redirecting:
+    """An entry that redirects a child process when unpickled, before multiprocessing prepares anything else there."""
+
+    def __init__(self, also: tuple[str, ...], main: str | None, path: list[str] | None) -> None:
+        self.also, self.main, self.path = also, main, path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        lines = [
+            "import sys",
+            f"sys.path[:] = {self.path!r} or sys.path",  # by which it finds shardkit
+            f"from {__name__} import {redirect_for_good.__name__} as redirect",
+            f"redirect({self.also!r}, {self.main!r})",
+        ]
+        return exec, ("\n".join(lines), {})
 
 
 def _is_library(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The arguments of FSDP1's constructor, and what must hold of each alone."""
+"""The arguments of FSDP1's constructor, and the checks of each."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class Arguments:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
-        """From the local variables of a function that has them all as parameters, or some."""
+        """Collect them from the local variables of a function that has them as parameters."""
         return cls(**{item.name: given[item.name] for item in fields(cls) if item.name in given})
 
     def changed(self) -> dict[str, Any]:
-        """Return those that are not at their default, in the order of the signature."""
+        """Return those that differ from their default, in the order of the signature."""
         values = ((item.name, item.default, getattr(self, item.name)) for item in fields(self))
         return {name: v for name, default, v in values if v is not default and (default is None or v != default)}
 
     def for_policies(self) -> dict[str, Any]:
-        """Return what FSDP1 passes to a policy object of the root's arguments."""
+        """Return those that FSDP1 passes to a policy object."""
         ours = ("ignored_modules", "ranks_per_node", "world_size")
         given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ours}
         return given | {"auto_wrap_policy": None}
 
 
 def check_arguments(given: Arguments) -> None:
-    """Raises one TranslationError that lists the arguments which FSDP1 would not take either; pure."""
+    """Raise one TranslationError for all arguments that FSDP1 would not take either."""
     wrong = [message(name, shown(getattr(given, name)), f"It is {rule}", fix) for name, rule, fix in _wrong(given)]
     if wrong:
         raise TranslationError("\n".join(wrong))
@@ -71,27 +71,27 @@ def check_arguments(given: Arguments) -> None:
     if given.ranks_per_node is not None:
         check_ranks("ranks_per_node", given.ranks_per_node)
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
-        problem = "FSDP_USE_FULL_PREC_IN_EVAL=1 is set"
-        rule = "FSDP2 evaluates in param_dtype too, so losses in eval mode would differ"
-        fix = "Unset it, or evaluate without mixed_precision"
+        problem = "set, with FSDP_USE_FULL_PREC_IN_EVAL=1"
+        rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
+        fix = "Unset the variable, or evaluate without mixed_precision"
         raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
 def check_unwrapped(tree: ModelTree) -> None:
-    """Raises TranslationError when FSDP1 has wrapped the model, or part of it, already."""
+    """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
     wrapped = [
         fqn or "(root)"
         for fqn, module in zip(tree.fqns, tree.modules, strict=True)
         if isinstance(module, FullyShardedDataParallel)
     ]
     if wrapped:
-        rule = "A translation starts from the plain model, since FSDP1 has flattened its parameters"
-        fix = "Leave out FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
-        raise TranslationError(message(listing(wrapped, 6), "wrapped by FSDP1 already", rule, fix))
+        rule = "A translation needs the plain model, since FSDP1 flattens parameters"
+        fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
+        raise TranslationError(message(listing(wrapped, 6), "already wrapped by FSDP1", rule, fix))
 
 
 def device_of(device_id: Any) -> torch.device | None:
-    """Return the device of ``device_id``; a bare number counts accelerators, CUDA's where there is none here."""
+    """Return the device of ``device_id``; an int is an accelerator's index, CUDA's if there is none here."""
     if isinstance(device_id, int):
         kind = accelerator()
         return torch.device("cuda" if kind == "cpu" else kind, device_id)
@@ -99,7 +99,7 @@ def device_of(device_id: Any) -> torch.device | None:
 
 
 def shown(value: Any) -> str:
-    """Return an argument's value in short."""
+    """Return a short text for an argument's value."""
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, nn.Module):
@@ -116,20 +116,21 @@ def shown(value: Any) -> str:
 
 
 def _wrong(given: Arguments) -> Iterator[tuple[str, str, str]]:
-    """Name, rule and fix of each argument that has another type than FSDP1's."""
-    if not isinstance(given.cpu_offload, (CPUOffload, type(None))):
-        yield "cpu_offload", "a CPUOffload or None", "Use CPUOffload(offload_params=True)"
-    if not isinstance(given.mixed_precision, (MixedPrecision, type(None))):
-        yield "mixed_precision", "a MixedPrecision or None", "Use MixedPrecision(param_dtype=torch.bfloat16)"
-    if not isinstance(given.backward_prefetch, (BackwardPrefetch, type(None))):
-        yield "backward_prefetch", "a BackwardPrefetch or None", "Use BackwardPrefetch.BACKWARD_PRE"
+    """Yield name, rule and fix of each argument with a wrong type."""
+    for name, kind, fix in (
+        ("cpu_offload", CPUOffload, "CPUOffload(offload_params=True)"),
+        ("mixed_precision", MixedPrecision, "MixedPrecision(param_dtype=torch.bfloat16)"),
+        ("backward_prefetch", BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE"),
+    ):
+        if not isinstance(getattr(given, name), (kind, type(None))):
+            yield name, f"a {kind.__name__} or None", f"Use {fix}"
     if given.param_init_fn is not None and not isinstance(given.param_init_fn, Callable):  # type: ignore[arg-type]
-        yield "param_init_fn", "called with a module, so it has to be callable", "Pass a function"
+        yield "param_init_fn", "called with each module, so it has to be callable", "Pass a function"
     if not _is_device(given.device_id):
-        yield "device_id", "a device or the number of one", "Use torch.cuda.current_device()"
+        yield "device_id", "a device or the index of one", "Use torch.cuda.current_device()"
     for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
         if not isinstance(getattr(given, name), bool):
-            yield name, "True or False", "Use one of them"
+            yield name, "True or False", f"Use {name}=True"
 
 
 def _is_device(given: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``python -m shardkit translate FILE``: a configuration of FSDP1, or of another tool, as one of FSDP2."""
+"""``python -m shardkit translate FILE``: translate a configuration of another tool to FSDP2."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.planning.named import named_model
 
-USAGE = 2  # as argparse's own
+USAGE = 2  # argparse's own exit code for invalid commands
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """The parser of the command, added to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
+    """Add the command to ``commands``, which ``ArgumentParser.add_subparsers`` returned, and return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "translate",
-        help="a configuration of FSDP1, DeepSpeed, ... as one of FSDP2, with a note per key",
-        description="Print the FSDP2 configuration or code that a file of accelerate, transformers, axolotl, ROLL, "
-        "Lightning, DeepSpeed or a plain training YAML asks for, and what became of each of its keys. "
-        "The exit code is 1 if anything was refused.",
+        help="translate a configuration of FSDP1, DeepSpeed, ... to FSDP2, with a note for each key",
+        description="Translate a configuration file of accelerate, transformers, axolotl, ROLL, Lightning, DeepSpeed "
+        "or a plain training YAML to an FSDP2 configuration or code, with a note for each key. Exit code: 0 if "
+        "everything was translated, 1 if anything was refused, 2 if the command itself is invalid.",
     )
-    parser.add_argument("file", help="JSON, or YAML where PyYAML is installed")
+    parser.add_argument("file", help="a JSON file, or a YAML file if PyYAML is installed")
     parser.add_argument(
         "--to",
         choices=("accelerate2", "torch", "plan"),
         default="accelerate2",
-        help="accelerate's file with fsdp_version 2, plain torch code, or the plan of a model (default: %(default)s)",
+        help="an accelerate file with fsdp_version 2, torch code, or the plan of a model (default: %(default)s)",
     )
-    parser.add_argument("--world", type=_ranks, metavar="RANKS", help="ranks in all (default: what the file says)")
-    parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="for hybrid strategies")
+    parser.add_argument("--world", type=_ranks, metavar="RANKS", help="number of ranks (default: from the file)")
+    parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="ranks on a node, for hybrid strategies")
     parser.add_argument("--model", metavar="MODEL", help="package.module:factory, or a config.json of transformers")
-    parser.add_argument("--format", choices=tuple(FORMATS), help="whose file it is (default: recognised by its keys)")
-    parser.add_argument("--json", action="store_true", help="as JSON: format, output, notes")
+    parser.add_argument("--format", choices=tuple(FORMATS), help="format of the file (default: recognised by its keys)")
+    parser.add_argument("--json", action="store_true", help="print JSON: format, output, notes")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the translation and return 1 if anything was refused, 2 where the command itself makes no sense, else 0."""
+    """Print the translation and return 1 if anything was refused, 2 if the command itself is invalid, else 0."""
     if options.to == "plan" and options.model is None:
         print("translate: --to plan needs --model, since a plan names the modules of a model", file=sys.stderr)
         return USAGE
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _output(to: str, reading: Reading, made: Translation | None) -> tuple[str, Iterable[Note]]:
-    """What to print, and notes on what it cannot say of the target."""
+    """Return the text to print, and notes on settings that its format does not support."""
     target = reading.target
     if to == "accelerate2":
         return write.accelerate2(target), write.notes_on_accelerate(target)
@@ -75,7 +75,7 @@ def _output(to: str, reading: Reading, made: Translation | None) -> tuple[str, I
 
 
 def _text(reading: Reading, text: str, notes: tuple[Note, ...], to: str) -> str:
-    """Notes as comments, so that what is printed can be saved as it is; beside a plan they stand bare."""
+    """Return output and notes as one text; the notes are comments, so that it can be saved, except with a plan."""
     lines = write.comments(reading, notes)
     if to == "plan":
         return "\n".join([text.rstrip("\n"), "", *(line.removeprefix("# ") for line in lines)])

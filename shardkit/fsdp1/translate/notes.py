@@ -18,20 +18,20 @@ from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING
 from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 
-# FSDP1 reduced a unit's gradients as one flat tensor, with zeros for parameters that a rank did not use. FSDP2 leaves
-# these out, which hangs or aborts where ranks use different ones, until torch 2.13 has a switch.
+# FSDP1 reduced a unit's gradients as one flat tensor, with zeros for unused parameters. FSDP2 skips unused parameters,
+# which hangs or aborts if ranks use different ones; since torch 2.13 there is a switch.
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one argument of FSDP1, or of one key of a configuration.
+    """How one argument of FSDP1, or one key of a configuration, is translated.
 
     Attributes:
         argument: its name, with a dot for a field of it: ``"mixed_precision.buffer_dtype"``.
-        value: its value in short, as text.
+        value: its value as a short text.
         fate: one of ``FATES``.
-        sentence: what was done, or why it was not.
+        sentence: the translation, or why there is none.
     """
 
     argument: str
@@ -45,7 +45,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a translation has decided, which its notes tell."""
+    """What notes are written from."""
 
     tree: ModelTree
     given: Arguments
@@ -87,16 +87,16 @@ def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
     if REDUCES_UNUSED:
         return ROWS["module"][:2]
     return "noted", (
-        "Sharded in place and returned, not wrapped; before torch 2.13 FSDP2 leaves out parameters that a rank did not "
-        "use, so all ranks must use the same"
+        "Sharded in place and returned, not wrapped; before torch 2.13 FSDP2 does not reduce unused parameters, so all "
+        "ranks must use the same parameters"
     )
 
 
 def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Fate, str]:
-    alone = ". FSDP1 takes NO_SHARD for one rank, which is the same" if decided.plan.mesh.size == 1 else ""
+    alone = ". On one rank FSDP1 uses NO_SHARD, which is the same" if decided.plan.mesh.size == 1 else ""
     return "mapped", (
-        f"mesh {decided.plan.mesh}, reshard_after_forward={value.name in RESHARDING}; the root stays gathered after "
-        f"forward, as FSDP1's did{alone}"
+        f"mesh {decided.plan.mesh}, reshard_after_forward={value.name in RESHARDING}; the root is not resharded "
+        f"after forward, as in FSDP1{alone}"
     )
 
 
@@ -104,16 +104,16 @@ def _policy(decided: Decided, value: Any) -> tuple[Fate, str]:
     classes = dict.fromkeys(type(decided.tree.modules[each.entry]).__name__ for each in decided.wrapped)
     own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
     said = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
-    said += f", some with {listing(own)} of their own" if own else ""
-    return ("noted", f"{said}; the plan's notes say what differs in FSDP2") if decided.plan.notes else ("mapped", said)
+    said += f", some with their own {listing(own)}" if own else ""
+    return ("noted", f"{said}; the plan's notes list the differences") if decided.plan.notes else ("mapped", said)
 
 
 def _orig_params(decided: Decided, value: bool) -> tuple[Fate, str]:
     if value:
-        return "implied", "Parameters keep their names, and become DTensors: build the optimizer after sharding"
+        return "implied", "Parameters keep their names and become DTensors: build the optimizer after sharding"
     return "noted", (
-        "Parameters are DTensors, one for each of the module's own, where FSDP1 had a FlatParameter for each unit: "
-        "optimizers may group them, and their states have other shapes"
+        "Each parameter is a DTensor, where FSDP1 had a FlatParameter for each unit: optimizers may have "
+        "parameter groups, and their states have other shapes"
     )
 
 
@@ -123,13 +123,13 @@ def _ignored(decided: Decided, value: Any) -> tuple[Fate, str]:
     said = f"{len(here)} parameters are ignored_params"
     said += f"; {elsewhere} more are not in the model" if elsewhere else ""
     trained = any(param.requires_grad for param in here)
-    return "mapped", said + ("; gradients of those that train are reduced in neither" if trained else "")
+    return "mapped", said + ("; neither FSDP reduces their gradients" if trained else "")
 
 
 def _per_node(decided: Decided, value: int) -> tuple[Fate, str]:
     if decided.strategy.name in HYBRID:
         return "mapped", f"mesh {decided.plan.mesh}"
-    return "implied", f"{decided.strategy.name} does not look at nodes"
+    return "implied", f"{decided.strategy.name} does not depend on nodes"
 
 
 # Where the value of an argument decides; only values other than the default get here.
@@ -139,12 +139,12 @@ _BY_VALUE = {
     "auto_wrap_policy": _policy,
     "backward_prefetch": lambda decided, value: (
         "noted",
-        "FSDP2 gathers the next unit before a unit's backward, as BACKWARD_PRE; one more unit may be gathered at a "
-        "time than FSDP1 would hold",
+        "FSDP2 all-gathers the next unit before a unit's backward, as BACKWARD_PRE; one more unit may be gathered at a "
+        "time than in FSDP1",
     ),
     "limit_all_gathers": lambda decided, value: (
         "noted",
-        "FSDP2 bounds what is gathered at a time without blocking the CPU, so there is no limit to take off",
+        "FSDP2 always limits all-gathers, without blocking the CPU",
     ),
     "use_orig_params": _orig_params,
     "ignored_modules": _ignored,

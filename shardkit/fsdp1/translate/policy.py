@@ -1,15 +1,14 @@
-"""What FSDP1 would have wrapped: its wrapping policies, asked exactly as FSDP1 asks them; and what it would ignore.
+"""Find what FSDP1 would wrap, by calling its policies exactly as FSDP1 does, and what it would ignore.
 
-Source: ``_auto_wrap`` and ``_recursive_wrap`` of torch 2.13, which wrap as they go; here nothing is changed.
+Source: ``_auto_wrap`` and ``_recursive_wrap`` of torch 2.13, which wrap as they go; here the model does not change.
 ``tests/fsdp1/translate/test_fsdp1_units.py`` compares with real FSDP1 modules.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecision
@@ -19,16 +18,14 @@ from shardkit._fsdp.fsdp1 import FSDP1Policy, full_precision_classes, run_fsdp1_
 from shardkit.errors import TranslationError, listing, message
 from shardkit.planning.tree import ModelTree
 
-Predicate: TypeAlias = Callable[..., bool]
-
 
 @dataclass(frozen=True)
 class Wrapped:
     """A module that FSDP1 would wrap, other than the root.
 
     Attributes:
-        entry: its place in the ModelTree.
-        arguments: what a CustomPolicy gave for it instead of the root's arguments.
+        entry: its index in the ModelTree.
+        arguments: those that a CustomPolicy gave for it instead of the root's.
         full_precision: whether FSDP1 runs it in float32, as it does BatchNorm under mixed precision.
     """
 
@@ -39,7 +36,7 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Ignored:
-    """What FSDP1 leaves alone: the modules at and below ``ignored_modules``, and parameters."""
+    """The modules at and below ``ignored_modules``, and the ignored parameters."""
 
     modules: frozenset[nn.Module] = frozenset()
     params: frozenset[nn.Parameter] = frozenset()
@@ -52,17 +49,17 @@ def wrapped_by(
     ignored: Ignored = Ignored(),
     arguments: dict[str, Any] | None = None,
 ) -> list[Wrapped]:
-    """The modules that FSDP1 would wrap below the root, in the model's order. Pure, but for what the policy does.
+    """Return the modules that FSDP1 would wrap below the root, in the model's order. Pure, except for the policy.
 
     Args:
         tree: the model.
         policy: any that FSDP1 takes, or module classes; None wraps the root only.
-        mixed_precision: FSDP1 wraps its ``_module_classes_to_ignore``, BatchNorm as a rule, apart.
-        ignored: never wrapped, nor counted.
-        arguments: FSDP1's other arguments, which a policy object receives.
+        mixed_precision: FSDP1 wraps its ``_module_classes_to_ignore``, by default BatchNorm, separately.
+        ignored: neither wrapped nor counted.
+        arguments: FSDP1's other arguments, which are passed to a policy object.
 
     Raises:
-        TranslationError: it is not a policy, or it raised.
+        TranslationError: ``policy`` is not a policy, or it raised.
     """
     if policy is None:
         return []
@@ -72,8 +69,8 @@ def wrapped_by(
         if isinstance(policy, FSDP1Policy):
             found = _ask_once(tree.modules[0], policy, ignored, arguments or {}, classes)
         else:
-            asked = policy if mixed_precision is None else _either(policy, classes)
-            found = {module: {} for module in _ask_each(tree.modules[0], asked, ignored)}
+            apart = None if mixed_precision is None else classes
+            found = {module: {} for module in _ask_each(tree.modules[0], policy, ignored, apart)}
     except Exception as error:  # whatever a user's policy raises
         problem = f"{policy!r} raised {type(error).__name__}: {error}"
         rule = "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)"
@@ -87,8 +84,9 @@ def wrapped_by(
 
 
 def _as_policy(policy: Any) -> Any:
-    classes = [policy] if isinstance(policy, type) else policy
-    if isinstance(classes, (set, frozenset, list, tuple)) and classes and all(map(_is_module_class, classes)):
+    given = [policy] if isinstance(policy, type) else policy
+    classes = given if isinstance(given, (set, frozenset, list, tuple)) else ()
+    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         return ModuleWrapPolicy(set(classes))
     if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
         return policy
@@ -96,47 +94,38 @@ def _as_policy(policy: Any) -> Any:
     raise TranslationError(message("auto_wrap_policy", repr(policy), rule, "Use ModuleWrapPolicy({MyBlock})"))
 
 
-def _is_module_class(given: object) -> bool:
-    return isinstance(given, type) and issubclass(given, nn.Module)
-
-
 def _ask_once(
     root: nn.Module, policy: Any, ignored: Ignored, arguments: dict[str, Any], classes: tuple[type[nn.Module], ...]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return a policy object names all modules at once, each with its arguments."""
-    answer = run_fsdp1_policy(policy, root, set(ignored.modules), dict(arguments))
-    found = {module: _changed(arguments, own) for module, own in answer.items()}
+    """Return the modules that a policy object names, all at once, each with the arguments that differ for it."""
+    found = {
+        module: {name: value for name, value in own.items() if name not in arguments or value is not arguments[name]}
+        for module, own in run_fsdp1_policy(policy, root, set(ignored.modules), dict(arguments)).items()
+    }
     for module in root.modules() if classes else ():
         if isinstance(module, classes) and module not in ignored.modules:
             found.setdefault(module, {})
     return found
 
 
-def _changed(arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in own.items() if name not in arguments or value is not arguments[name]}
+def _ask_each(
+    root: nn.Module, policy: Callable[..., bool], ignored: Ignored, apart: tuple[type[nn.Module], ...] | None
+) -> Iterable[nn.Module]:
+    """Return the modules that a callable wraps: it is asked whether to recurse, then on the way up whether to wrap.
 
-
-def _either(policy: Predicate, classes: Collection[type[nn.Module]]) -> Predicate:
-    """Return the policy, or a module of ``classes``; as FSDP1's own, it goes below what the policy does not."""
-
-    def either(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        chosen = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-        return bool(chosen) or recurse or isinstance(module, tuple(classes))
-
-    return functools.wraps(policy)(either) if hasattr(policy, "__name__") else either
-
-
-def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[nn.Module]:
-    """Return a callable is asked on the way down whether to go on, and on the way up whether to wrap."""
+    As in FSDP1, mixed precision wraps the classes ``apart`` whatever the policy says, and recurses everywhere.
+    """
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        """Elements of ``module`` that it or a module below it would hold as a unit."""
+        """Return how many elements of ``module`` are in a unit at or below it."""
         numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
-        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel) and apart is None:
             return 0
         taken = sum(visit(child) for child in module.children() if child not in ignored.modules)
-        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        if module is root:
+            return taken
+        if policy(module=module, recurse=False, nonwrapped_numel=numel - taken) or isinstance(module, apart or ()):
             found.append(module)
             return numel
         return taken
@@ -145,14 +134,11 @@ def _ask_each(root: nn.Module, policy: Predicate, ignored: Ignored) -> Iterable[
     return found
 
 
-# What is ignored.
-
-
 def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Return what FSDP1 would leave alone: the modules with all below them, and their or the given parameters.
+    """Return what FSDP1 would ignore: the modules with all below them, and their or the given parameters.
 
     Raises:
-        TranslationError: both are given, or hold something else, or leave nothing to shard.
+        TranslationError: both are given, an element has another type, or nothing is left to shard.
     """
     if ignored_modules is not None and ignored_states is not None:
         rule = "Cannot pass both ignored_modules and ignored_states at the same time"
@@ -191,9 +177,9 @@ def _listed(argument: str, given: Any, kinds: Any) -> list[Any]:
     return states
 
 
-# The rules that follow a subject are in FSDP1's words, which programs may look for.
+# These rules are in FSDP1's words, for which programs may look.
 _KINDS = {"ignored_modules": "nn.Module", "ignored_states": "all nn.Parameter or all nn.Module"}
-_RULE = "What is ignored is a list of modules, or of parameters, and not all of the model"
+_RULE = "It is a list of modules or of parameters, and not the whole model"
 
 
 def _types(states: Iterable[object]) -> list[type]:

@@ -1,4 +1,4 @@
-"""A translation, and how a model is sharded by it: the only part of ``translate`` that changes a model."""
+"""A translation, and sharding a model by it: the only part of ``translate`` that changes a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
+from shardkit.apply.fit import check_fit
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import carry_out, check_applicable
+from shardkit.apply.shard import carry_out, given_plan
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.notes import REDUCES_UNUSED, Note
@@ -32,24 +33,24 @@ ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Translation:
-    """A plan, a note for every argument that was not left at its default, and what a plan cannot hold.
+    """A plan, a note for every argument that is not at its default, and what a plan does not hold.
 
     Plain data, made without changing the model; ``print(translation)`` shows the plan's table and the notes.
 
     Attributes:
         plan: the ``fully_shard`` calls.
-        notes: what became of each argument, in the order of FSDP1's signature.
-        device_mesh: FSDP1's ``device_mesh``, where it can be used as it is; None builds one of ``plan.mesh``.
-        process_groups: FSDP1's groups, one for each axis of ``plan.mesh``, so the replicating one first; empty for
-            all ranks.
-        device: FSDP1's ``device_id``, where the model is sharded and computes; None is the accelerator.
-        param_init_fn: gives a meta module its values before it is sharded, as FSDP1 called it.
+        notes: how each argument is translated, in the order of FSDP1's signature.
+        device_mesh: FSDP1's ``device_mesh``, if FSDP2 can use it; None builds one of ``plan.mesh``.
+        process_groups: FSDP1's groups, one for each axis of ``plan.mesh``, the replicate group first; empty for all
+            ranks.
+        device: FSDP1's ``device_id``; None is the accelerator.
+        param_init_fn: initializes a meta module before it is sharded, as in FSDP1.
         sync_module_states: whether parameters and buffers are broadcast from the first rank before sharding.
-        buffer_dtypes: what FSDP1 casts a floating-point buffer to at the first forward, by FQN.
-        ignored_modules: FQNs of the modules that FSDP1 leaves alone.
+        buffer_dtypes: the dtypes to which FSDP1 casts floating-point buffers at the first forward, by FQN.
+        ignored_modules: FQNs of the modules that FSDP1 ignores.
         wrapped: FQNs of the modules that FSDP1 would have wrapped below the root, each with the arguments that a
             CustomPolicy gave for it.
-        apart: FQNs of modules that are wrapped already, which stay as they are; the plan ignores their parameters.
+        apart: FQNs of modules that are wrapped already; the plan ignores their parameters.
     """
 
     plan: ShardingPlan
@@ -66,11 +67,11 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Note, ...]:
-        """Return the notes on what FSDP2 cannot do; of a configuration file only, since arguments raise."""
+        """Return the notes on what FSDP2 cannot do, of a configuration file; refused arguments raise instead."""
         return tuple(note for note in self.notes if note.fate == "refused")
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Shards ``model`` in place and returns it, as ``shard_like_fsdp1`` does. Collective.
+        """Shard ``model`` in place and return it, as ``shard_like_fsdp1`` does. Collective.
 
         Raises:
             TranslationError, PlanError: as ``shard_like_fsdp1``.
@@ -83,11 +84,11 @@ class Translation:
     def materialize(
         self, model: nn.Module, device: torch.device | str | None = None, seed: int | None = None
     ) -> nn.Module:
-        """Gives a meta model that ``apply_plan(model, translation.plan)`` has sharded its values. Collective.
+        """Initialize a meta model that ``apply_plan(model, translation.plan)`` has sharded. Collective.
 
-        For those who shard by the plan alone; ``apply`` gives a model its values itself. ``param_init_fn``, if there
-        is one, is called as ``shardkit.materialize`` calls ``init``, so it must write in place. Ends with the casts
-        of ``buffer_dtypes``. ``device``, ``seed`` and errors are those of ``shardkit.materialize``.
+        Only needed after ``apply_plan``; ``apply`` initializes the model itself. ``param_init_fn`` is called as
+        ``shardkit.materialize`` calls ``init``, so it must write in place. Then casts buffers to ``buffer_dtypes``.
+        ``device``, ``seed`` and errors are those of ``shardkit.materialize``.
         """
         materialize(model, device, seed, init=self.param_init_fn)
         cast_buffers(model, self)
@@ -108,14 +109,14 @@ def shard_translated(
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
 ) -> tuple[Translation, DeviceMesh]:
-    """Shards ``model`` in place as ``decide`` says, but for ``buffer_dtypes``. Collective over ``groups``.
+    """Shard ``model`` in place as ``decide`` says, without casting buffers. Collective over ``groups``.
 
     Args:
         model: the model.
-        decide: local; what it raises on one rank is raised by all.
-        groups: which together reach all ranks that shard; None is the world.
-        mesh_of: what to build the mesh with, ``mesh_for`` by default.
-        any_start: whether ranks may start from different values, as FSDP1 lets them.
+        decide: local; an error of one rank is raised on all.
+        groups: together they reach all ranks that shard; None is the world.
+        mesh_of: builds the mesh, ``mesh_for`` by default.
+        any_start: whether ranks may start from different values, as in FSDP1.
 
     Returns:
         What was decided, and the mesh.
@@ -151,14 +152,14 @@ def shard_translated(
 
 
 def cast_buffers(model: nn.Module, translation: Translation) -> None:
-    """Casts the buffers to their ``buffer_dtype``, in place; local."""
+    """Cast the buffers to their ``buffer_dtypes``, in place; local."""
     for fqn, dtype in translation.buffer_dtypes.items():
         buffer = model.get_buffer(fqn)
         buffer.data = buffer.to(dtype)
 
 
 def mesh_for(translation: Translation) -> DeviceMesh:
-    """Return the mesh of a translation, built if need be, with its device selected. Collective."""
+    """Return the mesh of a translation, built if needed, and select its device. Collective."""
     device = translation.device
     if device is not None and device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)  # FSDP2 shards on the current device
@@ -175,30 +176,34 @@ def _device_type(translation: Translation) -> str:
 
 
 def _check(model: nn.Module, translation: Translation) -> None:
-    """What can be refused while the model is untouched."""
+    """Raise what can be refused before the model changes."""
     device, mesh = translation.device, translation.device_mesh
     if device is not None and device.type not in ("cpu", accelerator()):
-        problem, fix = f"This process has {accelerator()!r}", "Leave it out, or use another device"
-        raise TranslationError(message("device_id", str(device), problem, fix))
+        problem, rule = f"{device} is not the device of this process", f"The process uses {accelerator()!r}"
+        raise TranslationError(message("device_id", problem, rule, "Remove device_id"))
     if mesh is not None and device is not None and mesh.device_type != device.type:
         problem, rule = (
             f"{device} with a device_mesh on {mesh.device_type!r}",
             "A model is sharded on the mesh's device",
         )
-        raise TranslationError(message("device_id", problem, rule, "Leave device_id out"))
+        raise TranslationError(message("device_id", problem, rule, "Remove device_id"))
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
-    check_applicable(model, translation.plan, mesh, _device_type(translation), translation.apart)
-    without = [] if translation.param_init_fn is not None or is_recorded(model) else _uninitialised(model, translation)
+    plan, tree = given_plan(model, translation.plan, mesh, translation.apart)
+    check_fit(tree, plan, _device_type(translation))
+    if translation.param_init_fn is not None or is_recorded(model):
+        return
+    on_meta = _on_meta(model, translation)
+    without = [fqn or "(root)" for fqn, each in on_meta if not callable(getattr(each, "reset_parameters", None))]
     if without:
         problem = "on the meta device, and without reset_parameters"
-        rule = "FSDP1 gives a meta module its values by param_init_fn, or else by reset_parameters"
+        rule = "FSDP1 initializes a meta module by param_init_fn, or else by reset_parameters"
         fix = "Pass param_init_fn, or build the model under shardkit.init_on_meta()"
         raise TranslationError(message(listing(without, 6), problem, rule, fix))
 
 
-# The values of a unit before it is sharded, as FSDP1 gave them: made from meta, then broadcast from the first rank. One
-# unit at a time, so that no rank ever holds more than its shards and one whole unit.
+# Before a unit is sharded its values are initialized from meta and broadcast from the first rank, as in FSDP1. One unit
+# at a time, so that no rank holds more than its shards and one full unit.
 
 
 def _own_states(module: nn.Module) -> list[Tensor]:
@@ -206,20 +211,15 @@ def _own_states(module: nn.Module) -> list[Tensor]:
 
 
 def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with tensors of their own on meta, without ignored ones."""
+    """Yield the modules with own tensors on meta, without ignored modules."""
     ignored = translation.ignored_in(model)
     for fqn, module in model.named_modules():
         if module not in ignored and any(state.is_meta for state in _own_states(module)):
             yield fqn, module
 
 
-def _uninitialised(model: nn.Module, translation: Translation) -> list[str]:
-    on_meta = _on_meta(model, translation)
-    return [fqn or "(root)" for fqn, each in on_meta if not callable(getattr(each, "reset_parameters", None))]
-
-
 def _sources(model: nn.Module, translation: Translation, groups: Groups) -> tuple[bool, bool]:
-    """Whether every rank built it under ``init_on_meta``, and whether some rank has to make values. Collective."""
+    """Return whether all ranks built the model under ``init_on_meta``, and whether any has meta tensors. Collective."""
     on_meta = any(True for _ in _on_meta(model, translation))
     recorded = on_meta and translation.param_init_fn is None and is_recorded(model)
     answers = gather_by_rank((on_meta, recorded), groups).values()
@@ -227,7 +227,7 @@ def _sources(model: nn.Module, translation: Translation, groups: Groups) -> tupl
 
 
 class _UnitStates:
-    """Called with each unit right before it is sharded: makes and broadcasts its values. Collective.
+    """Called with each unit right before it is sharded: initializes and broadcasts its values. Collective.
 
     Broadcasts run over the axes of ``mesh``, from the first rank of each, the replicating axis first.
     """
@@ -237,7 +237,7 @@ class _UnitStates:
         self._translation = translation
         self._mesh = mesh
         self._ignored = translation.ignored_in(model)
-        self._synced: dict[int, Tensor] = {}  # kept, so that an id is of one buffer only
+        self._synced: dict[int, Tensor] = {}  # keeps the buffers alive, so that ids stay unique
 
     def __call__(self, unit: ShardUnit) -> None:
         with together(self._mesh.get_all_groups(), TranslationError):
@@ -245,7 +245,7 @@ class _UnitStates:
             states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
             if any(state.is_meta for state in states):
                 problem = f"buffers of an ignored module in {unit.name} are on meta"
-                rule = "What is broadcast is real on every rank, and FSDP1 makes no ignored module"
+                rule = "FSDP1 does not initialize ignored modules, but broadcasts their buffers"
                 fix = "Materialize the ignored modules first"
                 raise TranslationError(message("sync_module_states", problem, rule, fix))
         broadcast_from_first(states, self._mesh.get_all_groups(), self._mesh.device_type)
@@ -253,19 +253,19 @@ class _UnitStates:
     def _materialize(self, unit: ShardUnit) -> None:
         modules = self._modules(unit)
         if any(state.is_meta for module in modules for state in _own_states(module)):
-            for module in modules:
-                self._initialise(module)
-            self._tie(unit)
+            for module in modules:  # FSDP1 calls param_init_fn with every module, reset_parameters with those on meta
+                if self._translation.param_init_fn is not None:
+                    self._translation.param_init_fn(module)
+                elif any(state.is_meta for state in _own_states(module)):
+                    with torch.no_grad():
+                        module.to_empty(device=self._translation.device or self._mesh.device_type, recurse=False)
+                        module.reset_parameters()  # type: ignore[operator]  # checked before
+            # Each name of a tied parameter now has a parameter of its own; FSDP1 left them untied.
+            for spec in self._translation.plan.specs_of(unit):
+                for alias in spec.aliases:
+                    owner, _, name = alias.rpartition(".")
+                    setattr(self._model.get_submodule(owner), name, self._model.get_parameter(spec.fqn))
         self._check_made(unit, modules)
-
-    def _initialise(self, module: nn.Module) -> None:
-        """FSDP1 calls ``param_init_fn`` with every module of the unit, or empties and resets those with states."""
-        if self._translation.param_init_fn is not None:
-            self._translation.param_init_fn(module)
-        elif any(state.is_meta for state in _own_states(module)):
-            with torch.no_grad():
-                module.to_empty(device=self._translation.device or self._mesh.device_type, recurse=False)
-                module.reset_parameters()  # type: ignore[operator]  # checked before
 
     def _modules(self, unit: ShardUnit) -> list[nn.Module]:
         """Return the modules of the unit, breadth first as in FSDP1, without inner units and ignored modules."""
@@ -278,15 +278,8 @@ class _UnitStates:
                 pending.extend(module.children())
         return list(found)
 
-    def _tie(self, unit: ShardUnit) -> None:
-        """Making a tied parameter from meta makes one for each of its names; FSDP1 let them part."""
-        for spec in self._translation.plan.specs_of(unit):
-            for alias in spec.aliases:
-                owner, _, name = alias.rpartition(".")
-                setattr(self._model.get_submodule(owner), name, self._model.get_parameter(spec.fqn))
-
     def _unsynced(self, unit: ShardUnit) -> Iterator[Tensor]:
-        """The buffers at and below the unit that none before it had, those of ignored modules too, and its params."""
+        """Yield the buffers at and below the unit that no unit before it had, ignored ones too, and its parameters."""
         for fqn in unit.modules:
             for _, buffer in sorted(self._model.get_submodule(fqn).named_buffers()):
                 if id(buffer) not in self._synced:
@@ -304,6 +297,6 @@ class _UnitStates:
         ]
         if wrong or any(buffer.is_meta for module in modules for buffer in module.buffers(recurse=False)):
             problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or with another shape or dtype"
-            rule = "It gives each module that it is called with its values, as module.to_empty(...) does"
-            fix = "Make it write all of a module's own parameters and buffers"
+            rule = "It initializes all own parameters and buffers of each module, without changing shape or dtype"
+            fix = "Call module.to_empty(device=..., recurse=False) in it, then initialize"
             raise TranslationError(message("param_init_fn", problem, rule, fix))

@@ -1,4 +1,4 @@
-"""Where and how FSDP1 would have sharded: strategies in any form, process groups and meshes, as a MeshSpec."""
+"""Resolve FSDP1's strategies, process groups and meshes to a MeshSpec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Resolved(NamedTuple):
 
     Attributes:
         mesh: one axis, or two that replicate and shard; in ranks.
-        reshard_after_forward: of all units but the root, which FSDP1 never reshards after forward.
+        reshard_after_forward: for all units but the root, which FSDP1 never reshards after forward.
     """
 
     mesh: MeshSpec
@@ -32,14 +32,14 @@ class Resolved(NamedTuple):
 
 
 def parse_strategy(given: Any) -> ShardingStrategy:
-    """torch's enum for any way to write a strategy; None is FULL_SHARD, as in FSDP1.
+    """Return torch's enum for a strategy in any form; None is FULL_SHARD, as in FSDP1.
 
     Args:
-        given: torch's enum; its name in any case, with or without the class and the leading underscore
+        given: the enum; its name in any case, with or without the class and the leading underscore
             (``"ShardingStrategy.FULL_SHARD"``, ``"hybrid_shard_zero2"``); accelerate's number, 1 to 5, also as text.
 
     Raises:
-        TranslationError: it is none of these.
+        TranslationError: ``given`` is none of these.
     """
     if given is None:
         return ShardingStrategy.FULL_SHARD
@@ -61,11 +61,11 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
     Args:
         given: as for ``parse_strategy``.
         world_size: ranks in all.
-        ranks_per_node: ranks that shard together in a hybrid strategy; others do not look at it. None is
-            torchrun's ``LOCAL_WORLD_SIZE``, which is also what FSDP1 took it to be: the devices of a node.
+        ranks_per_node: ranks that shard together in a hybrid strategy, ignored by others. None is torchrun's
+            ``LOCAL_WORLD_SIZE``; FSDP1 counted the devices of a node.
 
     Raises:
-        TranslationError: no such strategy, or a hybrid one whose node size is unknown or does not divide the ranks.
+        TranslationError: unknown strategy, or a hybrid one whose node size is unknown or does not divide the ranks.
 
     Example:
         >>> resolve_strategy("hybrid_shard", 16, ranks_per_node=8)
@@ -83,9 +83,9 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
 
 
 def check_ranks(argument: str, value: Any) -> None:
-    """Raises TranslationError unless ``value`` is a number of ranks."""
+    """Raise TranslationError unless ``value`` is a number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _error(argument, repr(value), "It is a number of ranks, at least 1", "Use an int")
+        raise _error(argument, repr(value), "It is a number of ranks, at least 1", f"Use {argument}=8")
 
 
 def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int | None) -> int:
@@ -93,19 +93,16 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
     if ranks_per_node is None and launched.isdecimal():
         ranks_per_node = int(launched)
     if ranks_per_node is None:
-        problem = f"{strategy.name} on {world_size} ranks, and nothing says how many share a node"
-        rule = "It shards inside of a node and replicates across nodes; FSDP1 counted this node's devices"
+        problem = f"{strategy.name} on {world_size} ranks, and the number of ranks per node is unknown"
+        rule = "It shards within a node and replicates across nodes; FSDP1 counted this node's devices"
         fix = "Pass ranks_per_node=8, a device_mesh or the pair of process groups, or start with torchrun"
         raise _error("sharding_strategy", problem, rule, fix)
     check_ranks("ranks_per_node", ranks_per_node)
     if world_size % ranks_per_node:
-        rule = f"{strategy.name} shards over the ranks of a node, equally many on each"
+        rule = f"{strategy.name} shards over the ranks of a node, and every node has the same number"
         problem = f"{ranks_per_node} does not divide {world_size} ranks"
         raise _error("ranks_per_node", problem, rule, f"Use a divisor of {world_size}")
     return ranks_per_node
-
-
-# Process groups and meshes.
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,9 @@ class Place:
     """The mesh of a translation.
 
     Attributes:
-        spec: shape, in ranks, and axis names.
-        device_mesh: the given one, where FSDP2 takes it as it is.
-        groups: for a mesh that is made of process groups, as for ``Translation.process_groups``.
+        spec: its shape, in ranks, and axis names.
+        device_mesh: the given mesh, if FSDP2 can use it.
+        groups: the groups to make a mesh of, as for ``Translation.process_groups``.
     """
 
     spec: MeshSpec
@@ -130,13 +127,13 @@ def place_of(
     ranks_per_node: int | None = None,
     world_size: int | None = None,
 ) -> Place:
-    """Return the mesh on which FSDP1 would have sharded; local.
+    """Return the mesh on which FSDP1 would shard; local.
 
     Raises:
-        TranslationError: they contradict each other or the strategy, or this rank is in none of them.
+        TranslationError: arguments contradict each other or the strategy, or do not include this rank.
     """
     if process_group is not None and device_mesh is not None:
-        raise _error("device_mesh", "given together with process_group", "Both say the same", "Pass one of them")
+        raise _error("device_mesh", "given together with process_group", "Each defines the mesh", "Pass one of the two")
     if device_mesh is not None:
         place = _of_mesh(strategy, device_mesh)
     elif process_group is not None:
@@ -149,10 +146,10 @@ def place_of(
 
 
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
-    """The groups that reach all ranks which shard together; the world where the arguments are not what they must be.
+    """Return groups that together reach all ranks that shard; the world if the arguments are invalid.
 
     Raises:
-        TranslationError: this rank is in none of them, so that no other rank waits for it.
+        TranslationError: this rank is in none of them, so no other rank waits for it.
     """
     if isinstance(device_mesh, DeviceMesh):
         _check_member("device_mesh", device_mesh.get_coordinate() is not None)
@@ -171,8 +168,8 @@ def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
     if strategy.name in HYBRID:
         return _hybrid_of_mesh(strategy, mesh)
     if any(size > 1 for size in mesh.shape[1:]):
-        rule = "FSDP1 sharded over the first axis, and let the ranks along the others train apart"
-        fix = "Pass the one axis that shards, as in mesh['dp'], or use HYBRID_SHARD"
+        rule = "FSDP1 shards over the first axis only, and the other axes would train separately"
+        fix = "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD"
         raise _error("device_mesh", f"shape {tuple(mesh.shape)} for {strategy.name}", rule, fix)
     if strategy is ShardingStrategy.NO_SHARD:
         return _of_group(strategy, mesh.get_group(0))
@@ -181,14 +178,12 @@ def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
 
 def _hybrid_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Place:
     if mesh.ndim != 2:
-        problem, fix = (
-            f"shape {tuple(mesh.shape)} for {strategy.name}",
-            "Use init_device_mesh(device, (nodes, ranks_per_node))",
-        )
+        problem = f"shape {tuple(mesh.shape)} for {strategy.name}"
+        fix = "Use init_device_mesh(device, (nodes, ranks_per_node))"
         raise _error("device_mesh", problem, "It has two axes, which replicate and shard", fix)
     if mesh.mesh_dim_names:
         return Place(spec_of(mesh), mesh)
-    # FSDP1 took a mesh without names, and torch can add none: the same groups in a mesh that has them.
+    # FSDP1 takes a mesh without axis names, which FSDP2 needs: make a named mesh of the same groups.
     return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
 
 
@@ -208,17 +203,14 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     shard, replicate = groups
     shared = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
     if shared != {dist.get_rank()}:
-        problem = f"the groups that shard and replicate share ranks {sorted(shared)}"
-        rule, fix = (
-            "A row and a column of a table of ranks share one, this rank",
-            "Make them as dist.new_subgroups does",
-        )
-        raise _error("process_group", problem, rule, f"{fix}, or pass a device_mesh")
+        problem = f"the shard and the replicate group share ranks {sorted(shared)}"
+        fix = "Make them with dist.new_subgroups, or pass a device_mesh"
+        raise _error("process_group", problem, "They share only this rank", fix)
     return Place(MeshSpec.hybrid(replicate.size(), shard.size()), groups=(replicate, shard))
 
 
 def _of_group(strategy: ShardingStrategy, group: dist.ProcessGroup) -> Place:
-    """One group is all of the mesh; NO_SHARD adds a shard axis of this rank alone."""
+    """Return the mesh of one group; NO_SHARD adds a shard axis of size 1."""
     spec = resolve_strategy(strategy, group.size()).mesh
     return Place(spec) if group == dist.group.WORLD else Place(spec, groups=(group,))
 
@@ -230,13 +222,13 @@ def _check_sizes(strategy: ShardingStrategy, spec: MeshSpec, per_node: int | Non
             check_ranks(name, given)
         if given is not None and matters and given != found:
             problem = f"{given}, and the mesh or process group has {found}"
-            raise _error(name, problem, "They say how many ranks there are", "Leave it out")
+            raise _error(name, problem, "They must be equal", f"Remove {name}")
 
 
 def _check_member(argument: str, inside: bool) -> None:
     if not inside:
-        problem, fix = f"rank {dist.get_rank()} is not in it", "Shard on its ranks only"
-        raise _error(argument, problem, "Every rank that shards is in it", fix)
+        problem, fix = f"does not include rank {dist.get_rank()}", "Shard on its ranks only"
+        raise _error(argument, problem, "Every rank that shards is part of it", fix)
 
 
 def _error(argument: str, problem: str, rule: str, fix: str) -> TranslationError:

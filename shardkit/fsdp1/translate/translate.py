@@ -51,10 +51,10 @@ def translate_fsdp1(
     ranks_per_node: int | None = None,
     world_size: int | None = None,
 ) -> Translation:
-    """Says what ``FullyShardedDataParallel(model, ...)`` would do, as a plan for FSDP2 and a note for each argument.
+    """Translate ``FullyShardedDataParallel(model, ...)`` to a plan for FSDP2 and a note for each argument.
 
-    Pure and local: nothing of the model changes, and it may be on the meta device. Without a process group it
-    translates for ``world_size`` ranks, as on a laptop for a cluster.
+    Pure and local: the model does not change, and may be on the meta device. Without a process group, pass
+    ``world_size`` to plan for a cluster on a laptop.
 
     Args:
         model: the whole model, not wrapped yet.
@@ -66,7 +66,7 @@ def translate_fsdp1(
         world_size: ranks to plan for; None is those of the process group, or torchrun's ``WORLD_SIZE``, or 1.
 
     Raises:
-        TranslationError: FSDP1 would not take an argument either, or FSDP2 cannot do what it says.
+        TranslationError: FSDP1 would not take an argument either, or FSDP2 does not support it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -78,13 +78,13 @@ def translate_fsdp1(
 
 
 def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
-    """Shards ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)`` would, and returns it.
+    """Shard ``model`` in place with FSDP2 as ``FullyShardedDataParallel(model, **arguments)`` would, and return it.
 
-    ``translate_fsdp1(model, **arguments).apply(model)``, where an error of one rank is raised by all.
-    Collective: every rank must call, with the same arguments. Build the optimizer afterwards, since sharding replaces
-    the model's parameters. A model on the meta device gets its values as FSDP1 gave them: each unit is made whole by
-    ``param_init_fn``, or by ``reset_parameters``, right before it is sharded; one that every rank built under
-    ``init_on_meta`` is materialized from its recording instead.
+    The same as ``translate_fsdp1(model, **arguments).apply(model)``, with errors of one rank raised on all. Collective:
+    every rank must call it with the same arguments. Build the optimizer afterwards, since sharding replaces the
+    parameters. A model on the meta device is initialized as in FSDP1: each unit by ``param_init_fn``, or by
+    ``reset_parameters``, right before it is sharded. A model that every rank built under ``init_on_meta`` is
+    materialized from its recording instead.
 
     Args:
         model: the whole model, not wrapped.
@@ -92,7 +92,7 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
 
     Raises:
         TranslationError: on every rank, with the model unchanged: FSDP1 would not take an argument either, or FSDP2
-            cannot do what it says. Also when ``param_init_fn`` fails, which leaves the model half made.
+            does not support it. Also if ``param_init_fn`` fails, which leaves the model partly sharded.
         PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit one of them.
     """
     groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
@@ -102,7 +102,7 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
 
 
 def translate(model: nn.Module, given: Arguments, apart: Collection[str] = ()) -> Translation:
-    """``translate_fsdp1`` of a model of which the drop-in has wrapped the parts ``apart``, FQNs, outermost first."""
+    """``translate_fsdp1`` for a model of which the drop-in has wrapped ``apart``, FQNs, outermost first."""
     try:
         return _translate(model, given, tuple(apart))
     except PlanError as error:
@@ -141,7 +141,7 @@ def _translate(model: nn.Module, given: Arguments, apart: tuple[str, ...]) -> Tr
 
 def _params_of(tree: ModelTree, apart: Collection[str]) -> frozenset[str]:
     below = (entry for fqn in apart for entry in tree.subtree(tree.places[fqn]))
-    return frozenset(tree.names[id(param)] for entry in below for param in tree.owned[entry])
+    return frozenset(fqn for entry in below for fqn in tree.owned[entry])
 
 
 # Every unit has settings of its own.

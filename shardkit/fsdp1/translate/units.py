@@ -1,8 +1,8 @@
-"""From the modules that FSDP1 would wrap to units of FSDP2, with their settings and a note for each difference."""
+"""Make units of FSDP2 from the modules that FSDP1 would wrap, with their settings and a note for each difference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,29 +24,26 @@ from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Overrides, Selection, has_forward
 from shardkit.planning.tree import ModelTree
 
-# What a CustomPolicy may give for one module: the settings of a unit, and what FSDP2 does its own way anyway.
+# What a CustomPolicy may set for one module: settings of a unit, and settings that FSDP2 does not have.
 _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
 _FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-_ONE_MESH = "A plan has one mesh, one device and one way of initialising; a unit has reshard_after_forward and policies"
-
-
-# Settings.
+_ONE_MESH = "Only reshard_after_forward and the policies can differ between the units of a plan"
 
 
 def unit_settings(
     tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: ShardingStrategy
 ) -> Callable[[Wrapped | None], Overrides]:
-    """Return a function from a wrapped module, or None for the root, to the settings of its unit.
+    """Return a function that maps a wrapped module, or None for the root, to the settings of its unit.
 
     Raises:
-        TranslationError: a CustomPolicy gives a module what FSDP2 can only have for the whole model.
+        TranslationError: a CustomPolicy sets for one module what only the whole model can have in FSDP2.
     """
     for each in wrapped:
         _check_own(tree, each, strategy)
     by_entry = {each.entry: each for each in wrapped}
 
     def precision(entry: int) -> MixedPrecision | None:
-        """That of the innermost unit at or around ``entry`` which does not run in full precision."""
+        """Return that of the innermost unit at or around ``entry`` that does not run in full precision."""
         while entry > 0:
             if entry in by_entry and not by_entry[entry].full_precision:
                 return by_entry[entry].arguments.get("mixed_precision", given.mixed_precision)  # type: ignore[no-any-return]
@@ -59,7 +56,8 @@ def unit_settings(
         full = each is not None and each.full_precision
         return Overrides(
             # FSDP1 never reshards its root after forward, since backward needs it at once.
-            reshard_after_forward=each is not None and _reshards(own.get("sharding_strategy", strategy)),
+            reshard_after_forward=each is not None
+            and parse_strategy(own.get("sharding_strategy", strategy)).name in RESHARDING,
             mp_policy=_full_precision(around) if full else _mp_policy(around, root=each is None),
             offload_policy=_offload_policy(own.get("cpu_offload", given.cpu_offload), device_of(given.device_id)),
         )
@@ -67,12 +65,8 @@ def unit_settings(
     return settings
 
 
-def _reshards(strategy: Any) -> bool:
-    return parse_strategy(strategy).name in RESHARDING
-
-
 def _axes(strategy: Any) -> str:
-    """Strategies of one kind shard on the same mesh."""
+    """Return the kind of mesh of a strategy."""
     name = parse_strategy(strategy).name
     return "hybrid" if "HYBRID" in name else "none" if name == "NO_SHARD" else "full"
 
@@ -82,7 +76,7 @@ def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> No
     others = [name for name in each.arguments if name not in own]
     if others:
         problem = f"{listing(others)} for {tree.fqns[each.entry]} alone"
-        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, "Give it to all"))
+        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, "Pass it for the whole model"))
     check_arguments(Arguments(**own))
     if _axes(own.get("sharding_strategy", strategy)) != _axes(strategy):
         named = parse_strategy(own["sharding_strategy"]).name
@@ -92,7 +86,7 @@ def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> No
 
 
 def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPrecisionPolicy:
-    """FSDP1 reduces in ``param_dtype`` where ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15."""
+    """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15."""
     if mixed_precision is None or mixed_precision.param_dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
     return MixedPrecisionPolicy(
@@ -103,7 +97,7 @@ def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPr
 
 
 def casts_inputs(mixed_precision: MixedPrecision, root: bool) -> bool:
-    """FSDP1 casts the inputs of the root only, unless cast_forward_inputs is set."""
+    """Return whether FSDP1 casts inputs: those of the root only, unless cast_forward_inputs is set."""
     return bool(mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs))
 
 
@@ -115,7 +109,7 @@ def _full_precision(around: MixedPrecision | None) -> MixedPrecisionPolicy:
 
 
 def _offload_policy(cpu_offload: CPUOffload | None, device: torch.device | None) -> OffloadPolicy:
-    """Memory is pinned for copies to an accelerator only, and raises where there is none."""
+    """Memory is pinned only for an accelerator; without one pinning raises."""
     if cpu_offload is None or not cpu_offload.offload_params:
         return OffloadPolicy()
     on_accelerator = torch.accelerator.is_available() and (device is None or device.type != "cpu")
@@ -127,7 +121,7 @@ def buffer_dtypes(
 ) -> dict[str, torch.dtype]:
     """Return what FSDP1 casts each floating-point buffer to at the first forward, by its first FQN.
 
-    A buffer follows the innermost unit around it; those of ignored modules stay as they are.
+    A buffer follows the innermost unit around it; buffers of ignored modules keep their dtype.
     """
     own = {
         each.entry: None if each.full_precision else each.arguments.get("mixed_precision", mixed_precision)
@@ -148,13 +142,10 @@ def buffer_dtypes(
     return found
 
 
-# Units.
-
-
 def select_wrapped(
     tree: ModelTree, wrapped: list[Wrapped], settings: Callable[[Wrapped | None], Overrides], ignored: frozenset[str]
 ) -> tuple[list[Selection], list[str]]:
-    """Return the selections for FSDP1's choice, the root's among them, and a note for each that FSDP2 cannot have.
+    """Return the selections for FSDP1's choice and the root, and a note for each difference in FSDP2.
 
     Args:
         tree: the model.
@@ -162,24 +153,19 @@ def select_wrapped(
         settings: the settings of a unit; of the root for None.
         ignored: FQNs of parameters that no unit owns.
     """
-    called, notes = _without_containers(tree, wrapped)
+    # FSDP1 wraps a ModuleList with a warning and never gathers it, since it is never called.
+    called = [each for each in wrapped if has_forward(tree.modules[each.entry])]
+    uncalled = [each.entry for each in wrapped if each not in called]
+    holding = listing((tree.fqns[entry] for entry in uncalled if _holds_more(tree, entry, wrapped)), 6)
+    notes = [f"{holding}: has no forward, so the unit around it gathers its parameters"] if holding else []
     selections = [Selection((each.entry,), settings(each)) for each in called]
     selections.append(Selection((0,), settings(None), reshard=False))
     selections, tie_notes = join_ties(tree, selections, ignored)
-    notes += _joined(tree, selections) + tie_notes
+    for names in (listing(tree.fqns[entry] for entry in each.entries) for each in selections if len(each.entries) > 1):
+        notes.append(f"{names}: share a parameter, so are one unit; FSDP1 gathered it for the first of them only")
     selections, dtype_notes = split_dtypes(tree, selections, ignored)
     selections, empty_notes = _without_params(tree, selections, ignored)
-    return selections, notes + dtype_notes + empty_notes
-
-
-def _without_containers(tree: ModelTree, wrapped: list[Wrapped]) -> tuple[list[Wrapped], list[str]]:
-    """FSDP1 wraps a ModuleList with a warning and never gathers it, since it is never called."""
-    called = [each for each in wrapped if has_forward(tree.modules[each.entry])]
-    holding = [
-        tree.fqns[each.entry] for each in wrapped if each not in called and _holds_more(tree, each.entry, wrapped)
-    ]
-    note = f"{listing(holding, 6)}: never called, since it has no forward, so the unit around it gathers what it holds"
-    return called, [note] if holding else []
+    return selections, notes + tie_notes + dtype_notes + empty_notes
 
 
 def _holds_more(tree: ModelTree, entry: int, wrapped: list[Wrapped]) -> bool:
@@ -194,19 +180,10 @@ def _holds_more(tree: ModelTree, entry: int, wrapped: list[Wrapped]) -> bool:
     return False
 
 
-def _joined(tree: ModelTree, selections: Iterable[Selection]) -> list[str]:
-    return [
-        f"{listing(tree.fqns[entry] for entry in each.entries)}: share a parameter, so are one unit; FSDP1 "
-        "gathered it for the first of them only"
-        for each in selections
-        if len(each.entries) > 1
-    ]
-
-
 def _without_params(
     tree: ModelTree, selections: list[Selection], ignored: frozenset[str]
 ) -> tuple[list[Selection], list[str]]:
-    """Without the units that own nothing: FSDP1's have no effect. One that casts what runs through it is kept."""
+    """Drop units without parameters, which have no effect in FSDP1, but keep those that cast their outputs."""
     params = assign(tree, [selection.entries for selection in selections], ignored).params
     empty = [
         selection

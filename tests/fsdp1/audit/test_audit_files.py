@@ -48,6 +48,7 @@ def test_a_file_given_twice_is_read_once(tree):
 UNREAD = [
     (b"import fsdp\nprint 'two'\n", "line 2: Missing parentheses in call to 'print'"),
     (b"# coding: nonsense\nimport fsdp\n", "unknown encoding"),
+    (b"# coding: hex\nimport fsdp\n", "is not a text encoding"),
     (b"fsdp = '\xff'\n", "invalid or missing encoding declaration"),
     (b"\n\n\nfsdp = '\xff'\n", "codec can't decode"),
     (b"fsdp = '\0'\n", "null byte"),
@@ -172,3 +173,13 @@ def test_the_progress_counts_every_file(tree):
     calls = []
     audit(tree, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_an_error_of_ours_is_not_taken_for_a_broken_file(tmp_path, monkeypatch):  # which LookupError once was
+    def fails(path, text):
+        raise KeyError("ours")
+
+    monkeypatch.setattr("shardkit.fsdp1.audit.files.findings_of", fails)
+    (tmp_path / "a.py").write_text(USE)
+    with pytest.raises(KeyError, match="ours"):
+        audit(tmp_path)

@@ -1,13 +1,10 @@
 """What is special in the configurations of ROLL, Lightning, DeepSpeed and plain files."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn as nn
 from small_models import Block, Decoder
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit import MeshSpec
 from shardkit.errors import TranslationError
@@ -118,15 +115,15 @@ def lightning(**arguments):
     return read(arguments, format="lightning")
 
 
-def test_lightnings_objects_are_taken_as_they_are():
+def test_lightnings_classes_are_named():
     arguments = {
-        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-        "auto_wrap_policy": {Block},
-        "activation_checkpointing_policy": {Block},
-        "cpu_offload": CPUOffload(offload_params=True),
-        "mixed_precision": MixedPrecision(param_dtype=BF16, cast_forward_inputs=True),
+        "sharding_strategy": "SHARD_GRAD_OP",
+        "auto_wrap_policy": ["small_models.Block"],
+        "activation_checkpointing_policy": "Block",
+        "cpu_offload": True,
+        "mixed_precision": {"param_dtype": "bf16", "cast_forward_inputs": True},
     }
-    translation = from_config(arguments, Decoder(), world_size=4)
+    translation = from_config(arguments, Decoder(), world_size=4, format="lightning")
     blocks = [unit for unit in translation.plan.units if unit.name != "(root)"]
     assert [unit.name for unit in blocks] == ["layers.0", "layers.1", "layers.2"]
     assert all(unit.checkpoint_activations and unit.offloads for unit in blocks)
@@ -134,14 +131,19 @@ def test_lightnings_objects_are_taken_as_they_are():
     assert not any(unit.reshard_after_forward for unit in translation.plan.units)
 
 
-@pytest.mark.parametrize(
-    "policy", [ModuleWrapPolicy({Block}), functools.partial(size_based_auto_wrap_policy, min_num_params=200)]
-)
-def test_lightnings_policies_are_fsdp1s(policy):
-    plan = from_config(
-        {"auto_wrap_policy": policy, "sharding_strategy": 1}, Decoder(), world_size=4, format="lightning"
-    ).plan
-    assert {"layers.0", "layers.1", "layers.2"} <= {unit.name for unit in plan.units}
+def test_lightnings_module_wrap_policy_is_read_as_a_file_writes_it():  # which was once refused as an object
+    policy = {
+        "class_path": "torch.distributed.fsdp.wrap.ModuleWrapPolicy",
+        "init_args": {"module_classes": ["a.Block"]},
+    }
+    reading = lightning(auto_wrap_policy=policy, activation_checkpointing_policy=policy, sharding_strategy=1)
+    assert reading.target.wrap.classes == ("Block",)
+    assert reading.target.checkpoint_activations
+
+
+@pytest.mark.parametrize("policy", [ModuleWrapPolicy({Block}), {Block}, {"class_path": "ModuleWrapPolicy"}, [], 5])
+def test_lightnings_policies_are_refused_as_objects_of_the_program(policy):
+    assert fate(lightning(auto_wrap_policy=policy, sharding_strategy=1), "auto_wrap_policy") == "refused"
 
 
 @pytest.mark.parametrize(

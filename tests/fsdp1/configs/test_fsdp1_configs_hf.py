@@ -46,16 +46,31 @@ def test_the_words_of_fsdp(words, mesh, reshard):
 @pytest.mark.parametrize(
     ("config", "wrap"),
     [
-        ({"fsdp": "auto_wrap", "fsdp_config": {"min_num_params": 100}}, Wrap("size", min_num_params=100)),
         ({"fsdp": "auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "A"}}, Wrap("classes", ("A",))),
         ({"fsdp": "auto_wrap", "fsdp_transformer_layer_cls_to_wrap": "A"}, Wrap("classes", ("A",))),
-        ({"fsdp": "auto_wrap", "fsdp_min_num_params": 100}, Wrap("size", min_num_params=100)),
+        ({"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "A"}, Wrap("root")),
         ({"fsdp": True, "fsdp_config": {}}, Wrap("declared")),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, Wrap("root")),
     ],
 )
 def test_the_units_of_transformers(config, wrap):
     assert read(config).target.wrap == wrap
+
+
+@pytest.mark.parametrize("fsdp_config", [{}, {"min_num_params": 9}])
+def test_units_by_size_are_refused_by_the_key_that_asks_for_them(fsdp_config):
+    config = {"fsdp": "auto_wrap", "fsdp_config": fsdp_config}
+    config |= {} if fsdp_config else {"fsdp_min_num_params": 9}
+    reading = read(config)
+    key = "fsdp_config.min_num_params" if fsdp_config else "fsdp_min_num_params"
+    assert [note.argument for note in reading.notes if note.fate == "refused"] == [key]
+
+
+def test_units_that_are_named_without_auto_wrap_are_not_made():  # which was once answered "mapped"
+    config = {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_min_num_params": 100}
+    reading = read(config)
+    assert reading.target.wrap == Wrap("root")
+    assert [fate(reading, key) for key in config] == ["mapped", "noted", "noted"]
 
 
 def test_a_switch_is_version_2_and_words_are_version_1():
@@ -72,10 +87,6 @@ def test_a_switch_is_version_2_and_words_are_version_1():
         ({"fsdp": "full_shard hybrid_shard"}, "fsdp: full_shard hybrid_shard. Its words are one of full_shard"),
         ({"fsdp": "fully_shard"}, "fsdp: fully_shard"),
         ({"fsdp": 3}, "fsdp: 3. It is true, words"),
-        (
-            {"fsdp": "auto_wrap", "fsdp_config": {"min_num_params": 9, "transformer_layer_cls_to_wrap": "A"}},
-            "fsdp_config.min_num_params: 9, with transformer_layer_cls_to_wrap",
-        ),
         (
             {"fsdp": "shard_grad_op", "fsdp_config": {"sharding_strategy": "FULL_SHARD"}},
             "fsdp_config.sharding_strategy: FULL_SHARD, and elsewhere SHARD_GRAD_OP",

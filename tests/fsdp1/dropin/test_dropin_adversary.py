@@ -12,6 +12,7 @@ from torch import nn
 
 from shardkit import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.dropin.tensors import ShardGrad
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.fsdp1.wrap import ModuleWrapPolicy
 from shardkit.testing import distributed
@@ -130,3 +131,59 @@ def test_torchs_clipping_returns_a_plain_norm_of_whole_gradients():
         assert f"{torch.nn.utils.get_total_norm([param.grad for param in each.parameters()]):.4f}" == "0.5000"
     assert norms[0] > 1
     torch.testing.assert_close(norms[1:], norms[:1] * 2, rtol=1e-6, atol=0)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_data_that_resharding_would_drop_is_refused():
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(DATA).sum()
+    assert model.module.head.weight.data.shape == (1, 5)
+    for value in (torch.zeros(1, 5), dict(model.named_parameters())["head.weight"].data * 0):
+        with pytest.raises(TranslationError, match=r"^param\.data: assigned while .*named_parameters"):
+            model.module.head.weight.data = value
+    copied = copy.deepcopy(model.module.head.weight)
+    copied.data = torch.zeros(1, 5)
+    assert type(copied) is nn.Parameter
+    assert not copied.any()
+    assert model.module.head.weight.any()
+    loss.backward()
+    optimizer.step()
+    model.module.head.weight.data = model.module.head.weight.data * 0
+    assert not model.module.head.weight.full_tensor().any()
+    with torch.no_grad():
+        assert torch.equal(model(DATA), model.module.head.bias.full_tensor().expand(4, 1))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_lbfgs_on_parameters_that_are_split_unevenly_is_refused_by_name():
+    model = wrapped()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for _ in range(2):
+        with pytest.raises(
+            TranslationError, match=r"^LBFGS: parameters of shape \(5, 3\), \(1, 5\) are sharded uneven"
+        ):
+            optimizer.step(lambda: model(DATA).sum())
+    FSDP.optim_state_dict(model, optimizer)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure is not None:
+            return closure()
+        raise ValueError("mine")
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_step_that_raises_leaves_parameters_as_they_were():
+    model = wrapped()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    before = [type(param) for param in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert [type(param) for param in model.parameters()] == before
+    with pytest.raises(ValueError, match="mine"):
+        optimizer.step()
+    model(DATA).sum().backward()
+    assert [type(param) for param in model.parameters()] == before
+    assert all(type(param.grad) is ShardGrad for param in model.parameters())

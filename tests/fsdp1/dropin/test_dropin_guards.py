@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_named():
 
 @pytest.fixture
 def unsaid(monkeypatch):
-    monkeypatch.setattr(announce, "_said", False)
+    monkeypatch.setattr(announce, "_shown", False)
     monkeypatch.delenv(announce.QUIET, raising=False)
 
 

@@ -51,7 +51,7 @@ def test_a_hook_sees_this_ranks_shard_whenever_it_was_registered_and_attributes_
 def test_a_tensor_hook_is_refused_by_name_which_fsdp1_never_called():
     model = net()
     model[2].weight.register_hook(lambda grad: grad * 2)
-    with pytest.raises(PlanError, match=r"^2\.weight: has a hook of register_hook"):
+    with pytest.raises(PlanError, match=r"^2\.weight: has a hook from register_hook"):
         FSDP(model)
 
 
@@ -86,7 +86,9 @@ def test_whole_values_are_written_outside_of_summon_full_params():
         assert torch.equal(weight.full_tensor(), full)
         weight.lerp_(torch.zeros(4, 4), 0.5)
         assert torch.equal(weight.full_tensor(), full / 2)
-        with pytest.raises(RuntimeError, match=r"^copy_: a plain tensor of shape \(3, 4\) beside a sharded one"):
+        with pytest.raises(
+            RuntimeError, match=r"^copy_: a plain tensor of shape \(3, 4\) is combined with a sharded one"
+        ):
             weight.copy_(torch.ones(3, 4))
         # A batch may have a weight's shape by chance: what is not element by element takes no part of it.
         with pytest.raises(RuntimeError, match=r"^linear: .*param\.full_tensor\(\)"):

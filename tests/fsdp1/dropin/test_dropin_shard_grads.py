@@ -140,7 +140,7 @@ def test_weights_and_buffers_that_are_whole_take_part():
     for update in (1.0, 1.5):
         plain = plain - 0.1 * update
     torch.testing.assert_close(model.weight.full_tensor(), plain)
-    with pytest.raises(RuntimeError, match=r"^add: a plain tensor of shape \(3, 1\) beside .* or of this rank's shard"):
+    with pytest.raises(RuntimeError, match=r"^add: a plain tensor of shape \(3, 1\) is combined .* this rank's shard"):
         torch.add(model.weight.data, torch.ones(3, 1))
 
 

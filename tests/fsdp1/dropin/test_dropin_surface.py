@@ -77,7 +77,10 @@ def test_refusals_are_in_the_words_that_programs_look_for():
         FSDP(model, auto_wrap_policy=LINEARS)
     with pytest.raises(ValueError, match="should not include FSDP modules"):
         FSDP(model, ignored_modules=[model[2][1]])
-    assert FSDP(model)(torch.ones(2, 6)).shape == (2, 6)  # all that was refused left it as it was
+    whole = FSDP(model)
+    with pytest.raises(ValueError, match=r"to not already have FSDP applied but found \(root\) in"):
+        FSDP(whole, auto_wrap_policy=LINEARS)
+    assert whole(torch.ones(2, 6)).shape == (2, 6)  # all that was refused left it as it was
 
 
 @distributed(world_size=2, backend="gloo")

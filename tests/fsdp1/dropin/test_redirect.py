@@ -2,17 +2,15 @@
 
 import contextlib
 import importlib
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import traceback
 from importlib.machinery import SourceFileLoader
 from multiprocessing import spawn
-from pathlib import Path
 from types import ModuleType
 
+import forks
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -106,7 +104,7 @@ REFUSED = [
 def test_what_works_on_flat_parameters_is_refused_when_called(module, name, fix):
     namespace: dict[str, object] = {}
     exec(f"from shardkit.fsdp1.{module} import {name} as function", namespace)
-    with pytest.raises(TranslationError, match=f"{name}: a private function of torch's FSDP1.*{fix}"):
+    with pytest.raises(TranslationError, match=f"{name}: is a private function of torch's FSDP1.*{fix}"):
         namespace["function"](nn.Linear(1, 1))
 
 
@@ -369,9 +367,7 @@ SPAWNING = """
 def test_the_command_runs_a_script_and_the_processes_that_it_spawns(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNING))
     # As torchrun -m shardkit.fsdp1 train.py starts each rank.
-    command = [sys.executable, "-u", "-m", "shardkit.fsdp1", "--also", "none", "train.py", "--lr", "1"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    run = forks.python("-m", "shardkit.fsdp1", "--also", "none", "train.py", "--lr", "1", cwd=tmp_path)
     module = "shardkit.fsdp1.dropin.module"
     assert run.stdout == f"__mp_main__ True {module} {module} ['--lr', '1'] 0\n", run.stderr
     shown = [line for line in run.stderr.splitlines() if line.startswith("  File")]

@@ -106,7 +106,7 @@ def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
     out = capsys.readouterr().out
     written = yaml.safe_load(out)
     assert (written["num_processes"], written["parallelism_config"]["parallelism_config_dp_shard_size"]) == (32, 4)
-    assert "16: 32 ranks in all were asked for instead." in out
+    assert "16: Overridden by the argument: 32 ranks in all." in out
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, mo
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
     assert run(FSDP1) == 1
-    assert "PyYAML is not installed. YAML needs PyYAML" in capsys.readouterr().err
+    assert "PyYAML is not installed. YAML files need PyYAML" in capsys.readouterr().err
     assert run(config_file(tmp_path, distributed_type="FSDP")) == 0
 
 

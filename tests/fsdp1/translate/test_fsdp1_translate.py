@@ -208,7 +208,7 @@ def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshard
 
 def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(TranslationError, match=r"nothing says how many share a node.*ranks_per_node=8"):
+    with pytest.raises(TranslationError, match=r"the number of ranks per node is unknown.*ranks_per_node=8"):
         translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     plan = translate_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", world_size=16).plan
@@ -285,7 +285,7 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
     assert any("share a parameter" in note for note in translation.plan.notes)
     lone = translate_fsdp1(Decoder(), auto_wrap_policy={nn.ModuleList})
     assert [unit.name for unit in lone.plan.units] == ["(root)"]
-    assert "layers: never called, since it has no forward" in lone.plan.notes[0]
+    assert "layers: has no forward, so the unit around it" in lone.plan.notes[0]
     mixed = translate_fsdp1(model, auto_wrap_policy=BLOCKS)  # FSDP1 has one dtype in a unit, and fails
     assert "layers.0.norm" in [unit.name for unit in mixed.plan.units]
 
@@ -297,14 +297,14 @@ def test_what_fsdp1_has_wrapped_is_refused():
     with fake_world(2):
         model = Decoder()
         model.layers[1] = fsdp1(model.layers[1])
-        with pytest.raises(TranslationError, match=r"layers.1: wrapped by FSDP1 already"):
+        with pytest.raises(TranslationError, match=r"layers.1: already wrapped by FSDP1"):
             translate_fsdp1(model)
 
 
 def test_evaluating_in_full_precision_is_refused(monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     assert translate_fsdp1(Decoder())
-    with pytest.raises(TranslationError, match="FSDP_USE_FULL_PREC_IN_EVAL=1 is set"):
+    with pytest.raises(TranslationError, match="set, with FSDP_USE_FULL_PREC_IN_EVAL=1"):
         translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
 
 

@@ -215,8 +215,8 @@ def test_a_side_refuses_what_it_does_not_have(side):
 def test_what_no_side_could_do_is_said():
     said = [
         (replace(BASE, model="9B"), "no shape is called 9B"),
-        (replace(BASE, reshard=2), "reshard_after_forward=2 is no true divisor of 1 ranks"),
-        (replace(BASE, fake_ranks=8, reshard=3), "no true divisor of 8"),
+        (replace(BASE, reshard=2), "reshard_after_forward=2 must divide 1 ranks and lie between them and 1"),
+        (replace(BASE, fake_ranks=8, reshard=3), "reshard_after_forward=3 must divide 8 ranks"),
         (replace(BASE, fake_ranks=8, replicas=3), "8 ranks are not 3 replicas"),
     ]
     for case, reason in said:

@@ -1,0 +1,134 @@
+"""Every program of docs/examples runs, and does what its first lines say."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.testing import distributed
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def run_example(name: str, results: Path, *args: str) -> None:
+    """Run the program's ``main`` on this rank; rank 0 writes down the losses that it returns."""
+    losses = runpy.run_path(str(EXAMPLES / name))["main"](list(args))
+    if dist.get_rank() == 0:
+        results.write_text(json.dumps(losses))
+
+
+on_2 = distributed(world_size=2, backend="gloo")(run_example)
+on_4 = distributed(world_size=4, backend="gloo")(run_example)
+
+
+def losses(run, name, folder, *args):
+    run(name, folder / "losses", *map(str, args))
+    return json.loads((folder / "losses").read_text())
+
+
+def test_every_example_is_run_here_and_listed():
+    here, listed = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
+    programs = [path.name for path in EXAMPLES.glob("*.py")]
+    assert programs
+    for name in programs:
+        assert f'"{name}"' in here
+        assert f"]({name})" in listed
+
+
+SMALL = ["--dim", 32, "--layers", 2, "--context", 32, "--batch", 8]
+
+
+def test_pretraining_learns_and_resumes_on_other_ranks(tmp_path):
+    whole = losses(on_2, "pretrain.py", tmp_path, *SMALL, "--save-every", 4, "--steps", 8, "--runs", tmp_path / "whole")
+    assert len(whole) == 8
+    assert whole[-1] < whole[0] - 0.3
+    (tmp_path / "whole" / "step-8").rename(tmp_path / "later")
+    resumed = losses(on_4, "pretrain.py", tmp_path, *SMALL, "--steps", 8, "--runs", tmp_path / "whole")
+    assert resumed == pytest.approx(whole[4:], rel=1e-5)  # other ranks add the same numbers in another order
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory):
+    """A tiny Llama with a tokenizer of characters, as the hub would have it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("hub")
+    words = {word: number for number, word in enumerate(["<pad>", *"abcdefghijklmnopqrstuvwxyz "])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_finetuning_learns_and_saves_for_transformers(snapshot, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "lines").write_text("\n".join(["the cat sat", "on the mat", "a rat", "and that is that"] * 4))
+    args = ["--model", snapshot, "--data", tmp_path / "lines", "--epochs", 4, "--lr", 1e-2, "--recompute"]
+    found = losses(on_2, "finetune.py", tmp_path, *args, "--out", tmp_path / "tuned")
+    assert len(found) == 8
+    assert found[-1] < found[0] - 0.3
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "tuned")("the cat sat", return_tensors="pt")["input_ids"]
+    assert tuned(ids, labels=ids).loss < found[0] - 0.3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 asks for it
+def test_adapters_learn_and_load_into_an_ordinary_model(snapshot, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    found = losses(on_2, "lora.py", tmp_path, "--model", snapshot, "--out", tmp_path / "adapters", "--steps", 6)
+    assert found[-1] < found[0]
+    assert not list((tmp_path / "adapters").glob("model*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(snapshot)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    lora_b = [param for name, param in model.named_parameters() if "lora_B" in name]
+    assert len(lora_b) == 14
+    assert all(param.any() for param in lora_b)
+
+
+def test_a_plan_for_a_cluster_needs_none(capsys):
+    main = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))["main"]
+    config = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    main(["--ranks", "16", "--gpu-memory", "64MiB", "--context", "128"], config)
+    printed = capsys.readouterr().out
+    assert "on mesh dp_shard=16" in printed
+    assert "dp_replicate" in printed
+    assert "fully_shard(" in printed or "from torch.distributed.fsdp import" in printed
+    assert not dist.is_initialized()
+
+
+def test_a_program_for_fsdp1_runs(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "from_fsdp1.py"))
+    path = tmp_path / "model.pt"
+
+    found = fsdp1_on_2(str(path), tmp_path / "losses")
+    assert found is None
+    found = json.loads((tmp_path / "losses").read_text())
+    assert found[-1] < found[0]
+    plain = example["build"]()
+    plain.load_state_dict(torch.load(path, weights_only=True))
+
+
+def run_fsdp1(path: str, results: Path) -> None:
+    found = runpy.run_path(str(EXAMPLES / "from_fsdp1.py"))["main"](path)
+    if dist.get_rank() == 0:
+        results.write_text(json.dumps(found))
+
+
+fsdp1_on_2 = distributed(world_size=2, backend="gloo")(run_fsdp1)

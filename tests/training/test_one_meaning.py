@@ -1,0 +1,82 @@
+"""A plan means the same on every torch: gradients to the bit, and the bytes on the wire, against plain arithmetic.
+
+torch's own reading of ``MixedPrecisionPolicy(reduce_dtype=None)`` changed in 2.15. What is expected here is computed
+without FSDP, so that each torch that runs the suite is held to the same meaning.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import MixedPrecisionPolicy, by_class, plan_model, shard_model
+from shardkit._torch import TorchDispatchMode
+from shardkit.testing import distributed, fake_world
+
+COMPUTED = {"float32": None, "bfloat16": torch.bfloat16}
+REDUCED = {"None": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CASES = [("float32", "None"), ("bfloat16", "None"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+GATHER, SCATTER = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def policy(computed: str, reduced: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=COMPUTED[computed], reduce_dtype=REDUCED[reduced])
+
+
+@pytest.mark.parametrize(("computed", "reduced"), CASES)
+@distributed(world_size=2)
+def test_gradients(computed: str, reduced: str) -> None:
+    dtype, sums = COMPUTED[computed] or torch.float32, REDUCED[reduced] or torch.float32
+    plain, model = build(), build()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    shard_model(model, units=[by_class(nn.Linear)], mp_policy=policy(computed, reduced))
+    model(x).square().sum().backward()
+    alone = copy.deepcopy(plain).to(dtype)
+    alone(x.to(dtype)).square().sum().backward()
+    for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):
+        total = param.grad.to(sums)
+        dist.all_reduce(total)
+        assert total.any()
+        assert torch.equal(sharded.grad.full_tensor(), (total / 2).float())
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank passes to each kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.name() in (GATHER, SCATTER):
+            self.bytes[op.name()] += args[1].nbytes  # the output comes first
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("computed", "reduced"), CASES)
+def test_bytes_on_the_wire(computed: str, reduced: str) -> None:
+    """By hand: shards of ceil(rows / 4) rows, and every unit gathered in forward and again in backward."""
+    element = {"float32": 4, "bfloat16": 2}
+    rows = [(10, 6), (10, 1), (5, 10), (5, 1), (3, 5), (3, 1)]
+    padded = [4 * math.ceil(first / 4) * rest for first, rest in rows]
+    with fake_world(4):
+        model = build()
+        plan = plan_model(model, units=[by_class(nn.Linear)], mp_policy=policy(computed, reduced))
+        shard_model(model, plan=plan)
+        with Sent() as sent:
+            model(torch.randn(4, 6)).sum().backward()
+    assert plan.collectives().all_gathers == 6
+    assert sent.bytes[GATHER] == 2 * sum(padded) // 4 * element[computed]
+    assert sent.bytes[SCATTER] == sum(padded) * (2 if reduced == "bfloat16" else 4)
