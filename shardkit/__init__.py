@@ -12,6 +12,7 @@ from typing import Any
 # Imported at once: it refuses a torch that is too old, and silences torch's warning where numpy is missing.
 from shardkit import _torch as _torch
 
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it from here
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {alias.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
 __all__ = sorted(_MODULES)

@@ -1,6 +1,8 @@
 # Every public name and where it is defined. `__init__.py` reads this file, so a new name is added here only.
 # fmt: off
 # isort: off
+__version__: str
+
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy, FSDPModule as FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy, OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard
