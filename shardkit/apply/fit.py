@@ -202,32 +202,45 @@ def _unsplittable(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Tensor classes of quantization libraries lack operators; tried here as torch's FSDPParam uses them."""
     by_kind: dict[type, list[str]] = {}
     reasons: dict[Any, str | None] = {}
+    dims = {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}
     for fqn, param in ((fqn, tree.params[fqn]) for unit in plan.units for fqn in unit.params):
         if has_own_dispatch(type(param)) and not isinstance(param, DTensor):
-            key = (type(param), param.shape, param.dtype)
+            key = (type(param), param.shape, param.dtype, dims.get(fqn, 0))
             if key not in reasons:
-                reasons[key] = _why_not_split(param, plan.mesh.shard_size)
+                reasons[key] = _why_not_split(param, plan.mesh.shard_size, dims.get(fqn, 0))
             if reasons[key]:
                 by_kind.setdefault(type(param), []).append(fqn)
     for kind, fqns in by_kind.items():
         first = tree.params[fqns[0]]
-        problem = f"a {kind.__name__} cannot be split: {reasons[kind, first.shape, first.dtype]}"
+        why = reasons[kind, first.shape, first.dtype, dims.get(fqns[0], 0)]
+        problem = f"a {kind.__name__} cannot be split: {why}"
         rule = "FSDP2 gives each rank a slice of a parameter"
         fix = "Pass these as ignored_params to keep them whole on every rank, if they are frozen"
         yield message(listing(fqns, 6), problem, rule, fix)
 
 
-def _why_not_split(param: nn.Parameter, ranks: int) -> str | None:
+def _why_not_split(param: nn.Parameter, ranks: int, dim: int) -> str | None:
     try:
         with torch.no_grad():
-            chunks = torch.chunk(param, ranks, dim=0)
+            chunks = torch.chunk(param, ranks, dim=dim)
             padded = param.new_zeros(chunks[0].size())
             for chunk in (chunks[0], chunks[-1]):
-                padded.narrow(0, 0, chunk.size(0)).copy_(chunk)
+                padded.narrow(dim, 0, chunk.size(dim)).copy_(chunk)
             padded.view(-1)
     except Exception as error:  # whatever the class raises, sharding would
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None
 
 
-_FITS = (_containers, _overlaps, cannot_carry, _integers, _unsplittable)
+def _local_dims(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """The plan knows the full shape of a tensor-parallel parameter; FSDP2 splits the local one."""
+    ranks = plan.mesh.shard_size
+    for fqn, dim in (pair for unit in plan.units for pair in unit.shard_dims):
+        param = tree.params[fqn]
+        if isinstance(param, DTensor) and (size := param.to_local().shape[dim]) % ranks:
+            problem = f"sharded on dim {dim}, of size {size} on this rank after tensor parallelism, over {ranks} ranks"
+            rule = "FSDP2 shards on dims other than 0 in equal parts only"
+            yield message(fqn, problem, rule, "Use another of its dims, or dim 0")
+
+
+_FITS = (_containers, _overlaps, cannot_carry, _integers, _unsplittable, _local_dims)

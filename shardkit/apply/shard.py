@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
@@ -143,6 +144,7 @@ def _shard_unit(
 ) -> None:
     params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
+    placements = {params[fqn]: Shard(dim) for fqn, dim in unit.shard_dims}
     try:
         for param in params.values():
             if not param.is_contiguous():  # torch refuses to shard it, such as a channels_last weight
@@ -156,6 +158,7 @@ def _shard_unit(
             mp_policy=unit.mp_policy,
             offload_policy=unit.offload_policy,
             ignored_params=ignored or None,
+            shard_placement_fn=placements.get if placements else None,
         )
     except Exception as error:
         # torch replaces the parameters of a unit one after the other: the first that is still there failed.

@@ -89,23 +89,38 @@ class UnitBytes:
 
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
     """Return what one unit of a plan holds and moves on a rank."""
-    return _unit_bytes(tuple(plan.specs_of(unit)), plan.mesh.shard_size, unit.mp_policy, unit.offloads, optimizer)
+    return _unit_bytes(
+        tuple(plan.specs_of(unit)), unit.shard_dims, plan.mesh.shard_size, unit.mp_policy, unit.offloads, optimizer
+    )
 
 
 @lru_cache(maxsize=4096)  # a search for a budget repeats the same calls
 def _unit_bytes(
-    specs: tuple[ParamSpec, ...], ranks: int, policy: MixedPrecisionPolicy, offloads: bool, optimizer: OptimizerBytes
+    specs: tuple[ParamSpec, ...],
+    shard_dims: tuple[tuple[str, int], ...],
+    ranks: int,
+    policy: MixedPrecisionPolicy,
+    offloads: bool,
+    optimizer: OptimizerBytes,
 ) -> UnitBytes:
+    dims = dict(shard_dims)
+
+    def numel(spec: ParamSpec) -> int:
+        return spec.shard_numel(ranks, dims.get(spec.fqn, 0))
+
+    def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
+        return sum(numel(spec) * (dtype or spec.dtype).itemsize for spec in specs)
+
     trained = [spec for spec in specs if spec.trainable]
     compute, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-    grads = _shard_bytes(trained, ranks, None)
-    unsharded = ranks * _shard_bytes(specs, ranks, compute)
-    reduced = _shard_bytes(trained, ranks, reduce_dtype)
+    grads = shard_bytes(trained, None)
+    unsharded = ranks * shard_bytes(specs, compute)
+    reduced = shard_bytes(trained, reduce_dtype)
     casts_in = any(compute not in (None, spec.dtype) for spec in specs) or offloads
     return UnitBytes(
-        shard=_shard_bytes(specs, ranks, None),
+        shard=shard_bytes(specs, None),
         grads=grads,
-        optimizer=optimizer.state_bytes(sum(_shard_numel(spec, ranks) for spec in trained), grads),
+        optimizer=optimizer.state_bytes(sum(map(numel, trained)), grads),
         unsharded=unsharded,
         gather=unsharded if ranks > 1 else 0,
         copy_in=unsharded // ranks if casts_in and ranks > 1 else 0,
@@ -114,17 +129,6 @@ def _unit_bytes(
         casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
         offloaded=offloads,
     )
-
-
-def _shard_bytes(specs: Sequence[ParamSpec], ranks: int, dtype: torch.dtype | None) -> int:
-    """Return the bytes of padded shards in ``dtype``, or as stored."""
-    return sum(_shard_numel(spec, ranks) * (dtype or spec.dtype).itemsize for spec in specs)
-
-
-def _shard_numel(spec: ParamSpec, ranks: int) -> int:
-    """Return the elements of the padded shard: whole rows of dim 0."""
-    rows = spec.shape[0] if spec.shape else 1
-    return -(-rows // ranks) * (spec.numel // rows) if rows else 0
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,31 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
             yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
 
 
+def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
+    size, axis = plan.mesh.shard_size, plan.mesh.axis_names[-1]
+    for unit in plan.units:
+        for fqn, dim in unit.shard_dims:
+            spec = plan.specs.get(fqn) if fqn in unit.params else None
+            shape = spec.shape if spec else ()
+            problem, rule = "", "FSDP2 shards on dims other than 0 in equal parts only"
+            fix = f"Use one of its other dims, or {fqn!r} on dim 0, which may be uneven"
+            if spec is None:
+                problem = f"sharded on dim {dim!r} in {unit.name}, which does not own it"
+                rule, fix = "shard_dims names parameters of the unit", f"Remove it from shard_dims of {unit.name}"
+            elif type(dim) is not int or not 0 <= dim < len(shape):
+                problem, rule = f"sharded on dim {dim!r}, shape {shape}", "A dim counts from 0"
+            elif shape[dim] % size:
+                problem = (
+                    f"sharded on dim {dim}, whose size {shape[dim]} is not a multiple of the {size} ranks of {axis}"
+                )
+            elif is_world_size(unit.reshard_after_forward):
+                problem = f"sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
+                rule = "torch reshards to fewer ranks on dim 0 only"
+                fix = f"Use True or False, or dim 0, for {unit.name}"
+            if problem:
+                yield message(fqn, problem, rule, fix)
+
+
 _RULES = (
     _functions_in_policies,
     _structure,
@@ -145,4 +170,5 @@ _RULES = (
     _something_to_shard,
     _replicated,
     _world_size_to_reshard_to,
+    _shard_dims,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.plan.serialize import mp_policy_to_dict
-from shardkit.plan.table import calls, counted, fold
+from shardkit.plan.table import calls, counted, fold, relative_dims
 from shardkit.plan.types import ShardUnit, ancestors
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ def checkpoint_forward(module):
     module.forward = functools.wraps(module.forward)(
         functools.partial(checkpoint, module.forward, use_reentrant=False)
     )
+"""
+
+_ON_DIMS = """
+def on_dims(dims):
+    # Called for each parameter; None for the others, which are sharded on dim 0.
+    return {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}.get
 """
 
 _PREFETCH = """
@@ -53,8 +59,9 @@ def python(plan: ShardingPlan) -> str:
     names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
     recomputes = any(unit.checkpoint_activations for unit in plan.units)
-    parts = [*imports(names, recomputes=recomputes, uses_dist=bool(plan.replicated))]
-    parts += [*(["", CHECKPOINT] if recomputes else []), *_setup(plan), ""]
+    has_dims = any(unit.shard_dims for unit in plan.units)
+    parts = [*imports(names, recomputes=recomputes, uses_dist=bool(plan.replicated), shards=has_dims)]
+    parts += [*(["", CHECKPOINT] if recomputes else []), *(["", _ON_DIMS] if has_dims else []), *_setup(plan), ""]
     parts += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
@@ -72,13 +79,14 @@ def quoted(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
-def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool) -> Iterator[str]:
+def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool, shards: bool = False) -> Iterator[str]:
     """Yield the imports of code with ``fully_shard``; ``fsdp_names`` are further names of torch.distributed.fsdp."""
     yield from ["import functools", ""] if recomputes else []
     yield "import torch"
     yield from ["import torch.distributed as dist"] if uses_dist else []
     yield "from torch.distributed.device_mesh import init_device_mesh"
     yield f"from torch.distributed.fsdp import {', '.join(sorted({'fully_shard', *fsdp_names}))}"
+    yield from ["from torch.distributed.tensor import Shard"] if shards else []
     yield from ["from torch.utils.checkpoint import checkpoint"] if recomputes else []
 
 
@@ -130,8 +138,7 @@ def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
     around, first = counted(unit)
     assert first is not None  # only counted units are folded into a run
     yield f"for i in range({first}, {first + len(run)}):"
-    escaped = [[quoted(part)[1:-1].replace("{", "{{").replace("}", "}}") for part in each] for each in around]
-    names = [f'f"{before}{{i}}{behind}"' for before, behind in escaped]
+    names = [f'f"{_escaped(before)}{{i}}{_escaped(behind)}"' for before, behind in around]
     yield from ("    " + line for line in _unit(plan, unit, names))
 
 
@@ -143,4 +150,19 @@ def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator
         yield from ["    module.forward = torch.compile(module.forward)"] if unit.compile else []
     given = [*arguments(unit.reshard_after_forward, unit.mp_policy, unit.offload_policy)]
     given += ["ignored_params=ignored_params"] if plan.unsharded else []
+    dims = ", ".join(f"{_inside(names, place, name)}: {dim}" for place, name, dim in relative_dims(unit))
+    given += [f"shard_placement_fn=on_dims({{{dims}}})"] if dims else []
     yield f"fully_shard({targets if len(names) == 1 else f'[{targets}]'}, {', '.join(given)})"
+
+
+def _escaped(part: str) -> str:
+    """Return a part of a name as it is written inside of an f-string."""
+    return quoted(part)[1:-1].replace("{", "{{").replace("}", "}}")
+
+
+def _inside(names: Sequence[str], place: int | None, name: str) -> str:
+    """Return the source of a parameter's FQN; ``names`` is that of the unit's modules, ``place`` the module's."""
+    if place is None or names[place] == '""':
+        return quoted(name)
+    written = _escaped(name) if names[place].startswith("f") else quoted(name)[1:-1]
+    return f'{names[place][:-1]}.{written}"'

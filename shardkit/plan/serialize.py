@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 VERSION = 1
+_LATER: dict[str, Any] = {"shard_dims": []}  # fields of a unit that older files lack, with what they mean there
 _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 
@@ -43,9 +44,9 @@ def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
         fields: dict[str, Any] = {"prefetch": data["prefetch"], **{key: tuple(data[key]) for key in _NAMES}}
         fields["mesh"] = _read(MeshSpec, data["mesh"], shape=tuple, axis_names=tuple)
-        policies = {"mp_policy": _mp_policy, "offload_policy": _offload_policy}
+        readers = {"mp_policy": _mp_policy, "offload_policy": _offload_policy, "shard_dims": dict}
         fields["units"] = tuple(
-            _read(ShardUnit, each, modules=tuple, params=tuple, **policies) for each in data["units"]
+            _read(ShardUnit, {**_LATER, **each}, modules=tuple, params=tuple, **readers) for each in data["units"]
         )
         fields["params"] = tuple(
             ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel)

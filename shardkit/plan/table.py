@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
+_TITLES.append("not on dim 0")
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
 
@@ -60,10 +62,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 def _headline(plan: ShardingPlan) -> str:
     numel = sum(spec.numel for spec in plan.params)
     per_rank = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
-    for spec in (spec for unit in plan.units for spec in plan.specs_of(unit)):
-        # torch splits dim 0 like torch.chunk, so rank 0 has the largest shard.
-        rows = spec.shape[0] if spec.shape else 0
-        per_rank += spec.nbytes // rows * -(-rows // plan.mesh.shard_size) if rows else spec.nbytes
+    for unit in plan.units:
+        dims, ranks = dict(unit.shard_dims), plan.mesh.shard_size
+        specs = plan.specs_of(unit)
+        per_rank += sum(spec.shard_numel(ranks, dims.get(spec.fqn, 0)) * spec.dtype.itemsize for spec in specs)
     return (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
         f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"
@@ -88,6 +90,7 @@ def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
         "CPU" if unit.offloads else "",
         "yes" if unit.checkpoint_activations else "",
         "yes" if unit.compile else "",
+        ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
     ]
 
 
@@ -138,7 +141,20 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, relative_dims(unit)
+
+
+def relative_dims(unit: ShardUnit) -> list[tuple[int | None, str, int]]:
+    """Return ``shard_dims`` as the place of the parameter's module in the unit, its name in there, and the dim.
+
+    The place of a parameter under no module of the unit is None, and its name the FQN.
+    """
+    found: list[tuple[int | None, str, int]] = []
+    for fqn, dim in unit.shard_dims:
+        prefixes = enumerate(f"{module}." if module else "" for module in unit.modules)
+        place, prefix = next(((at, prefix) for at, prefix in prefixes if fqn.startswith(prefix)), (None, ""))
+        found.append((place, fqn.removeprefix(prefix), dim))
+    return found
 
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:

@@ -66,6 +66,11 @@ class ParamSpec(NamedTuple):
         """Whether FSDP2 can shard it: it has a dim and an element."""
         return bool(self.shape) and 0 not in self.shape
 
+    def shard_numel(self, ranks: int, dim: int = 0) -> int:
+        """Elements of the largest of its shards on ``dim``, that of rank 0: torch splits like torch.chunk."""
+        size = self.shape[dim] if self.shape else 1
+        return -(-size // ranks) * (self.numel // size) if size else 0
+
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameter, in its stored dtype."""
@@ -137,6 +142,8 @@ class ShardUnit:
         offload_policy: torch's own class.
         checkpoint_activations: recompute the forward of each of the modules in backward.
         compile: compile the forward of each of the modules, after checkpointing and before sharding.
+        shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the order of ``params``; a
+            mapping is converted. The shard axis must divide their sizes.
     """
 
     modules: tuple[str, ...]
@@ -146,6 +153,14 @@ class ShardUnit:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     checkpoint_activations: bool = False
     compile: bool = False
+    shard_dims: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        dims = dict(self.shard_dims)
+        order = [*(fqn for fqn in self.params if fqn in dims), *sorted(dims.keys() - set(self.params))] if dims else []
+        # `or type(...)`: True and False are not dims, and the check of the plan names them.
+        pairs = tuple((fqn, dims[fqn]) for fqn in order if dims[fqn] or type(dims[fqn]) is not int)
+        object.__setattr__(self, "shard_dims", pairs)
 
     def __hash__(self) -> int:
         return hash((self.modules, self.params))  # torch's OffloadPolicy is not hashable
@@ -155,6 +170,10 @@ class ShardUnit:
         """The unit as tables and errors call it."""
         names = [fqn or "(root)" for fqn in self.modules]
         return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+    def dim_of(self, fqn: str) -> int:
+        """The dim on which one of its parameters is sharded."""
+        return dict(self.shard_dims).get(fqn, 0)
 
     @property
     def offloads(self) -> bool:

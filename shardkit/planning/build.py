@@ -134,6 +134,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     # and neither does recomputing the root.
     is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
     reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
+    dim = chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
         params=tuple(params),
@@ -142,6 +143,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
         checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and is_block),
         compile=chosen.get("compile", settings.compile and is_block),
+        shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
     )
 
 

@@ -23,6 +23,7 @@ class Overrides(TypedDict, total=False):
     offload_policy: OffloadPolicy
     checkpoint_activations: bool
     compile: bool
+    shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ _SETTINGS: dict[str, type] = {
     "offload_policy": OffloadPolicy,
     "checkpoint_activations": bool,
     "compile": bool,
+    "shard_dim": int,
 }
 
 
@@ -259,7 +261,8 @@ def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     wrong = []
     for name, kind in _SETTINGS.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
-            rule = f"It is a {kind.__name__}" if kind is not int else "It is True, False or a number of ranks"
+            rule = f"It is a {kind.__name__}"
+            rule = "It is True, False or a number of ranks" if name == "reshard_after_forward" else rule
             where = f"{subject}, {name}" if subject else name
             wrong.append(message(where, f"is {settings[name]!r}", rule, "Pass a value of this type"))
     refuse(wrong)

@@ -1,0 +1,38 @@
+"""A decoder with fewer experts than ranks, which hold their weights in one parameter, as in transformers 5."""
+
+import torch
+from small_models import Block, Decoder
+from torch import Tensor, nn
+
+EXPERTS = ("up", "bias", "down")
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, dim, 4 * dim) / dim)
+        self.bias = nn.Parameter(torch.randn(experts, 4 * dim))
+        self.down = nn.Parameter(torch.randn(experts, 4 * dim, dim) / dim)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        hidden = torch.relu(torch.einsum("...d,edf->...ef", x, self.up) + self.bias)
+        return torch.einsum("...ef,efd,...e->...d", hidden, self.down, weights)
+
+
+class MoEBlock(Block):
+    def __init__(self, dim: int, experts: int) -> None:
+        super().__init__(dim)
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.experts = Experts(experts, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.experts(x, self.router(x).softmax(-1))
+
+
+class MoE(Decoder):
+    """Its experts are 90 % of it, at 2 of them; their sizes are multiples of 8."""
+
+    def __init__(self, layers: int = 3, dim: int = 8, experts: int = 2) -> None:
+        super().__init__(0, dim)
+        self.layers.extend(MoEBlock(dim, experts) for _ in range(layers))

@@ -1,0 +1,129 @@
+"""The dim on which each parameter is sharded, where it is not dim 0: as data, as text, as torch code."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from small_moe import MoE
+from test_plan import sharding
+from torch.distributed.tensor import Shard
+
+from shardkit import MeshSpec, PlanError, ShardingPlan, ShardUnit, apply_plan, by_class, by_name, group, plan_model
+from shardkit.plan.table import nbytes
+from shardkit.testing import fake_world
+
+EIGHT = MeshSpec.sharded(8)
+COLUMNS = by_class("MoEBlock", shard_dim=1)
+UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
+
+
+def dims_of(plan: ShardingPlan) -> dict[str, int]:
+    return {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}
+
+
+def on_dims(plan: ShardingPlan, dims: dict[str, int], **changes: object) -> ShardingPlan:
+    """The plan with these dims in its first unit."""
+    return replace(plan, units=(replace(plan.units[0], shard_dims=dims, **changes), *plan.units[1:]))
+
+
+def test_a_unit_keeps_what_is_not_on_dim_0_in_order() -> None:
+    unit = ShardUnit(("",), ("b", "a", "c"), shard_dims={"a": 2, "c": 0, "b": 1})  # type: ignore[arg-type]
+    assert unit.shard_dims == (("b", 1), ("a", 2))
+    assert unit == ShardUnit(("",), ("b", "a", "c"), shard_dims=(("a", 2), ("b", 1)))
+    assert hash(unit) == hash(copy.deepcopy(unit))
+    assert [unit.dim_of(fqn) for fqn in unit.params] == [1, 2, 0]
+
+
+def test_json_diff_and_digest() -> None:
+    plan = plan_model(MoE(experts=8), mesh=EIGHT)
+    on_1 = on_dims(plan, {UP: 1})
+    assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
+    assert on_1.digest() != plan.digest()
+    assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
+    older = plan.to_dict()
+    for unit in older["units"]:
+        del unit["shard_dims"]
+    assert ShardingPlan.from_dict(older) == plan
+
+
+def test_a_rule_sets_the_dim_of_what_has_one() -> None:
+    plan = plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("layers.*.experts", shard_dim=2), COLUMNS])
+    assert {fqn.partition(".experts.")[2]: dim for fqn, dim in dims_of(plan).items() if "experts" in fqn} == {
+        "up": 2,
+        "down": 2,  # the bias has no dim 2
+    }
+    assert {fqn for fqn, dim in dims_of(plan).items() if dim == 1} == {
+        f"layers.{index}.{name}.weight" for index in range(3) for name in ("up", "down", "router")
+    }
+
+
+def test_the_table() -> None:
+    plan = plan_model(MoE(experts=8), mesh=MeshSpec.hybrid(2, 4), units=by_name("layers.*.experts", shard_dim=1))
+    rows = str(plan).splitlines()
+    assert rows[2].endswith("not on dim 0")
+    assert rows[3].startswith("layers.0.experts .. layers.2.experts")
+    assert rows[3].endswith("3 on dim 1")
+
+
+@pytest.mark.parametrize(("dim", "least"), [(0, 4), (2, 1)])
+def test_what_a_rank_holds_follows_the_dim(dim: int, least: int) -> None:
+    """2 experts on 8 ranks: the first rank has one of them on dim 0, and an eighth of each on dim 2."""
+    model = MoE(experts=2)
+    plan = plan_model(model, mesh=EIGHT, units=by_class("MoEBlock", shard_dim=dim))
+    with fake_world(8):
+        params = dict(apply_plan(model, plan).named_parameters())
+        held = {fqn: param.to_local().nbytes for fqn, param in params.items()}
+    assert f", {nbytes(sum(held.values()))} of " in str(plan)
+    assert held[UP] == least * plan.specs[UP].nbytes / 8
+
+
+@pytest.mark.parametrize(
+    ("dims", "changes", "text"),
+    [
+        ({UP: 3}, {}, f"{UP}: sharded on dim 3, shape (2, 8, 32). A dim counts from 0."),
+        ({UP: -1}, {}, f"{UP}: sharded on dim -1, shape (2, 8, 32). A dim counts from 0."),
+        ({UP: True}, {}, f"{UP}: sharded on dim True, shape (2, 8, 32). A dim counts from 0."),
+        ({"embed.weight": 1}, {}, "embed.weight: sharded on dim 1 in layers.0, which does not own it."),
+        (
+            {UP: 1},
+            {"reshard_after_forward": 2},
+            f"{UP}: sharded on dim 1, with reshard_after_forward=2. torch reshards",
+        ),
+    ],
+)
+def test_what_cannot_be(dims: dict[str, int], changes: dict[str, object], text: str) -> None:
+    plan = plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock"))
+    with pytest.raises(PlanError) as caught:
+        on_dims(plan, dims, **changes).check()
+    assert text in str(caught.value)
+
+
+def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
+    lines = str(caught.value).splitlines()
+    assert f"{UP}: sharded on dim 1, whose size 6 is not a multiple of the 8 ranks of dp_shard." in lines[-1]
+    assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
+    with pytest.raises(PlanError, match=r"by_class\('MoEBlock'\), shard_dim: is 'rows'. It is a int"):
+        plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mesh", [EIGHT, MeshSpec.hybrid(2, 4)])
+def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
+    """By apply_plan, and by the torch code."""
+    rules = [by_name("layers.*.experts", shard_dim=1), group("layers.1", "layers.2", shard_dim=1), "layers.*"]
+    model = MoE(experts=8)
+    by_hand = copy.deepcopy(model)
+    plan = plan_model(model, mesh=mesh, units=rules)
+    code = plan.to_python()
+    assert 'shard_placement_fn=on_dims({f"layers.{i}.experts.up": 1, ' in code
+    with fake_world(8):
+        expected = sharding(apply_plan(model, plan))
+    with fake_world(8):
+        exec(code, {"model": by_hand})
+        assert sharding(by_hand) == expected
+    dims = {fqn: param.placements[-1] for fqn, param in by_hand.named_parameters()}
+    assert dims == {fqn: Shard(dims_of(plan).get(fqn, 0)) for fqn in plan.specs}
+    assert torch.Size((8, 8 // mesh.shard_size, 32)) == by_hand.get_parameter(UP).to_local().shape
