@@ -134,12 +134,10 @@ def shard_model(
     Collective: every rank must call, with the same arguments, and with models of the same values: a sample of every
     parameter and buffer is compared before anything is changed. Under ``torchrun`` the process group is made from its
     variables; without it, a group of one process is made, so one script runs either way. Build the optimizer
-    afterwards, since sharding replaces the model's parameters.
+    afterwards, since sharding replaces the model's parameters. Arguments that are not below are as for ``plan_model``.
 
     Args:
         model: the whole model.
-        units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations,
-            compile, prefetch, forward_methods: as for ``plan_model``.
         memory_budget: bytes on each rank, as an int or a string such as ``"70GiB"``: the plan becomes the fastest one
             whose peak fits, as chosen by :func:`shardkit.memory.plan_for_budget`, which takes more arguments. Rank 0
             logs the choice to the logger ``shardkit``, as INFO.

@@ -10,7 +10,7 @@ import importlib
 import io
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -130,6 +130,19 @@ def test_the_commands_of_the_pages_exist():
     assert unknown_commands("\n".join(page.read_text() for page in PAGES)) == set()
 
 
+def unlisted(pages: Iterable[str], index: str, site: str) -> set[str]:
+    """The pages to which the index has no link, or which the site's navigation lacks."""
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", index))
+    return set(pages) - (linked & set(re.findall(r"^ +- ([\w/-]+\.md)$", site, re.MULTILINE)))
+
+
+def test_every_page_is_in_the_index_and_in_the_sites_navigation():
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 15
+    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert unlisted(pages, index, site) == {"index.md"}
+
+
 @pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "planning.rules"])
 def test_the_examples_of_docstrings_are_right(name):
     module = importlib.import_module(f"shardkit.{name}")
@@ -179,6 +192,11 @@ def test_the_rest_of_a_page_runs_in_the_world_it_asks_for():
     size = "import torch.distributed as dist\nassert dist.is_initialized() is {}"
     run_page(fenced(size.format(False)) + "\n<!-- fake_world(3) -->\n" + fenced(size.format(True)), "page.md")
     assert not dist.is_initialized()
+
+
+def test_a_page_that_is_not_listed_is_noticed():
+    index, site = "[a](a.md) [b](b.md#part)", "nav:\n  - a.md\n  - Part:\n      - c.md\n"
+    assert unlisted(["a.md", "b.md", "c.md"], index, site) == {"b.md", "c.md"}
 
 
 def test_a_failing_test_file_fails(tmp_path):

@@ -55,9 +55,6 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: the model, or, when wrapping by hand, a part of it; inner parts first.
-        process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision,
-            ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers,
-            use_orig_params, ignored_states, device_mesh: as for FSDP1.
 
     Raises:
         TranslationError: on every rank, with the model unchanged: FSDP1 would refuse the arguments too, or FSDP2

@@ -54,14 +54,11 @@ def translate_fsdp1(
     """Translate ``FullyShardedDataParallel(model, ...)`` to a plan for FSDP2 and a note for each argument.
 
     Pure and local: the model does not change, and may be on the meta device. Without a process group, pass
-    ``world_size`` to plan for a cluster on a laptop.
+    ``world_size`` to plan for a cluster on a laptop. Arguments that are not below are FSDP1's, with its defaults; a
+    strategy may also be a name in any case or accelerate's number, and a policy may be a set of module classes.
 
     Args:
         model: the whole model, not wrapped yet.
-        process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision,
-            ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers,
-            use_orig_params, ignored_states, device_mesh: as for FSDP1, with its defaults. A strategy may also be a
-            name in any case or accelerate's number, and a policy may be a set of module classes.
         ranks_per_node: ranks that shard together in a hybrid strategy; None is torchrun's ``LOCAL_WORLD_SIZE``.
         world_size: ranks to plan for; None is those of the process group, or torchrun's ``WORLD_SIZE``, or 1.
 
