@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"sharded"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
+    "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "fsdp1": EVERYTHING - {"fsdp1"},
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
@@ -61,6 +62,7 @@ PUBLIC_UNDERSCORES = {
     "_parameters": "nn.Module's registry, the only place that tells a registered None from nothing",
     "_buffers": "likewise",
     "_modules": "likewise",
+    "_attn_implementation": "of transformers' configs, which have no public name for it",
 }
 
 MESH_BUILDERS = {"DeviceMesh", "init_device_mesh", "from_group"}

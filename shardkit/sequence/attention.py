@@ -1,0 +1,137 @@
+"""Ulysses in transformers' registries: an attention and a mask function for each implementation it wraps."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from shardkit.errors import PlanError, ShardkitError, message
+from shardkit.sequence.ulysses import Heads, deal, exchange, to_heads
+from shardkit.sequence.whole import mask_of_whole
+
+PREFIX = "ulysses_"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: ``elements`` sent and kept per token by its four all-to-alls, and their dtype."""
+
+    elements: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Attention:
+    """What the attention modules of one model share: the group, whether masks pack, and each module's last call."""
+
+    group: dist.ProcessGroup
+    packs: bool | None = None
+    calls: WeakKeyDictionary[nn.Module, Call] = field(default_factory=WeakKeyDictionary)
+
+
+known: WeakKeyDictionary[nn.Module, Attention] = WeakKeyDictionary()  # of the modules of split models
+# From a part's position ids to the whole's: flash attention reads documents from them, also when a block is recomputed.
+positions: Any = WeakIdKeyDictionary()
+
+
+def register(inner: str) -> str:
+    """Register Ulysses around the implementation ``inner``; return the name to set. Models not split are unaffected."""
+    name = PREFIX + inner
+    AttentionInterface.register(name, functools.partial(_attend, inner))
+    make = ALL_MASK_ATTENTION_FUNCTIONS[inner]
+    AttentionMaskInterface.register(name, functools.partial(mask_of_whole, make))
+    return name
+
+
+def _attend(
+    inner: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend to all tokens with this rank's heads; (batch, heads, tokens, dim) to (batch, tokens, heads, dim)."""
+    attention = known.get(module)
+    if attention is None:
+        rule = "A copy of a split model is not split"
+        problem = f"{type(module).__name__} has the attention of a split model, and was not split"
+        raise ShardkitError(message("model", problem, rule, "Copy the model before split_sequence, or split the copy"))
+    group, total = attention.group, query.shape[1]
+    _check_tokens(module, query, key)
+    heads = deal(total, key.shape[1], group.size())
+    rank = dist.get_rank(group)
+    if "position_ids" in kwargs and "flash" not in inner:
+        kwargs["position_ids"] = None  # others read documents from the mask
+    arguments = {name: _argument(name, given, total, heads, rank) for name, given in kwargs.items()}
+    dims = total * (query.shape[-1] + value.shape[-1])  # of the output too
+    dims += heads.keys * group.size() * (key.shape[-1] + value.shape[-1])
+    attention.calls[module] = Call(dims, query.dtype)
+    query, key, value = to_heads(query, key, value, group, heads=1, sequence=2)
+    with _share_of_heads(module, total, heads, rank):
+        out, _ = _function(inner, module)(module, query, key, value, attention_mask, **arguments)
+    return exchange(out, group, split=1, concat=2), None
+
+
+def _check_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    if query.shape[2] != key.shape[2]:
+        problem = f"{query.shape[2]} queries attend to {key.shape[2]} keys"
+        rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
+        raise PlanError(message(type(module).__name__, problem, rule, "Do not split this model's sequences"))
+
+
+def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any:
+    """Return a further argument of attention for all tokens of this rank's heads."""
+    if not isinstance(given, Tensor) or not given.ndim:
+        return given
+    if name == "position_ids" and given in positions:
+        return positions[given]
+    if given.shape == (total,):  # one value for each head, as gpt-oss's sinks
+        return given.narrow(0, rank * heads.queries, heads.queries)
+    problem = f"attention gets {name} of shape {tuple(given.shape)}"
+    rule = "Of its tensors only position_ids and those of one value for each head can be passed on"
+    raise PlanError(message("attention", problem, rule, "Do not split this model's sequences"))
+
+
+@contextmanager
+def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> Iterator[None]:
+    """Show the module's attributes and per-head parameters as for this rank's heads."""
+    own = module._parameters
+    before = {name: param for name, param in own.items() if param is not None and param.shape == (total,)}
+    groups = getattr(module, "num_key_value_groups", None)
+    own.update({name: param.narrow(0, rank * heads.queries, heads.queries) for name, param in before.items()})  # type: ignore[misc]
+    if groups is not None:
+        module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        own.update(before)
+        if groups is not None:
+            module.num_key_value_groups = groups
+
+
+def _function(inner: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the attention function that the module would call without us; eager ones are each modeling file's own."""
+    for base in type(module).__mro__:
+        modeling: ModuleType | None = sys.modules.get(base.__module__)
+        registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
+        eager = getattr(modeling, "eager_attention_forward", None)
+        if registry is not None and (eager is not None or inner != "eager"):
+            return registry.get_interface(inner, eager)  # type: ignore[no-any-return]
+    problem = f"{type(module).__name__} has no eager_attention_forward beside it"
+    rule = "Eager attention is a function of the file that defines the module"
+    raise PlanError(message("attention", problem, rule, 'Call model.set_attn_implementation("sdpa") first'))

@@ -1,0 +1,107 @@
+"""What is refused before anything changes: models that mix tokens by other means than attention in the registry."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardkit._torch import named_sharded_parameters
+from shardkit.errors import PlanError, listing, message, refuse
+from shardkit.sequence.attention import PREFIX
+
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Names of transformers' modules that carry a state from token to token.
+RECURRENT = re.compile(
+    "Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|ShortConv|xLSTM"
+)
+ADVICE = "Do not split this model's sequences; shorten them, or recompute its blocks"
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of a mesh of one axis; PlanError for anything else."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        return mesh.get_group()
+    shown = f"of axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
+    raise PlanError(message("mesh", shown, "Sequences are split over one axis", 'Pass training_mesh(sp=2)["sp"]'))
+
+
+def pretrained(model: nn.Module) -> PreTrainedModel:
+    """Return the outermost model of transformers in ``model``; PlanError if there is none."""
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        fix = "Wrap its attention function: attend = shardkit.sequence.ulysses(attend, mesh['sp'].get_group())"
+        rule = "split_sequence changes the attention of transformers models"
+        raise PlanError(message("model", f"a {type(model).__name__} without a model of transformers", rule, fix))
+    return found
+
+
+def text_config(inner: PreTrainedModel) -> Any:
+    """Return the config of the part that is split: a vision-language model's text model, or the model's own."""
+    return inner.config.get_text_config()
+
+
+def decoder_of(inner: PreTrainedModel) -> nn.Module:
+    """Return the part that is split, without the head: a vision-language model's text model."""
+    decoder: nn.Module = inner.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def check(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Raise one PlanError that lists why the model cannot be split over ``group``; local, equal on all ranks."""
+    refuse([*_sharding(model, group), *_kind(inner, group.size()), *_layers(inner)])
+
+
+def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
+    needed = set(dist.get_process_group_ranks(group))
+    params = dict(named_sharded_parameters(model))
+    meshes = {p.device_mesh for p in params.values() if isinstance(p, DTensor)}
+    if len(needed) > 1 and not meshes:
+        fix = "Call shard_model(model) over all ranks before split_sequence"
+        yield message("model", "not sharded", "FSDP's reduction sums the gradients of the parts", fix)
+    missing = [needed - set(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    if any(missing):
+        rule = "FSDP's reduction sums the gradients of the parts, so it must include the ranks that share a sequence"
+        fix = "Call shard_model(model) without mesh, or with a mesh of dp x sp ranks"
+        yield message("model", f"its mesh lacks ranks {sorted(set().union(*missing))} of the sequence's", rule, fix)
+    if any(param.is_meta for param in params.values()):
+        yield message(
+            "model", "on the meta device", "Splitting runs the model", "Call materialize or load weights first"
+        )
+
+
+def _kind(inner: PreTrainedModel, ranks: int) -> Iterator[str]:
+    config, name = text_config(inner), type(inner).__name__
+    if config._attn_implementation.startswith(PREFIX):
+        yield message(name, "is split already", "A model is split once", "Use what the first call returned")
+    if getattr(inner.config, "is_encoder_decoder", False):
+        yield message(name, "has an encoder and a decoder", "Only decoders and encoders alone can be split", ADVICE)
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        rule = "Each rank must tell the model the positions of its tokens"
+        yield message(name, "forward takes no position_ids", rule, ADVICE)
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % ranks:
+        rule = "Each rank computes attention for the same number of heads"
+        fix = f"Use a number of ranks that divides {heads}"
+        yield message(name, f"{heads} attention heads on {ranks} ranks", rule, fix)
+
+
+def _layers(inner: PreTrainedModel) -> Iterator[str]:
+    kinds = set(getattr(text_config(inner), "layer_types", None) or ())
+    if kinds - LAYERS:
+        rule = f"Layers that can be split are {listing(sorted(LAYERS))}"
+        yield message("config.layer_types", f"has {listing(sorted(kinds - LAYERS))}", rule, ADVICE)
+    for fqn, module in decoder_of(inner).named_modules():
+        kind = type(module).__name__
+        if isinstance(module, CONVOLUTIONS) or RECURRENT.search(kind):
+            rule = "Only attention may combine tokens; state and convolutions cross the parts' borders"
+            yield message(fqn, f"a {kind}", rule, ADVICE)
+            return  # one of many layers says it

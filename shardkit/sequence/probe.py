@@ -1,0 +1,108 @@
+"""One short forward whole and one split: whatever else a model does between tokens shows in the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardkit.errors import PlanError, message
+from shardkit.grads import reset_after_error
+from shardkit.ranks import device_type, groups_of, raise_together
+from shardkit.sequence.fit import ADVICE
+
+if TYPE_CHECKING:
+    from shardkit.sequence.attention import Attention
+    from shardkit.sequence.split import SplitSequence
+
+Split = tuple["SplitSequence", "Attention", Callable[[], None]]
+TOKENS = 6  # of each rank
+MOST_WRONG = 0.2  # of a rank's tokens, since a router's ties may fall otherwise for a few
+
+
+def batches_of(config: Any, ranks: int) -> list[dict[str, Tensor]]:
+    """Return two batches of two rows, the same on all ranks, of a length that needs padding.
+
+    In the first the second row is padded on the left; the second is of documents, of which each part has two.
+    """
+    length, device = TOKENS * ranks - 1, device_type()
+    configs = [config, *(getattr(config, name) for name in config.sub_configs)]
+    special = {x for each in configs for name, x in vars(each).items() if "token" in name and isinstance(x, int)}
+    usable = [token for token in range(min(config.get_text_config().vocab_size, 997)) if token not in special]
+    ids = torch.tensor([usable[index * 7919 % len(usable)] for index in range(2 * length)], device=device)
+    ids = ids.view(2, length)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    documents = torch.arange(length, device=device).remainder(TOKENS - 2).repeat(2, 1)
+    return [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids, "position_ids": documents}]
+
+
+def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the first output of a forward in eval mode, without gradients. Collective.
+
+    Raises:
+        PlanError: the model does not run on the batch; the error is the same on all ranks that run the same code.
+    """
+    training, problem = [module for module in model.modules() if module.training], ""
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(**batch, use_cache=False)
+            return output if isinstance(output, Tensor) else output[0]
+    except PlanError:
+        raise
+    except Exception as error:
+        problem = f"does not run on {', '.join(batch)}: {type(error).__name__}: {error}"
+        raise PlanError(message("model", problem, "Splitting runs the model on a few tokens", ADVICE)) from error
+    finally:
+        for module in training:
+            module.training = True
+        if problem:
+            reset_after_error(model)
+
+
+def wrong_part(sequence: SplitSequence, attention: Attention, found: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """Return the part of this rank's tokens whose logits are not ``expected``, of 1; local."""
+    if not attention.calls or found.shape[1] != TOKENS:
+        return 1.0
+    wanted = sequence.cut(expected)
+    # Eager attention in float64 gives rows that are padded on the left nan, split or not (transformers 5).
+    real = sequence.cut(mask).bool() & wanted.isfinite().all(-1)
+    precision = max(torch.finfo(call.dtype).eps for call in attention.calls.values())
+    error = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)
+    wrong = ~(error <= max(precision, torch.finfo(torch.float32).eps) ** 0.5)
+    return float((wrong & real).sum() / real.sum().clamp(min=1))
+
+
+def compare(
+    model: nn.Module, sequence: SplitSequence, attention: Attention, batch: dict[str, Tensor], expected: Tensor
+) -> None:
+    """Raise PlanError on all ranks if the split model's logits are not ``expected``. Collective."""
+    part = sequence.split(batch)
+    found = logits_of(model, part)
+    attention.packs = part["sequence"].packs if "position_ids" in batch else None
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    wrong, problem = wrong_part(sequence, attention, found, expected, mask), None
+    if wrong > MOST_WRONG:
+        shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
+        rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
+        problem = PlanError(message(type(model).__name__, shown, rule, ADVICE))
+    raise_together(problem, [sequence.group, *groups_of(model)], PlanError)
+
+
+def check(model: nn.Module, config: Any, group: dist.ProcessGroup, split: Callable[[], Split]) -> SplitSequence:
+    """Split a model by ``split``, and undo that if its logits change. Collective, unless values are fake."""
+    real = group.size() > 1 and dist.get_backend(group) != "fake"
+    batches = batches_of(config, group.size()) if real else []
+    expected = [logits_of(model, batch) for batch in batches]
+    sequence, attention, undo = split()
+    try:
+        for batch, logits in zip(batches, expected, strict=True):
+            compare(model, sequence, attention, batch, logits)
+    except BaseException:
+        undo()
+        raise
+    return sequence

@@ -1,0 +1,84 @@
+"""A model whose sequences are split against the same model in one process: losses and gradients of one step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import accumulate, global_token_count, scale_loss, shard_model
+from shardkit.sequence import SplitSequence, split_sequence
+
+Batch = dict[str, Any]
+
+
+def shifted(labels: Tensor) -> Tensor:
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum over tokens, in the dtype of the logits: float32 would hide what float64 shows."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def plain_step(model: nn.Module, batches: list[Batch]) -> Tensor:
+    """The mean loss over the tokens of all batches in one process, and its gradients in ``.grad``."""
+    losses, tokens = [], 0
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        labels = shifted(batch["labels"])
+        losses.append(loss_of(model(**inputs, use_cache=False).logits, labels))
+        tokens += int((labels != -100).sum())
+    loss = torch.stack(losses).sum() / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def split_step(model: nn.Module, sequence: SplitSequence, batches: list[Batch]) -> Tensor:
+    """The same by all ranks, whose micro-batches these are; the loop that any batch has."""
+    parts = [sequence.split(batch) for batch in batches]
+    labels = [part.pop("labels") for part in parts]
+    tokens = global_token_count(sum((each != -100).sum() for each in labels), model)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, part in enumerate(parts):
+        with accumulate(model, last=i == len(parts) - 1):
+            loss = loss_of(model(**part).logits, labels[i])
+            scale_loss(loss, tokens, model).backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return total / tokens
+
+
+def split(model: nn.Module, sp: int, **settings: Any) -> SplitSequence:
+    """Shard ``model`` over all ranks and split its sequences over ``sp`` of them."""
+    shard_model(model, **settings)
+    return split_sequence(model, mesh_of((dist.get_world_size() // sp, sp), "dp", "sp")["sp"])
+
+
+def difference(model: nn.Module, plain: nn.Module) -> float:
+    """The L2 distance of all gradients, relative to the plain model's norm; inf where one has none and one has."""
+    apart = norm = torch.zeros((), dtype=torch.float64)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        if grad is None and other.grad is None:
+            continue
+        grad = torch.zeros_like(other) if grad is None else grad
+        wanted = torch.zeros_like(other) if other.grad is None else other.grad
+        apart, norm = apart + (grad - wanted).double().square().sum(), norm + wanted.double().square().sum()
+    assert norm > 0, "no gradients"
+    return float((apart / norm).sqrt())
+
+
+def parity(model: nn.Module, batches: list[list[Batch]], sp: int, **settings: Any) -> tuple[float, float]:
+    """The differences of the loss and of the gradients; ``batches`` are the micro-batches of each dp rank."""
+    plain = copy.deepcopy(model)
+    sequence = split(model, sp, **settings)
+    expected = plain_step(plain, [batch for each in batches for batch in each])
+    loss = split_step(model, sequence, batches[dist.get_rank() // sp])
+    return float((loss - expected).abs() / expected.abs()), difference(model, plain)
