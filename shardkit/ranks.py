@@ -5,12 +5,13 @@ An error on one rank alone leaves the others waiting in a collective. So it is e
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -19,11 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters, real_tensors
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError, listing, message
 
 logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
+_MOST = 5  # differences of one argument that a message shows
 
 Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
@@ -93,27 +95,57 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
 
 def any_true(value: bool, groups: Groups) -> bool:
     """Return whether ``value`` is true on any rank of the groups. Collective: one element for each group."""
-    return _highest(int(value), groups) > 0
+    return _highest([int(value)], groups)[0] > 0
 
 
-def _highest(value: int, groups: Groups) -> int:
+def _highest(values: list[int], groups: Groups) -> list[int]:
     for group in groups:
-        flag = torch.tensor([value], dtype=torch.int32, device=collective_device(group))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        value = int(flag.item())
-    return value
+        highest = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        values = highest.tolist()
+    return values
+
+
+def agree(
+    values: Mapping[str, Any],
+    groups: Groups,
+    call: str,
+    error: type[ShardkitError] = ShardkitError,
+    fix: str = "Make them equal",
+) -> bool:
+    """Raise on every rank unless all have the same values; return whether this rank is the first. Collective.
+
+    One all-reduce of three integers for each group; the values, which JSON must be able to write, are sent only if they
+    differ. Then every rank raises which arguments differ, on which ranks, and how.
+    """
+    rank = dist.get_rank() if groups else 0
+    most, least, first = _highest([*_both_ways(values), -rank], groups)
+    if most != -least:
+        raise error(_unequal(values, groups, call, fix))
+    return rank == -first
+
+
+def _both_ways(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a digest and its negative: ranks have equal values if and only if the maxima are each other's negative."""
+    digest = int.from_bytes(hashlib.sha256(json.dumps(values, default=repr).encode()).digest()[:7], "little")
+    return digest, -digest
 
 
 @dataclass
 class Poll:
-    """A flag of each rank that :func:`together` reduces without another collective."""
+    """What :func:`together` finds out about all ranks without another collective."""
 
-    own: bool = False  # set by this rank
+    own: bool = False  # a flag, set by this rank
     any: bool = False  # whether any rank set its own; known after the context
+    same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
 
 
 def raise_together(
-    problem: Exception | None, groups: Groups, error: type[ShardkitError] = ShardkitError, poll: Poll | None = None
+    problem: Exception | None,
+    groups: Groups,
+    error: type[ShardkitError] = ShardkitError,
+    poll: Poll | None = None,
+    call: str | None = None,
 ) -> None:
     """Return on every rank if no rank has a problem; else raise on every rank. Collective over ``groups``.
 
@@ -124,16 +156,21 @@ def raise_together(
         problem: what went wrong on this rank, or None.
         groups: which together reach all ranks concerned, as from :func:`groups_of`; None is the world.
         error: what the ranks without a problem raise, with the reason of each rank that has one.
-        poll: a flag to reduce in the same all-reduce.
+        poll: what to find out in the same all-reduce.
+        call: the public function; ranks that are in another one raise, as those with another ``poll.same``.
     """
     if problem is not None and not groups:  # a process alone
         raise problem
     poll = poll or Poll()
     with real_tensors():  # the caller may be in a FakeTensorMode
-        highest = _highest(2 if problem is not None else int(poll.own), groups)
+        own = 2 if problem is not None else int(poll.own)
+        same = {"call": call, **poll.same}
+        highest, most, least = _highest([own, *_both_ways(same)], groups)
         poll.any = highest > 0
-        if highest < 2:
+        if highest < 2 and most == -least:
             return
+        if highest < 2:
+            raise error(_unequal(same, groups, call or "ranks"))
         reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem
@@ -154,7 +191,7 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
         call: the public function that begins here. If some ranks never call it, those that do log a warning.
 
     Yields:
-        a flag that the body may set; after the context every rank knows whether any rank set it.
+        a poll: ``own`` and ``same`` are for the body to set; after the context every rank knows ``any``.
     """
     problem: Exception | None = None
     poll = Poll()
@@ -163,7 +200,7 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
             yield poll
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             problem = caught
-        raise_together(problem, groups, error, poll)
+        raise_together(problem, groups, error, poll, call)
 
 
 @contextmanager
@@ -179,3 +216,36 @@ def _warn_if_late(call: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _unequal(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "Make them equal") -> str:
+    """Return the error that says which arguments differ from the first rank's, on which ranks, and how. Collective."""
+    own = json.loads(json.dumps(values, default=repr))
+    first = min(gather_by_rank(None, groups))
+    is_first = dist.get_rank() == first
+    model = gather_by_rank(own if is_first else None, groups)[first]
+    names = [name for name in {**model, **own} if own.get(name) != model.get(name)]
+    unlike = {name: list(_unlike(model.get(name), own.get(name))) for name in names}
+    found = gather_by_rank(unlike, groups)
+    parts = []
+    for name in dict.fromkeys(name for differing in found.values() for name in differing):
+        ranks = [rank for rank, differing in found.items() if name in differing]
+        how = found[ranks[0]][name]
+        where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
+        parts.append(f"{where} from rank {first} in {name} ({listing(how, _MOST)})")
+    return message(call, "; ".join(parts), "All ranks must make the same call with the same arguments", fix)
+
+
+def _unlike(one: Any, other: Any) -> Iterator[str]:
+    def short(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text if len(text) <= 200 else f"{text[:200]}..."
+
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        yield f"{short(other)} instead of {short(one)}"
+        return
+    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
+    if not keys:
+        yield "in another order"
+    for key in keys[: _MOST + 1]:
+        yield f"{key}: {short(other.get(key, 'absent'))} instead of {short(one.get(key, 'absent'))}"

@@ -1,21 +1,16 @@
-"""Find the process groups of a save or a load, and check that all ranks pass the same arguments."""
+"""Find the process groups of a save or a load."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, gather_by_rank
-
-_MOST = 5  # differences of one argument that a message shows
+from shardkit.errors import CheckpointError, message
+from shardkit.ranks import Groups
 
 
 def axes_of(tensors: Iterable[Tensor]) -> Groups:
@@ -56,54 +51,3 @@ def connected(groups: Groups, call: str) -> Iterator[None]:
         rule = "All ranks must stay in the call until its end"
         fix = "See the first error of the lost rank, and load again: values may be partly loaded"
         raise CheckpointError(message(call, f"the connection to a rank was lost ({error})", rule, fix)) from error
-
-
-def agree(values: Mapping[str, Any], groups: Groups, subject: str, fix: str = "Make them equal") -> bool:
-    """Check that all ranks have the same values, and return whether this rank is the first. Collective.
-
-    One all-gather of 40 bytes for each group; values, which JSON must be able to write, are sent only if they differ.
-    Then every rank raises which arguments differ, on which ranks, and how.
-    """
-    own = hashlib.sha256(json.dumps(values).encode()).digest()
-    first, differ = dist.get_rank() if groups else 0, False
-    for group in groups:
-        found = all_gather_bytes(own + first.to_bytes(8, "little"), group)
-        differ |= any(each[:-8] != own for each in found)
-        own = bytes(len(own)) if differ else own  # so that the ranks of the next group differ too
-        first = min(int.from_bytes(each[-8:], "little") for each in found)
-    if differ:
-        raise CheckpointError(
-            message(subject, _differences(values, first, groups), "All ranks must pass the same arguments", fix)
-        )
-    return not groups or first == dist.get_rank()
-
-
-def _differences(values: Mapping[str, Any], first: int, groups: Groups) -> str:
-    """Describe which arguments differ from the first rank's, on which ranks, and how. Collective."""
-    is_first = dist.get_rank() == first
-    model = gather_by_rank(dict(values) if is_first else None, groups)[first]
-    own = json.loads(json.dumps(values))
-    unlike = {name: list(_unlike(model[name], own[name])) for name in own if own[name] != model[name]}
-    found = gather_by_rank(unlike, groups)
-    parts = []
-    for name in dict.fromkeys(name for differing in found.values() for name in differing):
-        ranks = [rank for rank, differing in found.items() if name in differing]
-        how = found[ranks[0]][name]
-        where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
-        parts.append(f"{where} from rank {first} in {name} ({listing(how, _MOST)})")
-    return "; ".join(parts)
-
-
-def _unlike(one: Any, other: Any) -> Iterator[str]:
-    def short(value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value)
-        return text if len(text) <= 200 else f"{text[:200]}..."
-
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        yield f"{short(other)} instead of {short(one)}"
-        return
-    keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
-    if not keys:
-        yield "in another order"
-    for key in keys[: _MOST + 1]:
-        yield f"{key}: {short(other.get(key, 'absent'))} instead of {short(one.get(key, 'absent'))}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
-from shardkit.checkpoint.agreement import agree, world
+from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import exported
 from shardkit.checkpoint.moved import Moved
@@ -20,7 +20,7 @@ from shardkit.checkpoint.owners import check_written, owned
 from shardkit.checkpoint.pieces import Part, inside, whole
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, write_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, together
+from shardkit.ranks import Groups, agree, together
 from shardkit.state.names import model_state
 from shardkit.state.routes import routes_of
 from shardkit.state.transfer import Want, gathered
@@ -83,7 +83,7 @@ def save_pretrained(
         "files": [file.name for file in layout],
     }
     compared["model"] = {name: described(tensor) for name, tensor in sources.items()}
-    agree(compared, groups, "save_pretrained")
+    agree(compared, groups, "save_pretrained", CheckpointError)
     with directory.temporary_directory(place, groups) as draft:
         _write(draft, layout, export.tensors, sources, groups)
         with together(groups, CheckpointError):

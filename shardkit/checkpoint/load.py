@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import agree, connected, world
+from shardkit.checkpoint.agreement import connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
@@ -29,7 +29,7 @@ from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import together
+from shardkit.ranks import agree, together
 from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
@@ -120,7 +120,7 @@ def load_checkpoint(
             state = _wanted(contents, model, request, rank)
             poll.own = has_subclass(state.tensors.values())
         compared = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
-        agree(compared | {"what is at path": _described(contents)}, groups, "load_checkpoint")
+        agree(compared | {"what is at path": _described(contents)}, groups, "load_checkpoint", CheckpointError)
         flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
         with together(groups, CheckpointError):
             if optimizer is not None and contents.no_optimizer:

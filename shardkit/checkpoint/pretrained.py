@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit.checkpoint.agreement import agree
 from shardkit.checkpoint.hub import USED, Converted, check_files, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.own import Safetensors
@@ -17,7 +16,7 @@ from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import agree, groups_of, together
 from shardkit.state.names import ModelState
 from shardkit.state.place import Room, live_state
 from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
@@ -84,7 +83,7 @@ def load_pretrained(
     keys = {name: source.contents.model[file_name].key for name, file_name in plan.copies.items()}
     read = {name: source.describe(key) for name, key in keys.items()}
     compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
-    agree(compared, groups, "load_pretrained")
+    agree(compared, groups, "load_pretrained", CheckpointError)
     with together(groups, CheckpointError):
         source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()], progress)
         room.compute()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardkit import _torch
 from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import agree, world
+from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
@@ -35,7 +35,7 @@ from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
 from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.checkpoint.write import described, write_shards
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups, agree, all_gather_bytes, together
 from shardkit.shards import local_value
 from shardkit.state.complete import check_complete
 from shardkit.state.names import ModelState, first_names, model_state, trainable_state
@@ -146,7 +146,7 @@ def save_checkpoint(
     options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
     options |= {"trainable_only": trainable_only} | _compared(content)
     fix = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
-    agree(options, groups, "save_checkpoint", fix)
+    agree(options, groups, "save_checkpoint", CheckpointError, fix)
     content = _with_random_states(content, groups)
     if not async_:
         commit_checkpoint(place, format, content, groups, replaces=replaces, keep=keep)

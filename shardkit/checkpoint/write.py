@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.checkpoint.agreement import agree, spanning_axes
+from shardkit.checkpoint.agreement import spanning_axes
 from shardkit.checkpoint.format import METADATA, NAMES, Entry, File, Spec, lay_out
 from shardkit.checkpoint.owners import check_written, meshes_of, owned
 from shardkit.checkpoint.pieces import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, together
+from shardkit.ranks import Groups, agree, together
 from shardkit.shards import local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
@@ -91,7 +91,7 @@ def write_shards(
     _, number = meshes_of(once)
     rows = {name: f"{described(tensor)}, mesh {number[name]}" for name, tensor in once.items()}
     rows |= {file.name: hashlib.sha256(file.head).hexdigest() for file in files}
-    is_first = agree({"tensors": rows}, groups, "write_tensors")
+    is_first = agree({"tensors": rows}, groups, "write_tensors", CheckpointError)
     mine, own = owned(once, groups), None if sums is None else dict[str, int]()
     write_files(target, files, mine.items(), groups, is_first, flush, progress, own)
     found = check_written(once, [(name, box) for name, (_, box) in mine.items()], own or {}, groups)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import _fsdp
 from shardkit._torch import local_tensor, with_local
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, groups_of, raise_together, together
+from shardkit.ranks import agree, groups_of, raise_together, together
 from shardkit.state.names import parameter_names, refuse_meta
 from shardkit.state.routes import routes_of
 from shardkit.state.transfer import Move, Want, gathered, transfer
@@ -56,8 +56,9 @@ def full_params(
             themselves when they are called.
 
     Raises:
-        ShardkitError: on every rank: inside of a forward or backward; on meta; if ranks differ in ``with_grads`` or in
-            which parameters have gradients; on exit, if a full parameter has another shape, or is gone.
+        ShardkitError: on every rank: inside of a forward or backward; on meta; if ranks pass different arguments or,
+            with ``with_grads``, differ in which parameters have gradients; on exit, if a full parameter has another
+            shape, or is gone.
 
     Example:
         >>> with full_params(model, writeback=True):
@@ -84,7 +85,7 @@ def full_params_from(
             rank of its own, as FSDP1 has one for each group that shards; then nothing can be written back.
     """
     groups = groups_of(model)
-    with together(groups, call="full_params") as any_rank:
+    with together(groups, call="full_params") as poll:
         if _fsdp.is_under_way(model):
             rule = "Parameters cannot be replaced while they are in use"
             fix = "Call it before the forward or after backward"
@@ -93,11 +94,13 @@ def full_params_from(
         names = {p: name for p, name in parameter_names(model).items() if own is None or p in own}
         names = {param: name for param, name in names.items() if _is_sharded(param)}
         refuse_meta((name, param) for param, name in names.items())
-        any_rank.own = with_grads
+        poll.same = {"rank0_only": not want.everywhere, "writeback": writeback}
+        poll.same |= {"with_grads": with_grads, "recurse": recurse}
     routes = routes_of(names, root)
     grads = {param: _plain(param.grad) for param in names if with_grads and param.grad is not None}
-    if any_rank.any:
-        _check_same_grads(with_grads, [names[param] for param in grads], groups)
+    if with_grads:
+        fix = "Pass with_grads=False, or run the same backward on every rank before full_params(..., with_grads=True)"
+        agree({"which parameters have gradients": [names[param] for param in grads]}, groups, "full_params", fix=fix)
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
     fulls = dict(gathered(shards.items(), routes, want))
@@ -131,16 +134,6 @@ def _is_sharded(param: object) -> bool:  # not narrowed, or mypy takes the keys 
 def _plain(grad: Tensor) -> Tensor:
     """Return a DTensor of torch's own class on the same memory; in the drop-in ``shape`` is that of the shard."""
     return with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
-
-
-def _check_same_grads(with_grads: bool, names: list[str], groups: Groups) -> None:
-    """Raise on every rank unless all pass ``with_grads`` and have gradients of the same parameters. Collective."""
-    own = repr((with_grads, names)).encode()
-    found = [other for group in groups for other in all_gather_bytes(own, group)]  # of all groups, also after the first
-    problem = "ranks have gradients of different parameters, or only some of them pass with_grads=True"
-    rule = "with_grads=True gathers gradients from all ranks, so all must pass it and have the same ones"
-    fix = "Pass with_grads=False, or run the same backward on every rank before full_params(..., with_grads=True)"
-    raise_together(ShardkitError(message("full_params", problem, rule, fix)) if set(found) - {own} else None, groups)
 
 
 def _slots(model: nn.Module, names: Mapping[nn.Parameter, str]) -> Slots:

@@ -91,7 +91,8 @@ def load_full_state_dict(
         room.compute()
         return plan, room
 
-    with together(groups, call="load_full_state_dict"):
+    with together(groups, call="load_full_state_dict") as poll:
+        poll.same = {"src": src, "strict": strict, "assign": assign}
         check_src(src)
         state = live_state(model)
         routes = routes_of(state.tensors.values())

@@ -69,7 +69,8 @@ def full_state_dict(
         ...     torch.save(state, "model.pt")
     """
     state = model_state(model)
-    with together(groups_of(model), call="full_state_dict"):
+    with together(groups_of(model), call="full_state_dict") as poll:
+        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
         refuse_meta(state.tensors.items())
         check_complete(model, state)
     routes = routes_of(state.tensors.values())
@@ -112,7 +113,8 @@ def named_full_tensors(
         ...     engine.update_weight(name, tensor)
     """
     state, groups = model_state(model), groups_of(model)
-    with together(groups, call="named_full_tensors"):
+    with together(groups, call="named_full_tensors") as poll:
+        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
         refuse_meta(state.tensors.items())
     routes = routes_of(state.tensors.values())
     want = Want(not rank0_only, None if device is None else torch.device(device), dtype)

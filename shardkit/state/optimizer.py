@@ -80,7 +80,8 @@ def full_optimizer_state_dict(
     Raises:
         ShardkitError: on every rank, as :func:`sharded_optimizer_state_dict`.
     """
-    with together(groups_of(model), call="full_optimizer_state_dict"):
+    with together(groups_of(model), call="full_optimizer_state_dict") as poll:
+        poll.same = {"rank0_only": rank0_only}
         sharded = sharded_optimizer_state_dict(model, optimizer)
     routes = routes_of([*parameter_names(model), *tensor_leaves(sharded).values()])
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))

@@ -64,7 +64,8 @@ def load_full_optimizer_state_dict(
             listed, parameters that only one side has, and groups whose parameters have different options in the dict.
     """
     groups = groups_of(model) or world_groups(src)
-    with together(groups, call="load_full_optimizer_state_dict"):
+    with together(groups, call="load_full_optimizer_state_dict") as poll:
+        poll.same = {"src": src}
         check_src(src)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         routes = routes_of(names)

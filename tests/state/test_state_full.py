@@ -11,13 +11,25 @@ from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, Net, Odd, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zoo import ZOO
 from zoo_plain import PLAIN
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, routes, sharded_state_dict, transfer, wire
+from shardkit.state import (
+    full_optimizer_state_dict,
+    full_params,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    named_full_tensors,
+    routes,
+    sharded_state_dict,
+    transfer,
+    wire,
+)
 from shardkit.testing import comm_counts, distributed, fake_world
 
 # Equal to the plain model's state.
@@ -185,3 +197,37 @@ def test_no_values_no_state():
 
 def test_a_process_alone_needs_no_group():
     assert_same_state(full_state_dict(seeded(Net)), seeded(Net).state_dict())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
+    model = fully_shard(nn.Linear(4, 4), mesh=zoo_mesh((2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = full_state_dict(model, rank0_only=False)
+    saved = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    odd = dist.get_rank() == 1
+    src, dtype = ("all", torch.bfloat16) if odd else ("rank0", None)
+
+    def enter(**options):
+        full_params(model, **options).__enter__()
+
+    calls = {
+        ("full_state_dict", "rank0_only"): lambda: full_state_dict(model, rank0_only=odd),
+        ("full_state_dict", r"dtype \(torch.bfloat16 instead of None"): lambda: full_state_dict(model, dtype=dtype),
+        ("named_full_tensors", "rank0_only"): lambda: next(named_full_tensors(model, rank0_only=odd)),
+        ("full_optimizer_state_dict", "rank0_only"): lambda: full_optimizer_state_dict(
+            model, optimizer, rank0_only=odd
+        ),
+        ("load_full_state_dict", "strict"): lambda: load_full_state_dict(model, state, strict=odd),
+        ("load_full_state_dict", "src"): lambda: load_full_state_dict(model, state, src=src),
+        ("load_full_optimizer_state_dict", "src"): lambda: load_full_optimizer_state_dict(
+            model, optimizer, saved, src=src
+        ),
+        ("full_", "call"): lambda: full_state_dict(model) if odd else enter(),
+        ("full_params", "writeback"): lambda: enter(writeback=odd),
+        ("full_params", "recurse"): lambda: enter(recurse=odd),
+    }
+    for (name, argument), call in calls.items():
+        with pytest.raises(ShardkitError, match=f"{name}.*: rank 1 differs from rank 0 in .*{argument}"):
+            call()
+    assert_same_state(full_state_dict(model, rank0_only=False), state)
