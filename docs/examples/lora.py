@@ -14,7 +14,15 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardkit import MixedPrecisionPolicy, clip_grad_norm_, init_on_meta, load_pretrained, save_pretrained, shard_model
+from shardkit import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    init_on_meta,
+    load_pretrained,
+    save_pretrained,
+    shard_model,
+    step_on_local_shards,
+)
 
 
 def build(folder, rank):
@@ -43,7 +51,7 @@ def main(argv=None):
     torch.manual_seed(0)
     model = build(args.model, args.rank)
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    optimizer = step_on_local_shards(torch.optim.AdamW(trained, lr=1e-3))
     device = trained[0].device
     own = torch.Generator().manual_seed(1 + dist.get_rank())  # put your data here
     ids = torch.randint(model.config.vocab_size, (4, 32), generator=own).to(device)

@@ -48,7 +48,7 @@ def give_random_grads(net: nn.Module, step: int, skip: str = "") -> None:
         if not param.requires_grad or name == skip:
             continue
         generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
-        part = torch.randn(local(param).shape, generator=generator)
+        part = torch.randn(local(param).shape, generator=generator).to(param.dtype)
         grad = part
         if isinstance(param, DTensor):
             shape, stride = param.shape, param.stride()

@@ -89,6 +89,28 @@ def test_the_same_bits_after_a_hundred_steps(name, flags):
     check_same_bits(name, flags, steps=100)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@fake_world(4, rank=1)
+def test_few_elements_on_the_cpu_are_stepped_as_a_list(name, monkeypatch):
+    """Where the user leaves the choice, with the bits of one after another; groups are as before."""
+    lists = []
+    adds = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda *args, **kwargs: (lists.append(args), adds(*args, **kwargs))[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        net, other = two_nets(dtype=dtype)
+        make = factory(name)
+        ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
+        run_both(ours, theirs, net, other, 3)
+        assert_same_parameters(net, other)
+        assert len(lists) >= 3
+        assert ours.param_groups[0]["foreach"] is None
+        lists.clear()
+    for options in ({"foreach": False}, {"lr": torch.tensor(0.05)}):
+        one = step_on_local_shards(getattr(torch.optim, name)(trainable(net), **options))
+        run_both(one, theirs, net, other, 2)
+    assert not lists
+
+
 @pytest.mark.parametrize(("name", "flags"), PLAIN_ONLY)
 @fake_world(4, rank=1)
 def test_steps_that_torch_has_for_plain_tensors_only(name, flags):
