@@ -180,8 +180,7 @@ def set_reduce_scatter_unused_params(model: nn.Module, enabled: bool = True) -> 
     The cost is a full gradient of zeros while the unit reduces. Parameters that no rank used have gradients of zeros
     instead of None, so that optimizers apply weight decay and momentum to them.
 
-    It does not help if a rank skips the forward of a whole unit, which the others gather: run that unit on a dummy
-    input and add ``0.0 *`` its output to the loss, or make a larger module the unit.
+    It does not help if a rank skips the forward of a whole unit, which the others gather: see ``take_part``.
 
     Raises:
         ShardkitError: torch is older than 2.13, which cannot do this.

@@ -83,6 +83,7 @@ NAMES = OF_TORCH | {
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "step_on_local_shards",
+    "take_part",
     "translate_fsdp1",
     "zero_grad",
 }

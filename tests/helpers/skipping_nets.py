@@ -1,0 +1,115 @@
+"""Models of which ranks skip parts: a vision tower before the decoder, experts that may get no token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import take_part
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Its blocks are registered in another order than they run in, and the last one's output is not used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.merge = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.patch = nn.Linear(6, width)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patch(image)
+        for block in reversed(self.blocks):
+            x, before = block(x), x
+        return self.merge(before).tanh()
+
+
+class Straight(Tower):
+    """Registered in the order of the calls, and everything is used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        merge, blocks = self.merge, self.blocks
+        del self.merge, self.blocks
+        self.blocks, self.merge = blocks, merge
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patch(image)
+        for block in self.blocks:
+            x = block(x)
+        return self.merge(x).tanh()
+
+
+class Experts(nn.Module):
+    """A router that gives whole samples to experts; those without a sample are not called."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block(width) for _ in range(experts))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        out = x
+        for index, expert in enumerate(self.experts):
+            rows = [row for row, choice in enumerate(chosen) if choice == index]
+            if rows:
+                out = out.index_add(0, torch.tensor(rows), expert(x[rows]))
+        return out
+
+
+class Net(nn.Module):
+    """Tower first by name and second by call, as in transformers."""
+
+    def __init__(self, tower: type[Tower] = Tower, width: int = 8, experts: int = 3) -> None:
+        super().__init__()
+        self.visual = tower(width)
+        self.embed = nn.Embedding(20, width)
+        self.layers = nn.ModuleList([Block(width), Experts(width, experts), Block(width)])
+        self.project = nn.Linear(width, width)
+        self.head = nn.Linear(width, 20)
+        self.by_hand = False
+
+    def forward(self, ids: Tensor, image: Tensor | None, chosen: list[int]) -> Tensor:
+        x = self.embed(ids)
+        if image is not None:
+            x = torch.cat([self.project(self.visual(image)), x], 1)
+        elif self.by_hand:
+            x = x + take_part(self.project, take_part(self.visual, x.detach()))
+        x = self.layers[1](self.layers[0](x), chosen)
+        return self.head(self.layers[2](x)).tanh()
+
+
+def net(tower: type[Tower] = Tower, experts: int = 3) -> Net:
+    torch.manual_seed(0)
+    return Net(tower, experts=experts).double()
+
+
+def largest_difference(model: nn.Module, plain: nn.Module) -> float:
+    """Of gradients, over the ranks' shards; a gradient that the plain model lacks is zero."""
+    worst = 0.0
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if param.requires_grad:
+            assert param.grad is not None or other.grad is None, name
+            grad = torch.zeros_like(other) if param.grad is None else param.grad.full_tensor()
+            worst = max(worst, (grad - (0 if other.grad is None else other.grad)).abs().max().item())
+    return worst
+
+
+Batch = tuple[Tensor, Tensor | None, list[int]]
+
+
+def batch(seed: int, rank: int, image: bool, experts: int = 3, chosen: list[int] | None = None) -> Batch:
+    """What a rank gets in one step: two samples, each for one expert."""
+    source = torch.Generator().manual_seed(1000 * seed + rank)
+    ids = torch.randint(20, (2, 5), generator=source)
+    pixels = torch.randn(2, 3, 6, generator=source, dtype=torch.double)
+    drawn = torch.randint(experts, (2,), generator=source).tolist()
+    return ids, pixels if image else None, drawn if chosen is None else chosen
