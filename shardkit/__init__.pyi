@@ -39,3 +39,4 @@ from shardkit.state import named_full_tensors as named_full_tensors
 from shardkit.state import sharded_optimizer_state_dict as sharded_optimizer_state_dict
 from shardkit.state import sharded_state_dict as sharded_state_dict
 from shardkit.state.full_params import full_params as full_params
+from shardkit.watching.watch import watch as watch

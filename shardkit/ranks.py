@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -27,7 +27,17 @@ logger = logging.getLogger("shardkit")
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
 
+listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
+
 Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
+
+
+def note(call: str, **arguments: object) -> None:
+    """Tell ``watch`` that this rank makes a call that all ranks must make, with these arguments. Local."""
+    if listeners:
+        text = f"{call}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+        for listen in list(listeners):
+            listen(text)
 
 
 def accelerator() -> str:
@@ -195,6 +205,8 @@ def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call
     """
     problem: Exception | None = None
     poll = Poll()
+    if call is not None:
+        note(call)
     with _warn_if_late(call) if call is not None and groups else nullcontext():
         try:
             yield poll
@@ -208,7 +220,7 @@ def _warn_if_late(call: str) -> Iterator[None]:
     """Log once if the body takes longer than ``PATIENCE``: a process group waits silently for minutes."""
     problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
     rule = "The call is collective: every rank must make it, in the same order among its collectives"
-    fix = "Move it out of `if rank == 0:`, or find out what delays the other ranks"
+    fix = "Move it out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks that are elsewhere, and their lines"
     timer = threading.Timer(PATIENCE, logger.warning, [message(call, problem, rule, fix)])
     timer.daemon = True
     timer.start()

@@ -136,6 +136,12 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def store_of_its_own(prefix: str) -> Any:
+    """Return a client to the store of the default process group that another thread does not keep waiting."""
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.distributed_c10d.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
+
+
 def forget_meshes() -> None:
     """Empty DTensor's caches, which are keyed by meshes that compare equal although their groups differ.
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 
 import torch
@@ -98,6 +99,10 @@ def apply_decided(
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
     answer_as_root(model)
+    if setting := os.environ.get("SHARDKIT_WATCH"):
+        from shardkit.watching.watch import watch_script  # on request only
+
+        watch_script(model, setting)
     return model
 
 

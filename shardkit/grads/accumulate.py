@@ -20,7 +20,7 @@ from shardkit._fsdp import (
 from shardkit._fsdp.params import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import check_module
+from shardkit.ranks import check_module, note
 from shardkit.sharded.stepping import watch_gradients
 
 
@@ -76,6 +76,7 @@ def accumulate(
         >>> optimizer.step()
     """
     check_module(model)
+    note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     units = fsdp_units(model)
     if steps_in_backward([param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()):
         problem = "optimizer_in_backward steps its parameters as soon as they have a gradient"

@@ -23,7 +23,7 @@ from shardkit._torch import (
     steps_in_backward,
 )
 from shardkit.errors import ShardkitError, message
-from shardkit.ranks import collective_device
+from shardkit.ranks import collective_device, note
 
 Axes = tuple[dist.ProcessGroup, ...]  # of a mesh, those of more than one rank
 
@@ -91,6 +91,7 @@ def clip_grad_norm_(
         rule = "It is the largest norm allowed, so >= 0"
         raise ShardkitError(message("max_norm", f"is {max_norm!r}", rule, "Use a number such as 1.0"))
     params = _parameters(parameters)
+    note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
         if steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):

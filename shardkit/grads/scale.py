@@ -21,7 +21,7 @@ from shardkit._torch import (
     named_sharded_parameters,
 )
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import device_type
+from shardkit.ranks import device_type, note
 
 
 @torch.no_grad()
@@ -51,6 +51,7 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
         rule = "It is one number, the count of this rank's tokens"
         raise ShardkitError(message("num_tokens", f"has shape {tuple(count.shape)}", rule, "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
+    note("global_token_count")
     largest = max(fsdp_units(model), key=_size, default=None)
     if largest is None:
         return count.to(dtype, copy=True)

@@ -76,6 +76,7 @@ NAMES = (
     Name(
         f"{_GROUP}._partial_reduce_output_layout", "layout for the all-reduce", "zero_grad, accumulate", since=(2, 15)
     ),
+    *_names(_GROUP, "_all_gather_comm _reduce_scatter_comm", "note the collectives of a unit", "watch"),
     Name(f"{_GROUP}._training_state", "whether a unit is running", _RESET),
     *_names(_GROUP, _PENDING, "pending collectives", _RESET, "reset_iter_state, since 2.13"),
     Name(f"{_GROUP}._to_sharded", "reshard from any state", _RESET, "reset_iter_state, since 2.13"),
@@ -127,6 +128,7 @@ NAMES = (
     *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
+    Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
     Name("torch.distributed.distributed_c10d._world", "list the process groups", "save_checkpoint(async_=True)"),
     Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),

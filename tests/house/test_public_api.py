@@ -85,6 +85,7 @@ NAMES = OF_TORCH | {
     "step_on_local_shards",
     "take_part",
     "translate_fsdp1",
+    "watch",
     "zero_grad",
 }
 PUBLIC_MODULES = (shardkit.checkpoint, shardkit.fsdp1, shardkit.memory, shardkit.testing)

@@ -1,0 +1,1 @@
+"""Find out where ranks disagree: ``watch`` while they run, digests of their values afterwards."""

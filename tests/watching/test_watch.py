@@ -1,0 +1,128 @@
+"""watch: ranks that disagree, and ranks that are lost, are named with the call and the line.
+
+``python tests/helpers/sweep_disagreements.py`` runs every kind, within its time, on two meshes.
+"""
+
+import disagreements
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit import ShardkitError, shard_model, watch
+from shardkit.ranks import listeners, note
+from shardkit.testing import distributed, fake_world
+from shardkit.watching.calls import NOTHING, Calls, agreed, code_of, first_difference
+from shardkit.watching.report import compose
+from shardkit.watching.team import Seen
+from shardkit.watching.watch import watch_script
+
+# --- On ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["skips a unit", "other last", "clips to less", "raises", "is late", "is killed", "first is stopped"]
+)
+def test_a_disagreement_is_named(kind, tmp_path):
+    outcome = disagreements.run(kind, tmp_path)
+    assert disagreements.is_named(kind, outcome.report), outcome.output
+
+
+def test_a_script_is_watched_without_changes(tmp_path):
+    outcome = disagreements.run("skips a unit", tmp_path, how="script", mesh=(2, 2))
+    assert disagreements.is_named("skips a unit", outcome.report), outcome.output
+
+
+def test_all_ranks_end_with_the_report(tmp_path):
+    outcome = disagreements.run("saves alone", tmp_path, how="end")
+    assert disagreements.is_named("saves alone", outcome.report), outcome.output
+    problem = outcome.report.splitlines()[0]
+    assert [problem in each for each in outcome.output] == [True] * disagreements.WORLD, outcome.output
+
+
+@distributed(world_size=2)
+def test_ranks_that_agree_are_not_reported():
+    model = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=nn.Linear)
+    before = [vars(unit)["_all_gather_comm"] for unit in shardkit._fsdp.fsdp_units(model)]
+    with watch(model, after=60) as nothing:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+        calls = listeners[0].__self__._calls.record(0)["calls"]
+    gathers, reduces = ([f"{operation} of {i}" for i in (0, 1)] for operation in ("all-gather", "reduce-scatter"))
+    assert nothing is None
+    assert calls == 3 * [*gathers, *gathers[::-1], *reduces[::-1]]
+    assert listeners == []
+    assert [vars(unit)["_all_gather_comm"] for unit in shardkit._fsdp.fsdp_units(model)] == before
+
+
+# --- Without ranks --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_watched():
+    model = nn.Linear(2, 2)
+    with watch(model):  # no process group: nothing to do
+        assert listeners == []
+    with fake_world(2), watch(shard_model(model)):
+        assert listeners == []
+    with pytest.raises(ShardkitError, match=r"after: is 0"), watch(model, after=0):
+        pass
+    for setting in ("soon", "30,stop", "-1"):
+        with pytest.raises(ShardkitError, match="SHARDKIT_WATCH: is"):
+            watch_script(model, setting)
+
+
+def test_calls_are_noted_with_their_arguments():
+    heard = []
+    listeners.append(heard.append)
+    try:
+        note("save", last=True, size=2.0)
+    finally:
+        listeners.clear()
+    note("nobody listens")
+    assert heard == ["save(last=True, size=2.0)"]
+
+
+def made(*calls, rounds=1):
+    log = Calls()
+    for _ in range(rounds):
+        for call in calls:
+            log.add(call, code_of(call), of_unit=True)
+    return log
+
+
+def test_the_first_difference_is_found():
+    records = {0: made("a", "b", "c").record(None), 1: made("a", "c").record(None), 2: made("a").record(None)}
+    difference = first_difference(records)
+    assert difference == (1, {0: "b", 1: "c", 2: None})
+    assert difference.is_certain
+    assert first_difference({0: records[0], 1: records[0]}) is None
+    assert not first_difference({0: records[0], 2: records[2]}).is_certain
+
+
+def test_digests_find_where_to_look_when_the_last_calls_do_not_reach_back():
+    same, other = made("a", *"b" * 50, rounds=3), made("a", *"b" * 50, rounds=3)
+    same.add("b", code_of("b")), other.add("x", code_of("x"))
+    for each in (same, other):
+        for call in ("a", *"b" * 50) * 3:
+            each.add(call, code_of(call), of_unit=True)
+    records = {0: same.record(None), 1: other.record(None)}
+    assert first_difference(records) is None  # of the last calls
+    since, differ = agreed(records)
+    assert (since, differ) == (2 * 51, True)
+    assert first_difference({0: same.record(since), 1: other.record(since)}) == (3 * 51, {0: "b", 1: "x"})
+
+
+def test_old_calls_are_forgotten_and_numbers_stay():
+    log = made("a", rounds=100_000)
+    record = log.record(99_999)
+    assert (record["base"], record["calls"]) == (99_999, ["a"])
+    assert 1 << 15 <= len(log.record(0)["calls"]) <= 1 << 16
+    assert agreed({0: record, 1: record})[0] == 99_999
+
+
+def test_a_rank_that_never_came_is_said():
+    here = made("a").record(None) | {"line": "train.py:3: step()", "left": False, "failed": False}
+    seen = {0: Seen(here), 1: Seen(here), 2: Seen(NOTHING, 9.0, "has not entered the watch")}
+    text = compose(seen, None)
+    assert text.startswith("watch: rank 2 has not entered the watch. ")
+    assert "\n- ranks 0-1: last call: a; train.py:3: step()\n" in text
