@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
 
 from shardkit.api import plan_model as plan_model, shard_model as shard_model
+from shardkit.apply.mesh import training_mesh as training_mesh
 from shardkit.apply.shard import apply_plan as apply_plan
 from shardkit.checkpoint import convert_checkpoint as convert_checkpoint, latest_checkpoint as latest_checkpoint
 from shardkit.checkpoint import load_checkpoint as load_checkpoint, load_pretrained as load_pretrained

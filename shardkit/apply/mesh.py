@@ -104,12 +104,46 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
         rule = "It must be a DeviceMesh, a MeshSpec or None for all ranks"
         raise PlanError(message("mesh", f"is a {type(mesh).__name__}", rule, fix))
     names = mesh.mesh_dim_names
+    if names == ("dp", "sp"):
+        problem, rule = (
+            "the whole of training_mesh",
+            "Two axes replicate and shard, and parameters shard over both of these",
+        )
+        fix = "Leave mesh out, which shards over all ranks, or pass MeshSpec.hybrid(replicate, shard)"
+        raise PlanError(message("mesh", problem, rule, fix))
     if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
         problem = f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}"
         rule = "Data-parallel meshes have one axis, or two with names"
         fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of two axes'
         raise PlanError(message("mesh", problem, rule, fix))
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
+
+
+def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
+    """Build the mesh of all ranks with one axis for each way to divide the work: ``("dp", "sp")``.
+
+    Ranks along "dp" have batches of their own; adjacent ranks along "sp" share a batch, each with a part of every
+    sequence (``shardkit.sequence``). Parameters are sharded over both: call ``shard_model`` without ``mesh``.
+
+    **Collective**: every rank must call. The process group is made if there is none, as by ``shard_model``.
+
+    Args:
+        sp: ranks that share a sequence; a divisor of the number of ranks.
+        device: the mesh's device type; None is the accelerator, or the CPU if only gloo could serve it.
+
+    Raises:
+        PlanError: ``sp`` does not divide the number of ranks.
+
+    Example:
+        >>> mesh = training_mesh(sp=2)
+        >>> sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
+    """
+    ensure_process_group()
+    world = dist.get_world_size()
+    if not isinstance(sp, int) or sp < 1 or world % sp:
+        fix = "Pass a divisor, such as 1 or the number of ranks"
+        raise PlanError(message("sp", f"is {sp} on {world} ranks", "It divides the number of ranks", fix))
+    return init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
 
 
 def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:

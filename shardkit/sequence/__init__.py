@@ -1,6 +1,4 @@
 """Long sequences: each rank computes a part of every sequence (Ulysses). The core never imports this package."""
 
-from shardkit.sequence.split import SplitSequence, split_sequence
-from shardkit.sequence.ulysses import ulysses
-
-__all__ = ["SplitSequence", "split_sequence", "ulysses"]
+from shardkit.sequence.exchange import ulysses as ulysses
+from shardkit.sequence.split import split_sequence as split_sequence

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from shardkit.errors import PlanError, ShardkitError, message
-from shardkit.sequence.ulysses import Heads, deal, exchange, to_heads
+from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
 from shardkit.sequence.whole import mask_of_whole
 
 PREFIX = "ulysses_"

@@ -23,6 +23,7 @@ import shardkit
 import shardkit.checkpoint
 import shardkit.fsdp1
 import shardkit.memory
+import shardkit.sequence
 import shardkit.testing
 from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import fake_world
@@ -84,11 +85,12 @@ NAMES = OF_TORCH | {
     "sharded_state_dict",
     "step_on_local_shards",
     "take_part",
+    "training_mesh",
     "translate_fsdp1",
     "watch",
     "zero_grad",
 }
-PUBLIC_MODULES = (shardkit.checkpoint, shardkit.fsdp1, shardkit.memory, shardkit.testing)
+PUBLIC_MODULES = (shardkit.checkpoint, shardkit.fsdp1, shardkit.memory, shardkit.sequence, shardkit.testing)
 # Never needed by the library: the extras, and what torch itself can do without.
 OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
 
@@ -128,7 +130,7 @@ def implicit_exports(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["checkpoint", "fsdp1", "grads", "memory", "meta", "optim", "plan", "state", "testing"]
+    "package", ["checkpoint", "fsdp1", "grads", "memory", "meta", "optim", "plan", "sequence", "state", "testing"]
 )
 def test_exports_are_explicit(package):
     assert implicit_exports((ROOT / "shardkit" / package / "__init__.py").read_text()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from sequence_parity import parity
+from sequence_parity import kinds, parity
 from zoo_transformers import SIZES
 
 from shardkit.testing import distributed
@@ -39,24 +39,6 @@ def build(name, **more):
     head, config, arguments = MODELS[name]
     torch.manual_seed(0)
     return getattr(tf, head)(getattr(tf, config)(**{**SIZE, **arguments, **more})).double()
-
-
-def kinds(seed):
-    """Micro-batches: of odd length, padded on the left, on the right, and of three documents."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, 67, (4, 2, 16), generator=generator)
-    labels = ids.clone()
-    labels[:, :, : 3 + seed % 3] = -100
-    batches = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
-    odd = {name: x[:, :13] for name, x in batches[0].items()}
-    for batch, hidden in ((batches[1], slice(None, 5)), (batches[2], slice(10, None))):
-        batch["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
-        batch["attention_mask"][1, hidden] = 0
-        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    lengths = [5, 2, 9 + seed % 2 - 1]
-    packed = {name: x[:1, : sum(lengths)] for name, x in batches[3].items()}
-    packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
-    return [odd, batches[1], batches[2], packed]
 
 
 @pytest.mark.parametrize("name", MODELS)

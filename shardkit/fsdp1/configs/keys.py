@@ -242,13 +242,14 @@ def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
 
 # --- Sizes of the axes of ranks ----------------------------------------------------------------------------------
 
+SPLIT = 'These ranks shard too. After shard_model: split_sequence(model, training_mesh(sp={})["sp"])'
 _OTHERS = {
     "tp": "Apply tensor parallelism before sharding, on a mesh with a tp axis",
-    "cp": "Split the sequence yourself, on a mesh with a cp axis",
-    "sp": "Split the sequence yourself, on a mesh with an sp axis",
+    "cp": SPLIT,
+    "sp": SPLIT,
     "ep": "Apply expert parallelism yourself, on a mesh with an ep axis",
 }
-CONTEXT = "elsewhere: For context parallelism, which you apply yourself."
+CONTEXT = "elsewhere: For other kinds of context parallelism; split_sequence exchanges heads for tokens."
 
 
 def read_axes(
@@ -310,7 +311,6 @@ def _answer(axis: str, size: int, mesh: MeshSpec | None) -> str:
     if size == 1:
         return "implied: An axis of size 1 changes nothing."
     if axis in ("cp", "sp"):
-        mesh_of = "its ranks also shard the parameters. Pass the data-parallel submesh to shard_model."
-        return f"noted: {_OTHERS[axis]}; {mesh_of}"
+        return f"mapped: {SPLIT.format(size)}."
     of = f" ({mesh})" if mesh is not None else ""
     return f"noted: {_OTHERS[axis]}. Pass the data-parallel submesh{of} to shard_model."

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardkit.fsdp1.configs.deepspeed import hybrid_mesh
+from shardkit.fsdp1.configs.keys import SPLIT
 from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, Key, Reader, Table, several, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
@@ -29,7 +30,7 @@ _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
     "compute_dtype": "elsewhere: For the model.",
     "ulysses_size": several(
-        "noted: Split the sequence yourself, on an axis of adjacent ranks; these shard the parameters too.",
+        f"mapped: {SPLIT.format('ulysses_size')}.",
         "implied: An axis of size 1 changes nothing.",
     ),
     "disable_gradient_checkpointing": switch(
@@ -88,7 +89,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         checkpoint_activations="disable_gradient_checkpointing" in section
         and not model["disable_gradient_checkpointing"],
         state_dict_type="sharded",
-        axes={"ulysses": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},
+        axes={"sp": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},
     )
 
 

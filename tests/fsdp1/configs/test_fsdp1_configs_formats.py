@@ -10,7 +10,7 @@ from shardkit import MeshSpec
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Precision, Ranks, Wrap
-from shardkit.fsdp1.configs.write import notes_on_accelerate, notes_on_script
+from shardkit.fsdp1.configs.write import accelerate2, notes_on_script
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -55,9 +55,9 @@ def test_rolls_wrong_values(config, said):
 
 def test_a_sequence_axis_shards_parameters_too():
     reading = read(roll({"model_args": {"ulysses_size": 2}}, fsdp_size=4))
-    assert (reading.target.mesh, reading.target.axes) == (MeshSpec.hybrid(4, 4), {"ulysses": 2})
-    assert fate(reading, "model_args.ulysses_size") == "noted"
-    assert any(note.fate == "refused" and "ulysses" in note.value for note in notes_on_accelerate(reading.target))
+    assert (reading.target.mesh, reading.target.axes) == (MeshSpec.hybrid(4, 4), {"sp": 2})
+    assert fate(reading, "model_args.ulysses_size") == "mapped"
+    assert "parallelism_config_sp_size: 2" in accelerate2(reading.target)
 
 
 def test_rolls_dtypes_are_its_defaults():

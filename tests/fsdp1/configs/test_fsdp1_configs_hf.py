@@ -154,7 +154,7 @@ def test_the_sizes_of_axolotls_axes():
     sizes = {"dp_shard_size": 2, "tensor_parallel_size": 2, "context_parallel_size": 4}
     reading = read(axolotl(fsdp_version=2, fsdp_config={"reshard_after_forward": True}, **sizes))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
-    assert [fate(reading, key) for key in sizes] == ["mapped", "noted", "noted"]
+    assert [fate(reading, key) for key in sizes] == ["mapped", "noted", "mapped"]
     rest = read(axolotl(fsdp_version=2, tensor_parallel_size=2, fsdp_config={"reshard_after_forward": True}))
     assert rest.target.mesh == MeshSpec.sharded(8)
     with pytest.raises(TranslationError, match="tensor_parallel_size: with fsdp_version 1"):
@@ -166,7 +166,7 @@ def test_axolotls_section_of_context_parallelism():
     config = {"dp_shard_size": 2, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     reading = read(axolotl(context_parallel=section, **config))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(16), {"cp": 8})
-    assert fate(reading, "context_parallel.size") == "noted"
+    assert fate(reading, "context_parallel.size") == "mapped"
     assert fate(reading, "context_parallel.backend") == "elsewhere"
     with pytest.raises(TranslationError, match=r"context_parallel\.size: 8, and context_parallel_size 2"):
         read(axolotl(context_parallel=section, context_parallel_size=2, **config))
