@@ -1,6 +1,7 @@
 """Every program of docs/examples runs, and does what its first lines say."""
 
 import json
+import os
 import runpy
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def losses(run, name, folder, *args):
 
 def test_every_example_is_run_here_and_listed():
     here, listed = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
-    programs = [path.name for path in EXAMPLES.glob("*.py")]
+    programs = [path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")]
     assert programs
     for name in programs:
         assert f'"{name}"' in here
@@ -48,6 +49,49 @@ def test_pretraining_learns_and_resumes_on_other_ranks(tmp_path):
     (tmp_path / "whole" / "step-8").rename(tmp_path / "later")
     resumed = losses(on_4, "pretrain.py", tmp_path, *SMALL, "--steps", 8, "--runs", tmp_path / "whole")
     assert resumed == pytest.approx(whole[4:], rel=1e-5)  # other ranks add the same numbers in another order
+
+
+PROJECT = ["model.dim=32", "model.layers=2", "model.context=32", "train.batch=8", "train.micro_batch=2"]
+
+
+def project(run, folder, *changes):
+    folder.mkdir(exist_ok=True)
+    config = EXAMPLES / "project" / "config.yaml"
+    return losses(run, "project/train.py", folder, config, *PROJECT, f"out={folder / 'runs'}", *changes)
+
+
+def run_on_two_nodes(*args):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # torchrun's
+    try:
+        run_example(*args)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+on_2_by_2 = distributed(world_size=4, backend="gloo")(run_on_two_nodes)
+
+
+def test_the_project_trains_alike_with_every_strategy(tmp_path):
+    found = {}
+    for strategy in ("zero3", "zero2", "hsdp", "hpz", "ddp"):
+        changes = ["train.steps=3", f"sharding.strategy={strategy}", "sharding.recompute=true"]
+        found[strategy] = project(on_2_by_2, tmp_path / strategy, *changes)
+        assert found[strategy] == pytest.approx(found["zero3"], rel=1e-5)  # ranks sum in another order
+    assert found["zero3"][-1] < found["zero3"][0] - 0.1
+
+
+def test_the_project_learns_resumes_and_its_trace_names_the_units(tmp_path, capsys):
+    whole = project(on_2, tmp_path, "train.steps=6", "train.evaluate_every=3", "profile=2")
+    assert whole[-1] < whole[0] - 0.3
+    (tmp_path / "runs" / "step-6").rename(tmp_path / "later")
+    resumed = project(on_4, tmp_path, "train.steps=6", "train.micro_batch=1")
+    assert resumed == pytest.approx(whole[3:], rel=1e-5)
+    units = runpy.run_path(str(EXAMPLES / "project/units.py"))
+    capsys.readouterr()
+    units["main"]([str(tmp_path / "runs" / "trace-rank0.json"), str(tmp_path / "step.png")])
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(rows[1:]) == ["(root)", "layers.0", "layers.1", "norm, head", "tokens"]
+    assert (tmp_path / "step.png").stat().st_size > 1000
 
 
 @pytest.fixture(scope="module")
