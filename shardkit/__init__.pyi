@@ -37,6 +37,7 @@ from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer
 from shardkit.state import load_full_state_dict as load_full_state_dict
 from shardkit.state import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
 from shardkit.state import named_full_tensors as named_full_tensors
+from shardkit.state import sharded_average as sharded_average
 from shardkit.state import sharded_optimizer_state_dict as sharded_optimizer_state_dict
 from shardkit.state import sharded_state_dict as sharded_state_dict
 from shardkit.state.full_params import full_params as full_params

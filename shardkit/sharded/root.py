@@ -81,7 +81,8 @@ class ShardedRoot(_Module):
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise: FSDP2 modules cannot be copied."""
         rule = "FSDP2 keeps state outside its modules, which a copy would share"
-        fix = "Build another one, shard_model it with the same arguments, and other.load_state_dict(model.state_dict())"
+        fix = "For an average of its weights (EMA) use shardkit.sharded_average(model, decay). Else build another, "
+        fix += "shard_model it with the same arguments, and other.load_state_dict(model.state_dict())"
         raise ShardkitError(message("copy.deepcopy(model)", "the model is sharded", rule, fix))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

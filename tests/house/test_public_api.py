@@ -81,6 +81,7 @@ NAMES = OF_TORCH | {
     "set_reduce_scatter_unused_params",
     "shard_like_fsdp1",
     "shard_model",
+    "sharded_average",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "step_on_local_shards",

@@ -1,0 +1,164 @@
+"""An average of a sharded model's weights over training (EMA or SWA), made of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from shardkit._torch import by_device_and_dtype, local_tensor
+from shardkit.errors import ShardkitError, listing, message
+from shardkit.state.names import model_state, refuse_meta
+
+Decay = float | Callable[[int], float] | None
+
+
+def sharded_average(model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool = False) -> ShardedAverage:
+    """Return a running average of the model's weights, sharded like the model. Local: no collective, now or later.
+
+    It takes the place of ``torch.optim.swa_utils.AveragedModel``, which copies the model, as FSDP2 models cannot be. It
+    computes with the same functions of torch on this rank's shards, and its state dict has the same names
+    (``n_averaged``, ``module.<FQN>``), so each can load the other's full state.
+
+    ``update_parameters(model)`` after ``optimizer.step()`` adds the present weights; the first call copies them.
+    ``with average.swapped(model):`` evaluates or exports the average. It is an ``nn.Module`` of DTensors: save it with
+    ``save_checkpoint(path, average)`` and load it into any world with ``load_checkpoint(path, average)``.
+
+    Args:
+        model: sharded or plain, not on meta. Its names, shapes and placements must stay.
+        decay: the share of the average that an update keeps, from 0 to 1; or a function that returns it for the number
+            of updates so far (1 or more), such as a warm-up; or None for the equal average of all updates (SWA).
+        use_buffers: average floating-point buffers too; else they are copied in each update. Non-persistent ones stay
+            the model's.
+
+    Returns:
+        the average, with a copy of this rank's shards of the parameters that train, in their dtype, and of persistent
+        buffers. Frozen parameters are the model's own.
+
+    Raises:
+        ShardkitError: the model is on meta.
+    """
+    return ShardedAverage(model, decay, use_buffers)
+
+
+class ShardedAverage(nn.Module):
+    """The result of :func:`sharded_average`."""
+
+    n_averaged: Tensor
+
+    def __init__(self, model: nn.Module, decay: Decay, use_buffers: bool) -> None:
+        super().__init__()
+        tensors = model_state(model).tensors
+        refuse_meta(tensors.items())
+        if isinstance(decay, float):
+            get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # raises unless it is between 0 and 1
+        self.decay, self.use_buffers, self.is_swapped = decay, use_buffers, False
+        self.module = nn.Module()
+        self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long, device="cpu"))
+        copies = {tensor: _copy(tensor) for tensor in tensors.values()}  # of tied ones, one
+        for name, tensor in tensors.items():
+            _register(self.module, name, copies[tensor])
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: it has no modules to run."""
+        rule, fix = (
+            "It holds weights, which the model computes with",
+            "Call model(...) in `with average.swapped(model):`",
+        )
+        raise ShardkitError(message("sharded_average", "was called", rule, fix))
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the model's present weights to the average. In place, local.
+
+        Raises:
+            ShardkitError: inside of ``swapped``; the model's tensors differ from those that were averaged; or one
+                trains that was frozen when the average was made.
+        """
+        self._check_not_swapped("update_parameters")
+        pairs, count = self._pairs(model), int(self.n_averaged)
+        function = self._function(count)
+        averaged = [pair for pair in pairs if count and (self.use_buffers or isinstance(pair[0], nn.Parameter))]
+        for mine, theirs in pairs[len(averaged) :]:  # parameters come first
+            _local(mine).copy_(_local(theirs))
+        of_kind = zip(*(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True)
+        for ours, models in of_kind:
+            function(ours, models, self.n_averaged.to(ours[0].device))
+        self.n_averaged += 1
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[nn.Module]:
+        """In this context the model has the averaged values, and the average the model's. In place, local.
+
+        Units are resharded when it begins and ends. Takes memory for a copy of the largest shard.
+        """
+        self._check_not_swapped("swapped")
+        _exchange(self._pairs(model))
+        self.is_swapped = True
+        try:
+            yield model
+        finally:
+            _exchange(self._pairs(model))
+            self.is_swapped = False
+
+    def _function(self, count: int) -> Any:
+        decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
+        return get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor with the model's, once, parameters first, without those that are the model's own."""
+        own, theirs = model_state(self.module).tensors, model_state(model).tensors
+        names = own.keys() & theirs.keys()
+        if differing := sorted(own.keys() ^ theirs.keys() | {n for n in names if _kind(own[n]) != _kind(theirs[n])}):
+            rule = (
+                "An average fits the model that it was made of: the same names, shapes, dtypes, devices and placements"
+            )
+            fix = "Make it after sharding and moving the model, of this model"
+            raise ShardkitError(message(listing(differing), "differs from the average", rule, fix))
+        if thawed := [name for name in theirs if own[name] is theirs[name] and theirs[name].requires_grad]:
+            rule = "An average holds copies of what trained when it was made"
+            fix = "Make it again with sharded_average(model), and load_checkpoint into it"
+            raise ShardkitError(message(listing(thawed), "trains, and was frozen then", rule, fix))
+        found = {id(own[name]): (own[name], theirs[name]) for name in own if own[name] is not theirs[name]}
+        return sorted(found.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
+
+    def _check_not_swapped(self, call: str) -> None:
+        if self.is_swapped:
+            rule = "There the model has the averaged values, and the average the model's"
+            raise ShardkitError(message(call, "called inside of swapped()", rule, "Call it after the context"))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    return nn.Parameter(tensor.detach().clone()) if tensor.requires_grad else tensor
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            setattr(module, part, nn.Module())
+        module = module.get_submodule(part)
+    setattr(module, last, tensor) if isinstance(tensor, nn.Parameter) else module.register_buffer(last, tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.placements if isinstance(tensor, DTensor) else None
+
+
+@torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for mine, theirs in pairs:
+        held = _local(theirs).clone()
+        _local(theirs).copy_(_local(mine))
+        _local(mine).copy_(held)

@@ -1,0 +1,144 @@
+"""sharded_average: the bits of AveragedModel on the plain model, saved and loaded on any mesh."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from shardkit import (
+    full_state_dict,
+    load_checkpoint,
+    load_full_state_dict,
+    save_checkpoint,
+    shard_model,
+    sharded_average,
+)
+from shardkit.errors import ShardkitError
+from shardkit.testing import distributed, fake_world
+
+
+def build(shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 6), nn.Linear(6, 11))
+    net[4].weight = net[0].weight  # tied
+    net[3].bias.requires_grad_(False)
+    return net if shape is None else shard_model(net, mesh=mesh_of(shape))
+
+
+def values_at(step: int) -> dict[str, Tensor]:
+    return build(seed=100 + step).state_dict() | {"3.bias": build()[3].bias.detach()}  # frozen
+
+
+def give(model: nn.Module, step: int) -> None:
+    load_full_state_dict(model, values_at(step), src="all")
+
+
+def full(module: nn.Module) -> dict[str, Tensor]:
+    return full_state_dict(module, rank0_only=False)
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def warm_up(updates: int) -> float:
+    return min(0.99, (1 + updates) / (10 + updates))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@distributed(world_size=4, backend="gloo")
+def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
+    for decay, use_buffers in ((0.9, False), (0.3, True), (None, False), (warm_up, True)):
+        model, plain = build(shape), build()
+        multi_avg_fn = (
+            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay if decay != warm_up else 1)
+        )
+        average, expected = (
+            sharded_average(model, decay, use_buffers=use_buffers),
+            AveragedModel(plain, multi_avg_fn=multi_avg_fn, use_buffers=use_buffers),
+        )
+        for step in range(5):
+            if decay is warm_up:
+                expected.multi_avg_fn = get_ema_multi_avg_fn(warm_up(max(step, 1)))
+            plain.load_state_dict(values_at(step))
+            give(model, step)
+            average.update_parameters(model)
+            expected.update_parameters(plain)
+        check(full(average), expected.state_dict())
+        assert not torch.equal(expected.module[1].weight, plain[1].weight), "averaged nothing"
+        assert average.module.get_submodule("3").bias is model[3].bias, "a frozen parameter has no copy"
+        with average.swapped(model) as swapped:
+            check(full(swapped), expected.module.state_dict())
+            with pytest.raises(ShardkitError, match=r"called inside of swapped\(\)"):
+                average.update_parameters(model)
+        check(full(model), plain.state_dict())
+        check(full(average), expected.state_dict())
+
+
+@distributed(world_size=4, backend="gloo")
+def test_saved_and_resumed_on_other_meshes_and_in_torch(tmp_path):
+    model = build((4,))
+    average = sharded_average(model, 0.9)
+    for step in range(3):
+        give(model, step)
+        average.update_parameters(model)
+    save_checkpoint(tmp_path / "average", average)
+    expected = full(average)
+    for shape in ((2, 2), None):
+        other = build(shape, seed=7)
+        give(other, 2)
+        resumed = sharded_average(other, 0.9)
+        load_checkpoint(tmp_path / "average", resumed)
+        check(full(resumed), expected)
+        for each, of in ((average, model), (resumed, other)):
+            give(of, 3)
+            each.update_parameters(of)
+        check(full(resumed), full(average))
+        load_checkpoint(tmp_path / "average", average)
+    torchs = AveragedModel(build(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    torchs.load_state_dict(expected)
+    assert torchs.n_averaged == 3
+
+
+@distributed(world_size=4, backend="gloo")
+def test_units_that_are_gathered_compute_with_the_average_and_then_with_their_own():
+    model = shard_model(build(), mesh=mesh_of((4,)), reshard_after_forward=False).eval()
+    average, tokens = sharded_average(model, 0.5), torch.arange(4)
+    for step in range(2):
+        give(model, step)
+        average.update_parameters(model)
+    own = model(tokens).detach()
+    with average.swapped(model):
+        averaged = model(tokens).detach()
+    plain = build().eval()
+    plain.load_state_dict({name[7:]: value for name, value in full(average).items() if name != "n_averaged"})
+    assert torch.allclose(averaged, plain(tokens), atol=1e-5)
+    assert not torch.allclose(averaged, own, atol=1e-3)
+    assert torch.equal(model(tokens), own)
+
+
+@fake_world(4)
+def test_what_does_not_fit_is_one_error():
+    model = shard_model(build())
+    for copied in (copy.deepcopy, AveragedModel):
+        with pytest.raises(ShardkitError, match="sharded_average"):
+            copied(model)
+    average = sharded_average(model, 0.9)
+    with pytest.raises(ShardkitError, match=r"1.weight.*differs from the average"):
+        average.update_parameters(shard_model(nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8))))
+    with pytest.raises(ShardkitError, match="with average"):
+        average(torch.zeros(1))
+    model[3].bias.requires_grad_(True)
+    with pytest.raises(ShardkitError, match=r"3.bias: trains, and was frozen then"):
+        average.update_parameters(model)
+    with pytest.raises(ShardkitError, match="meta"), torch.device("meta"):
+        sharded_average(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="decay"):
+        sharded_average(model, 1.5)
