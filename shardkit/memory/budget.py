@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardkit.memory.timeline import OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
+from shardkit.planning.dims import on_mesh
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -194,6 +195,8 @@ class Search:
         gathered, others, ranks = keep_last(kept), names[: len(names) - kept], self._hardware.ranks_per_node
         if kept:
             yield self.weigh(f"{prefix}{kept} of {len(names)} units kept gathered", gathered)
+        on_dims = {unit.name for unit in sharded.units if unit.shard_dims}  # torch reshards these fully or not at all
+        others = [name for name in others if name not in on_dims]
         if not 1 < ranks < sharded.mesh.shard_size or sharded.mesh.shard_size % ranks:
             return
 
@@ -225,7 +228,7 @@ class Search:
         # The first doubling of the ranks that fits without offloading.
         here = recompute(resharded(least.plan), self.measured.already.union(self.measured.blocks))
         sizes = [least.plan.mesh.size * 2**power for power in range(1, 15)]
-        ranks = next((ranks for ranks in sizes if self.fits(replace(here, mesh=MeshSpec.sharded(ranks)))), None)
+        ranks = next((ranks for ranks in sizes if self.fits(on_mesh(here, MeshSpec.sharded(ranks)))), None)
         fix = f"{ranks} ranks would be enough" if ranks else "No number of ranks would be enough: use a smaller batch"
         return message("budget", problem, "The peak of a step must be within the budget on every rank", fix)
 

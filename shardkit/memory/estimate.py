@@ -16,6 +16,7 @@ from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
 
 
@@ -57,7 +58,7 @@ def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: in
         fix = "Pass how many ranks share a node, such as 8"
         raise PlanError(message("ranks_per_node", f"is {ranks_per_node}", "It must be a positive number", fix))
     ranks = plan.mesh.size
-    sharded = replace(plan, mesh=MeshSpec.sharded(ranks))
+    sharded = on_mesh(plan, MeshSpec.sharded(ranks))
     all_recomputed = recompute(sharded, recomputed(plan).union(blocks(plan)))
     in_nodes: list[tuple[str, ShardingPlan]] = []
     divides = ranks_per_node < ranks and ranks % ranks_per_node == 0
@@ -65,11 +66,11 @@ def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: in
         in_nodes.append((f"sharded over {plan.mesh.shard_size} ranks (HSDP)", plan))
     elif divides:
         hybrid = MeshSpec.hybrid(ranks // ranks_per_node, ranks_per_node)
-        in_nodes.append(("sharded in a node (HSDP)", replace(plan, mesh=hybrid)))
+        in_nodes.append(("sharded in a node (HSDP)", on_mesh(plan, hybrid)))
     if divides and ranks_per_node > 1:
         in_nodes.append(("secondary shards in a node (hpZ)", resharded(sharded, ranks_per_node)))
     return [
-        Strategy("replicated (DDP)", replace(plan, mesh=MeshSpec.hybrid(ranks, 1)), optimizer, ()),
+        Strategy("replicated (DDP)", on_mesh(plan, MeshSpec.hybrid(ranks, 1)), optimizer, ()),
         Strategy("optimizer sharded (ZeRO-1)", None, optimizer, ("optimizer",)),
         Strategy(
             "kept gathered (ZeRO-2)",
@@ -121,8 +122,9 @@ def offload(plan: ShardingPlan) -> ShardingPlan:
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:
-    """Return the plan in which every unit that reshards after forward does so fully, or to that many ranks."""
-    names = {unit.name for unit in plan.units if unit.reshard_after_forward is not False}
+    """Return the plan in which what reshards after forward does so fully, or to that many ranks, on dim 0 only."""
+    can = (unit for unit in plan.units if to is True or not unit.shard_dims)
+    names = {unit.name for unit in can if unit.reshard_after_forward is not False}
     return changed(plan, names, reshard_after_forward=to)
 
 
@@ -300,7 +302,7 @@ def base_plan(
         rule, fix = "Bytes on a rank depend on the number of ranks", "Pass world_size=8, or mesh=MeshSpec.hybrid(2, 4)"
         raise PlanError(message("world_size", "not given, and no mesh either", rule, fix))
     if plan is not None:
-        return replace(plan, mesh=found)
+        return on_mesh(plan, found)
     assert model is not None
     return build_plan(ModelTree(model), found, None, Settings(None, mp_policy, OffloadPolicy(), False, False))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_b
 from shardkit.memory.trace import Loss, Trace, trace
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
+from shardkit.planning.dims import on_mesh
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def scaling_table(
     for ranks in worlds:
         hybrid = [MeshSpec.hybrid(ranks // node, node)] if ranks > node and ranks % node == 0 else []
         for mesh in (MeshSpec.sharded(ranks), *hybrid):
-            changed = replace(plan, mesh=mesh)
+            changed = on_mesh(plan, mesh)
             peak = max(point.total for point in timeline(changed, step, kept, buffers))
             rows.append(ScalingRow(mesh, peak, step_time(changed, step, hardware, kept)))
     return ScalingTable(tuple(rows), hardware)

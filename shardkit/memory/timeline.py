@@ -80,8 +80,10 @@ class UnitBytes:
     optimizer: int  # state of the optimizer
     unsharded: int  # its parameters gathered, in the dtype they compute in, padding included
     gather: int  # the flat output buffer of an all-gather; 0 where one rank has everything
+    copy_out: int  # a temporary of what is sharded on other dims than 0, between the flat output and the parameters
     copy_in: int  # the shards cast, or copied from the CPU, as the input of an all-gather
     reduce: int  # the flat input buffer of a reduce-scatter
+    kept_grad: int  # an unsharded gradient that torch still refers to while it reduces: the last one on another dim
     reduced: int  # its output, in the reduce dtype
     casts_reduced: bool  # whether the output is cast to become the gradients, instead of being used as they are
     offloaded: bool  # whether shards, gradients and optimizer state are on the CPU
@@ -116,6 +118,7 @@ def _unit_bytes(
     grads = shard_bytes(trained, None)
     unsharded = ranks * shard_bytes(specs, compute)
     reduced = shard_bytes(trained, reduce_dtype)
+    others = [spec for spec in specs if spec.fqn in dims]
     casts_in = any(compute not in (None, spec.dtype) for spec in specs) or offloads
     return UnitBytes(
         shard=shard_bytes(specs, None),
@@ -123,8 +126,10 @@ def _unit_bytes(
         optimizer=optimizer.state_bytes(sum(map(numel, trained)), grads),
         unsharded=unsharded,
         gather=unsharded if ranks > 1 else 0,
+        copy_out=ranks * shard_bytes(others, compute) if ranks > 1 else 0,
         copy_in=unsharded // ranks if casts_in and ranks > 1 else 0,
         reduce=ranks * reduced,
+        kept_grad=ranks * shard_bytes([spec for spec in others if spec.trainable][-1:], compute) if ranks > 1 else 0,
         reduced=reduced,
         casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
         offloaded=offloads,
@@ -255,7 +260,7 @@ def _forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
         yield from _gather(rank, unit, FORWARD)
         rank.free_last_forward_gather()
         rank.unsharded[unit.name] = size.unsharded
-        yield rank.point(FORWARD, unit.name)
+        yield rank.point(FORWARD, unit.name, communication=size.copy_out)
         rank.last_forward_gather = unit.name  # kept until the next unit's copy-out, so that both may overlap
     if rank.plan.prefetch:
         order = rank.plan.execution_order()
@@ -290,7 +295,7 @@ def _backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     if unit.name not in rank.unsharded and size.unsharded:
         yield from _gather(rank, unit, BACKWARD)
         rank.unsharded[unit.name] = size.unsharded
-        yield rank.point(BACKWARD, unit.name)
+        yield rank.point(BACKWARD, unit.name, communication=size.copy_out)
         rank.gathers.pop(unit.name, None)
         rank.unsharded.pop(unit.name + _ON_FEWER_RANKS, None)
     places = [place for place, each in enumerate(rank.ran) if each is unit]
@@ -306,9 +311,9 @@ def _after_backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
     if not unsharded_grads:
         return
     rank.reduce_input = size.reduce
-    yield rank.point(AFTER_BACKWARD, unit.name)
+    yield rank.point(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
     rank.activations -= unsharded_grads
-    made = size.reduced + (size.grads if size.casts_reduced else 0)
+    made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)
     yield rank.point(AFTER_BACKWARD, unit.name, communication=made)
     if rank.plan.mesh.replicates and size.casts_reduced:
         rank.held_reduced += size.reduced

@@ -11,6 +11,7 @@ from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.plan.table import nbytes
 from shardkit.planning.default import default_units
+from shardkit.planning.dims import balanced
 from shardkit.planning.ownership import assign, split_problem, unit_of_entries
 from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, select
@@ -97,9 +98,15 @@ def plan_of(
         forward_methods=_forward_methods(tree, methods),
         notes=(*notes, *[note] * bool(trained)),
     )
+    given = {fqn for unit, rule in zip(plan.units, selections, strict=True) if _sets_dim(rule) for fqn in unit.params}
+    plan = balanced(plan, given | tree.unsplit)
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
+
+
+def _sets_dim(selection: Selection) -> bool:
+    return selection.overrides.get("shard_dim") is not None
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:

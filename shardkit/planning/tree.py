@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import has_own_dispatch
 from shardkit.errors import PlanError, message
 from shardkit.plan import ParamSpec
 
@@ -102,6 +103,12 @@ class ModelTree:
     def unshardable(self) -> frozenset[str]:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
         return frozenset(fqn for fqn, param in self.params.items() if not param.dim() or not param.numel())
+
+    @cached_property
+    def unsplit(self) -> frozenset[str]:
+        """The parameters of tensor classes with operators of their own, such as quantized ones and DTensors."""
+        kinds = {kind for kind in set(map(type, self.params.values())) if has_own_dispatch(kind)}
+        return frozenset(fqn for fqn, param in self.params.items() if type(param) in kinds) if kinds else frozenset()
 
     @cached_property
     def trains_one_dtype(self) -> bool:

@@ -4,7 +4,7 @@ import torch
 from small_models import Block, Decoder
 from torch import Tensor, nn
 
-EXPERTS = ("up", "bias", "down")
+from shardkit import ShardingPlan
 
 
 class Experts(nn.Module):
@@ -36,3 +36,8 @@ class MoE(Decoder):
     def __init__(self, layers: int = 3, dim: int = 8, experts: int = 2) -> None:
         super().__init__(0, dim)
         self.layers.extend(MoEBlock(dim, experts) for _ in range(layers))
+
+
+def dims_of(plan: ShardingPlan) -> dict[str, int]:
+    """The dims other than 0, by FQN."""
+    return {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}

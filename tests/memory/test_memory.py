@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from memory_count import counted_peak
 from small_models import Block, Decoder
+from small_moe import MoE
 from torch import nn
 from zoo import ZOO
 
@@ -70,6 +72,19 @@ def test_predicted_is_counted(case: str, tied: bool) -> None:
     plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
     expected = predicted_peak(model, plan, TOKENS)
     assert counted_peak(model, plan, lambda m: mean(m(TOKENS)).backward()) == pytest.approx(expected, rel=0.001)
+
+
+@pytest.mark.parametrize("case", ["default", "hybrid"])
+def test_predicted_is_counted_on_other_dims(case: str) -> None:
+    """torch copies what is not on dim 0 once more when it gathers, and when it reduces."""
+    model = MoE(layers=3, dim=24, experts=3)
+    plan = plan_model(model, **({"mesh": MeshSpec.sharded(8)} | CASES[case]))
+    assert any(dict(unit.shard_dims).keys() & {"layers.0.experts.up"} for unit in plan.units)
+    batch = TOKENS % 11
+    expected = predicted_peak(model, plan, batch)
+    on_dim_0 = dataclasses.replace(plan, units=tuple(dataclasses.replace(u, shard_dims=()) for u in plan.units))
+    assert predicted_peak(model, on_dim_0, batch) != pytest.approx(expected, rel=0.01)
+    assert counted_peak(model, plan, lambda m: mean(m(batch)).backward()) == pytest.approx(expected, rel=0.001)
 
 
 @pytest.mark.parametrize("name", IN_SUITE)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_moe import MoE
+from small_moe import MoE, dims_of
 from test_plan import sharding
 from torch.distributed.tensor import Shard
 
@@ -17,10 +17,6 @@ from shardkit.testing import fake_world
 EIGHT = MeshSpec.sharded(8)
 COLUMNS = by_class("MoEBlock", shard_dim=1)
 UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
-
-
-def dims_of(plan: ShardingPlan) -> dict[str, int]:
-    return {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}
 
 
 def on_dims(plan: ShardingPlan, dims: dict[str, int], **changes: object) -> ShardingPlan:

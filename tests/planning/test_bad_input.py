@@ -296,7 +296,7 @@ def test_a_module_by_two_names() -> None:
     model = Decoder()
     model.layers[1] = model.layers[0]
     plan = plan_model(model, mesh=EIGHT)
-    doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=())
+    doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=(), shard_dims=())
     with fake_world(8), refused(model, "layers.0: is another name of the module layers.1"):
         apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
 

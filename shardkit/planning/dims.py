@@ -1,0 +1,111 @@
+"""Choose the dim on which each parameter is sharded: dim 0, unless that leaves some ranks with too much."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from shardkit.errors import listing
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, is_world_size
+from shardkit.plan.table import nbytes
+
+_EFFECT = "the fullest rank holds"  # in each note of this file
+SLACK = 0.01  # how much more than with the best dims the fullest rank may hold, so that small parameters keep dim 0
+
+
+def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
+    """Return the plan with the dims that make its fullest rank hold at most ``SLACK`` more than it must; pure.
+
+    FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 of them without any. It shards other
+    dims in equal parts only, and copies what is sharded so once more in each all-gather and reduce-scatter. So the
+    shapes that waste most are taken first, and no more than needed, each on the first dim that divides: its shards
+    are the longest runs in memory. Notes say which and why, and what no dim divides.
+
+    Args:
+        plan: with the dims that are given.
+        keep: FQNs of parameters that stay on the dim that the plan has for them.
+    """
+    keep = {*keep, *(fqn for unit in plan.units for fqn, _ in unit.shard_dims)}
+    wasting = [each for each in _wasting(plan) if each[1].fqn not in keep]
+    by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
+    for unit, spec, waste in wasting:
+        if dim := _dividing(plan, unit, spec):
+            by_shape[spec.shape, spec.dtype].append((spec, dim, waste))
+    held = held_bytes(plan)
+    saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
+    least = held - sum(saving.values())
+    chosen: list[tuple[ParamSpec, int, int]] = []
+    for shape in sorted(saving, key=lambda shape: -saving[shape]):
+        if held > (1 + SLACK) * least:
+            chosen += by_shape[shape]
+            held -= saving[shape]
+    dims = {spec.fqn: dim for spec, dim, _ in chosen}
+    units = tuple(replace(unit, shard_dims=_merged(unit, dims)) for unit in plan.units) if dims else plan.units
+    left = [(unit, spec, waste) for unit, spec, waste in wasting if not _dividing(plan, unit, spec)]
+    notes = (*_chosen_notes(plan, dims, held), *_left_notes(plan, left, held))
+    return replace(plan, units=units, notes=(*plan.notes, *notes))
+
+
+def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
+    """Return the plan on another mesh, with the dims chosen for that mesh; pure. On its own mesh it is unchanged."""
+    if mesh == plan.mesh:
+        return plan
+    units = tuple(replace(unit, shard_dims=()) for unit in plan.units)
+    notes = tuple(note for note in plan.notes if _EFFECT not in note)
+    keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
+    return balanced(replace(plan, mesh=mesh, units=units, notes=notes), keep)
+
+
+def held_bytes(plan: ShardingPlan) -> int:
+    """Return the bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
+    owned = (
+        spec.shard_numel(plan.mesh.shard_size, unit.dim_of(spec.fqn)) * spec.dtype.itemsize
+        for unit in plan.units
+        for spec in plan.specs_of(unit)
+    )
+    return sum(owned) + sum(plan.specs[fqn].nbytes for fqn in plan.replicated if fqn in plan.specs)
+
+
+def _wasting(plan: ShardingPlan) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
+    """Yield each parameter whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
+    ranks = plan.mesh.shard_size
+    for unit in plan.units:
+        for spec in plan.specs_of(unit):
+            if spec.shape and spec.shape[0] % ranks:
+                yield unit, spec, spec.shard_numel(ranks) * spec.dtype.itemsize - spec.nbytes // ranks
+
+
+def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
+    """Return the first dim that the shard axis divides; 0 if there is none, or torch takes no other dim."""
+    if is_world_size(unit.reshard_after_forward):
+        return 0
+    return next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim] % plan.mesh.shard_size == 0), 0)
+
+
+def _merged(unit: ShardUnit, dims: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return (*unit.shard_dims, *((fqn, dims[fqn]) for fqn in unit.params if fqn in dims))
+
+
+def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:
+    for dim in sorted(set(dims.values())):
+        names = listing((fqn for fqn in dims if dims[fqn] == dim), 2)
+        rows = sorted({plan.specs[fqn].shape[0] for fqn in dims if dims[fqn] == dim})
+        yield (
+            f"{names}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} rows of dim 0 do not spread over "
+            f"{plan.mesh.shard_size} ranks; {_EFFECT} {nbytes(held)}, not {nbytes(held_bytes(plan))}"
+        )
+
+
+def _left_notes(plan: ShardingPlan, left: Sequence[tuple[ShardUnit, ParamSpec, int]], held: int) -> Iterator[str]:
+    surplus, ranks = sum(waste for *_, waste in left), plan.mesh.shard_size
+    if surplus <= SLACK * held:
+        return
+    left = sorted(left, key=lambda each: -each[2])
+    reshards = [spec.fqn for unit, spec, _ in left if is_world_size(unit.reshard_after_forward)]
+    others = [spec.fqn for unit, spec, _ in left if not is_world_size(unit.reshard_after_forward)]
+    effect = f"so {_EFFECT} {nbytes(surplus)} more than an equal part"
+    if reshards:
+        yield f"{listing(reshards, 2)}: torch reshards to a number of ranks on dim 0 only, {effect}"
+    if others:
+        yield f"{listing(others, 2)}: no dim is a multiple of {ranks} ranks, {effect}"

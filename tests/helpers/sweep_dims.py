@@ -1,0 +1,305 @@
+"""Everything below the plan with experts on other dims than 0, which the default chooses: 4 gloo ranks.
+
+Run by hand, a minute: ``python tests/helpers/sweep_dims.py``. ``tests/training/test_shard_dims_ranks.py`` runs a part.
+Training is in float64 against one process that sees all batches. Where the arithmetic is the same, bits are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from small_moe import MoE
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardkit import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    accumulate,
+    by_class,
+    clip_grad_norm_,
+    full_optimizer_state_dict,
+    full_params,
+    full_state_dict,
+    init_on_meta,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    materialize,
+    optimizer_in_backward,
+    save_checkpoint,
+    set_reduce_precision,
+    shard_model,
+    step_on_local_shards,
+)
+from shardkit.grads import GradScaler
+from shardkit.testing import RankPool
+
+# Sums over ranks and micro-batches in another order differ by some 2**-50 of their terms, and a step of Adam with this
+# eps makes at most 10 times that of it.
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+CLIP, STEPS, MICRO = 0.05, 3, 2
+ON_DIM_0 = by_class("MoEBlock", shard_dim=0)
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def build(experts: int = 3, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return MoE(layers=2, experts=experts).to(dtype)
+
+
+def sharded(shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    """On ``shape``; the experts are on dim 1 unless rules say otherwise."""
+    return on_dim_1(shard_model(build(dtype=dtype), mesh=mesh_of(shape), **options), "units" not in options)
+
+
+def on_dim_1(model: nn.Module, expected: bool = True) -> nn.Module:
+    placements = model.get_parameter("layers.0.experts.up").placements
+    assert (placements[-1] == Shard(1)) is expected, placements
+    assert all(each == Replicate() for each in placements[:-1])
+    return model
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-3)
+
+
+def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return model(torch.randint(0, 11, (2, 5), generator=generator)).double().square().mean()
+
+
+def plain(clips: bool = True, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The parameters after training in one process."""
+    model, world = build(dtype=dtype), dist.get_world_size()
+    optimizer = adam(model.parameters())
+    for step in range(STEPS):
+        losses = [loss_of(model, step, micro, rank) for micro in range(MICRO) for rank in range(world)]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        if clips:
+            assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def train(model: nn.Module, optimizer: Any, clips: bool = True, **options: Any) -> nn.Module:
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            with accumulate(model, last=micro == MICRO - 1, **options):
+                (loss_of(model, step, micro, dist.get_rank()) / MICRO).backward()
+        if clips:
+            assert clip_grad_norm_(model, CLIP) > CLIP
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_close(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def trains(
+    shape: tuple[int, ...] = (4,), local: bool = False, how: dict[str, Any] | None = None, **options: Any
+) -> None:
+    model = sharded(shape, **options)
+    optimizer = adam(model.parameters())
+    train(model, step_on_local_shards(optimizer) if local else optimizer, **how or {})
+    assert_close(model, plain())
+
+
+def steps_in_backward() -> None:
+    """One backward a step, and no clipping: an optimizer in backward refuses both."""
+    models = [sharded(), sharded()]
+    optimizers = [adam(models[0].parameters()), optimizer_in_backward(models[1], adam)]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, step, 0, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(values(models[1]), values(models[0]))
+
+
+def scales() -> None:
+    """An inf in one rank's columns skips the step on all; a scale that is a power of two changes no bit."""
+    model = sharded(dtype=torch.float32)
+    twin = sharded(dtype=torch.float32)
+    optimizer, other = adam(model.parameters()), adam(twin.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    before = values(model)
+    for step, spoil in enumerate((True, False)):
+        scaler.scale(loss_of(model, step, 0, dist.get_rank())).backward()
+        if spoil and dist.get_rank() == 3:
+            model.get_parameter("layers.1.experts.down").grad.to_local()[0, 0, 0] = float("inf")  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if spoil:
+            assert_same(values(model), before)
+    loss_of(twin, 1, 0, dist.get_rank()).backward()
+    other.step()
+    assert scaler.get_scale() == 2.0**9
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(twin)[name], rtol=1e-5, atol=1e-6)
+
+
+def alike_on_dim_0(shape: tuple[int, ...], wire: bool, **options: Any) -> None:
+    """Sums of two terms, or in an order of our own, have the same bits on whatever dim."""
+    found = []
+    for rules in ({}, {"units": [ON_DIM_0]}):
+        model = sharded(shape, dtype=torch.float32, mp_policy=HALF, **rules, **options)
+        if wire:
+            set_reduce_precision(model)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), clips=False)
+        found.append(values(model))
+    assert_same(*found)
+    assert any(not torch.equal(found[0][name], value) for name, value in values(sharded(dtype=torch.float32)).items())
+
+
+def meta_init() -> None:
+    with init_on_meta():
+        model = build()
+    shard_model(model, mesh=mesh_of((4,)))
+    materialize(model)
+    assert_same(values(on_dim_1(model)), dict(build().named_parameters()))
+
+
+def state_in_memory() -> None:
+    model = sharded()
+    optimizer = adam(model.parameters())
+    train(model, optimizer)
+    whole = full_state_dict(model, rank0_only=False)
+    assert_same(whole, values(model))
+    states = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    for shape, rules in (
+        ((2, 2), {}),
+        ((4,), {"units": [ON_DIM_0]}),
+        ((4,), {"units": [by_class("MoEBlock", shard_dim=2)]}),
+    ):
+        other = shard_model(build(), mesh=mesh_of(shape), **rules)
+        its = adam(other.parameters())
+        load_full_state_dict(other, whole, src="all")
+        load_full_optimizer_state_dict(other, its, states, src="all")
+        assert_same(values(other), whole)
+        again = full_optimizer_state_dict(other, its, rank0_only=False)["state"]
+        for name, state in states["state"].items():
+            assert_same(again[name], state)
+    with full_params(model):
+        assert_same({name: param.detach() for name, param in model.named_parameters()}, whole)
+
+
+def checkpoints() -> None:
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    directory = Path(str(path[0]))
+    layouts = [
+        ((4,), {}),
+        ((2, 2), {}),
+        ((4,), {"units": [ON_DIM_0]}),
+        ((4,), {"units": [by_class("MoEBlock", shard_dim=2)]}),
+    ]
+    for number, (shape, rules) in enumerate(layouts):
+        model = shard_model(build(), mesh=mesh_of(shape), **rules)
+        optimizer = adam(model.parameters())
+        train(model, optimizer)
+        save_checkpoint(directory / str(number), model, optimizer)
+        states = full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
+        for to, others in layouts:
+            other = shard_model(build(), mesh=mesh_of(to), **others)
+            its = adam(other.parameters())
+            load_checkpoint(directory / str(number), other, its)
+            assert_same(values(other), values(model))
+            again = full_optimizer_state_dict(other, its, rank0_only=False)["state"]
+            for name, state in states.items():
+                assert_same(again[name], state)
+    alone = build()
+    load_checkpoint(directory / "0", alone)
+    assert_same(dict(alone.named_parameters()), values(sharded_from(directory / "0")))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+
+
+def sharded_from(path: Path) -> nn.Module:
+    model = sharded((2, 2))
+    load_checkpoint(path, model)
+    return model
+
+
+def without_grad(mode: Callable[[], Any]) -> None:
+    """The first forward, and one between steps."""
+    model = sharded()
+    tokens = torch.arange(10).view(2, 5) % 11
+    expected = build()(tokens)
+    with mode():
+        torch.testing.assert_close(model(tokens), expected, **CLOSE)
+    optimizer = adam(model.parameters())
+    train(model, optimizer)
+    assert_close(model, plain())
+    with mode():
+        model(tokens)
+    train(model, optimizer)
+    with mode():
+        assert not torch.equal(model(tokens), expected)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "train": trains,
+    "hsdp": functools.partial(trains, (2, 2)),
+    "offload": functools.partial(trains, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "local shards": functools.partial(trains, local=True),
+    "shard gradients": functools.partial(trains, (2, 2), how={"shard_gradients": True}),
+    "keep unsharded": functools.partial(trains, how={"keep_unsharded": True}),
+    "recompute": functools.partial(trains, checkpoint_activations=True, prefetch=2),
+    "keep gathered": functools.partial(trains, reshard_after_forward=False),
+    "in backward": steps_in_backward,
+    "scaler": scales,
+    "mixed precision": functools.partial(alike_on_dim_0, (2, 2), wire=False),
+    "bf16 wire": functools.partial(alike_on_dim_0, (4,), wire=True),
+    "bf16 wire, hsdp": functools.partial(alike_on_dim_0, (2, 2), wire=True),
+    "meta": meta_init,
+    "state": state_in_memory,
+    "checkpoints": checkpoints,
+    "no_grad": functools.partial(without_grad, torch.no_grad),
+    "inference_mode": functools.partial(without_grad, torch.inference_mode),
+}
+
+
+def run_case(name: str) -> None:
+    CASES[name]()
+
+
+def main() -> None:
+    """Print one line for each case."""
+    with RankPool(4, timeout=300) as pool:
+        for name in CASES:
+            try:
+                pool.run(run_case, name)
+                print(f"{name}: exact", flush=True)
+            except Exception as error:
+                print(f"{name}: {str(error)[-1500:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

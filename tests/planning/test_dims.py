@@ -1,0 +1,101 @@
+"""Which dim the default chooses for each parameter: dim 0, unless some ranks would hold too much."""
+
+import pytest
+import torch
+from small_models import Block, step
+from small_moe import MoE, dims_of
+from torch import nn
+
+from shardkit import MeshSpec, ShardingPlan, apply_plan, by_class, plan_model
+from shardkit.planning.dims import held_bytes, on_mesh
+from shardkit.testing import comm_counts, fake_world
+
+
+def planned(*shapes: tuple[int, ...], mesh: MeshSpec, **options: object) -> ShardingPlan:
+    """Of a model with one parameter of each shape, named by its place."""
+    with torch.device("meta"):
+        model = nn.Module()
+        for place, shape in enumerate(shapes):
+            model.register_parameter(f"p{place}", nn.Parameter(torch.empty(shape)))
+    return plan_model(model, mesh=mesh, units=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 4096, 14336), 8, 0),
+        ((8, 4096, 14336), 64, 1),
+        ((8, 1000, 14336), 64, 2),  # 1000 is no multiple of 64
+        ((32, 2880, 5760), 256, 0),  # neither is any dim
+        ((1024, 8192), 2048, 1),
+        ((11008, 4096), 1024, 1),  # 10.75 rows a rank, so the first rank holds 2.3 % more
+        ((128256, 4096), 1024, 0),  # 0.6 % more
+        ((9,), 8, 0),
+    ],
+)
+def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    plan = planned(shape, mesh=MeshSpec.sharded(ranks))
+    assert dims_of(plan) == ({"p0": dim} if dim else {})
+    hybrid = planned(shape, mesh=MeshSpec.hybrid(16, ranks))  # only the shard axis counts
+    assert dims_of(hybrid) == dims_of(plan)
+
+
+def test_small_parameters_stay_on_dim_0() -> None:
+    """Experts, the biases of experts, and a router: the last two are under 1 % of what a rank holds."""
+    plan = planned((8, 2048, 4096), (8, 4096), (8, 2048), mesh=MeshSpec.sharded(64))
+    assert dims_of(plan) == {"p0": 1}
+
+
+def test_no_more_than_needed() -> None:
+    """Shapes that waste most are taken first, all parameters of a shape or none."""
+    mesh = MeshSpec.sharded(1024)
+    plan = planned((11008, 4096), (11008, 4096), (32000, 4096), *[(4096, 11008)] * 9, mesh=mesh)
+    assert dims_of(plan) == {}
+    plan = planned(*[(11008, 4096)] * 9, (32000, 4096), *[(4096, 11008)] * 4, mesh=mesh)
+    assert dims_of(plan) == {f"p{place}": 1 for place in range(9)}
+
+
+def test_notes_say_which_and_why_and_what_nothing_can_change() -> None:
+    assert planned((8, 64, 64), (256, 64), mesh=MeshSpec.sharded(64)).notes == (
+        "p0: sharded on dim 1, because the 8 rows of dim 0 do not spread over 64 ranks; "
+        "the fullest rank holds 3.0 KiB, not 17.0 KiB",
+    )
+    assert planned((8, 60, 60), mesh=MeshSpec.sharded(64)).notes == (
+        "p0: no dim is a multiple of 64 ranks, so the fullest rank holds 12.3 KiB more than an equal part",
+    )
+    assert planned((8, 64, 64), mesh=MeshSpec.sharded(64), reshard_after_forward=8).notes == (
+        "p0: torch reshards to a number of ranks on dim 0 only, "
+        "so the fullest rank holds 14.0 KiB more than an equal part",
+    )
+
+
+def test_a_rule_overrides_the_choice() -> None:
+    mesh = MeshSpec.sharded(8)
+    chosen = plan_model(MoE(), mesh=mesh, units=by_class(Block))
+    assert dims_of(chosen)["layers.0.experts.up"] == 1
+    kept = plan_model(MoE(), mesh=mesh, units=by_class(Block, shard_dim=0))
+    assert not any("experts" in fqn for fqn in dims_of(kept))
+    assert held_bytes(kept) > 2 * held_bytes(chosen)
+
+
+def test_another_mesh_gets_dims_of_its_own() -> None:
+    model = MoE(experts=4)
+    here, there = (plan_model(model, mesh=MeshSpec.sharded(ranks)) for ranks in (8, 4))
+    assert dims_of(here) != dims_of(there)
+    for one, other in ((here, there), (there, here)):
+        moved = on_mesh(one, other.mesh)
+        assert (moved, moved.notes) == (other, other.notes)
+    assert on_mesh(here, here.mesh) is here
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4)])
+def test_collectives_are_as_predicted(mesh: MeshSpec) -> None:
+    model = MoE(experts=3)
+    with fake_world(8):
+        plan = plan_model(model, mesh=mesh)
+        assert "layers.0.experts.up" in dims_of(plan)
+        apply_plan(model, plan)
+        step(model)
+        with comm_counts() as counted:
+            step(model)
+    assert counted == plan.collectives()
