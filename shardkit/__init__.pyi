@@ -41,4 +41,6 @@ from shardkit.state import sharded_average as sharded_average
 from shardkit.state import sharded_optimizer_state_dict as sharded_optimizer_state_dict
 from shardkit.state import sharded_state_dict as sharded_state_dict
 from shardkit.state.full_params import full_params as full_params
+from shardkit.watching.compare import compare_runs as compare_runs
+from shardkit.watching.digests import compare_ranks as compare_ranks, record_run as record_run
 from shardkit.watching.watch import watch as watch

@@ -136,6 +136,11 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, as where a forward is recomputed. Local."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def store_of_its_own(prefix: str) -> Any:
     """Return a client to the store of the default process group that another thread does not keep waiting."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()

@@ -128,6 +128,7 @@ NAMES = (
     *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
+    Name("torch._C._current_graph_task_id", "whether a forward is recomputed", "record_run"),
     Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
     Name("torch.distributed.distributed_c10d._world", "list the process groups", "save_checkpoint(async_=True)"),
     Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),

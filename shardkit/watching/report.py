@@ -10,7 +10,7 @@ from shardkit.watching.calls import Difference
 from shardkit.watching.team import Seen
 
 RULE = "Every rank must make the same calls in the same order, with the same arguments"
-FIX = "Compare the lines of the ranks below; docs/when-ranks-disagree.md lists usual causes"
+FIX = "Compare the lines of the ranks below; docs/when-ranks-disagree.md lists causes"
 
 
 def compose(seen: Mapping[int, Seen], difference: Difference | None, store: str = "") -> str:

@@ -21,7 +21,7 @@ from shardkit._fsdp import events, fsdp_units
 from shardkit._torch import named_sharded_parameters, store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
-from shardkit.watching.calls import Calls, agreed, code_of, first_difference
+from shardkit.watching.calls import NOTHING, Calls, Record, agreed, code_of, first_difference
 from shardkit.watching.report import compose
 from shardkit.watching.team import Seen, Team
 from shardkit.watching.where import line_of_error, line_of_thread
@@ -116,10 +116,10 @@ class _Watch:
         self._state = {"left": False, "failed": False, "error": "", "line": ""}
         self._user_thread = threading.get_ident()
         self._word: Mapping[str, object] = {"since": None, "report": ""}
-        self._incomplete_since = 0.0
+        self._incomplete_since, self._is_settled = 0.0, False  # settled: the rest follows from what was reported
         self._reported: object = None
         self._exit_at = float("inf")
-        self._answered, self._poller = time.monotonic(), threading.Thread()
+        self._answered, self._poller, self._store_is_gone = time.monotonic(), threading.Thread(), False
         self._wake, self._gone = threading.Event(), threading.Event()
         self._undo = [undo for number, model in enumerate(models) for undo in self._observe(model, number)]
         listeners.append(self._note_own)
@@ -159,7 +159,7 @@ class _Watch:
             self._state["line"] = line_of_error(error.__traceback__)
         if _is_of_communication(error):
             self._state["failed"] = True  # as other ranks: one of them has more to say
-            self._gone.wait(3 * self._period + 2.0)
+            self._gone.wait(5 * self._period + 2.0)
         elif error is None or not self.report:
             call = "the end of the watch" if error is None else f"raised {type(error).__name__}"
             self._state["error"] = "" if error is None else f"{type(error).__name__}: {error}"[:200]
@@ -177,35 +177,35 @@ class _Watch:
             self._poll_within(self._after)
             if left or (self._state["failed"] and self.report):
                 self._gone.set()
-            elif time.monotonic() - max(self._answered, self._calls.moved) > self._after and not self.report:
-                problem = f"the store has not answered for {time.monotonic() - self._answered:.0f} s"
-                self._tell(compose({rank: self.team.known(rank) for rank in self.team.ranks}, None, problem))
+            elif not self.report and self._is_alone():
+                self._tell_alone()
             if time.monotonic() > self._exit_at and not self._gone.is_set():
                 print(self.report, file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _poll_within(self, seconds: float) -> None:
         """Poll in a thread of its own: a store whose process is stopped never answers."""
-        if not self._poller.is_alive():
+        if not self._poller.is_alive() and not self._store_is_gone:
             self._poller = threading.Thread(target=self._poll, name="shardkit.watch.store", daemon=True)
             self._poller.start()
         self._poller.join(seconds)
 
     def _poll(self) -> None:
         try:
-            self._publish()
+            self.team.publish(self._record())
             self._word = self.team.hear()
             if self._word["report"] and self._word["report"] != self.report:
                 self._hear(str(self._word["report"]))
-            if self.team.is_first():
+            if not self._is_settled and self.team.is_first():
                 self._compare({rank: self.team.look(rank) for rank in self.team.ranks})
-        except (RuntimeError, OSError):  # the process with the store ended; or this one is about to
+        except (RuntimeError, OSError):  # the process with the store ended; torch logs each further attempt
+            self._store_is_gone = True
             return
         self._answered = time.monotonic()
 
-    def _publish(self) -> None:
+    def _record(self) -> Record:
         line = self._state["line"] or line_of_thread(self._user_thread)
-        self.team.publish({**self._calls.record(self._word["since"]), **self._state, "line": line})  # type: ignore[arg-type]
+        return {**self._calls.record(self._word["since"]), **self._state, "line": line}  # type: ignore[arg-type]
 
     def _compare(self, seen: Mapping[int, Seen]) -> None:
         records = {rank: each.record for rank, each in seen.items()}
@@ -220,7 +220,7 @@ class _Watch:
         if not (certain or lost or stalled) or state == self._reported:
             return
         if self._is_complete(same, seen, certain and difference is not None and None in difference.calls.values()):
-            self._reported, self._incomplete_since = state, 0.0
+            self._reported, self._incomplete_since, self._is_settled = state, 0.0, certain
             self._tell(compose(seen, difference))
 
     def _is_complete(self, same: int, seen: Mapping[int, Seen], some_are_late: bool) -> bool:
@@ -233,6 +233,20 @@ class _Watch:
             self.team.say(self._word)
         self._incomplete_since = self._incomplete_since or time.monotonic()
         return time.monotonic() > self._incomplete_since + 3 * self._period
+
+    def _is_alone(self) -> bool:
+        """Whether the store is gone, and this rank has waited, or has failed too."""
+        waited = time.monotonic() - max(self._answered, self._calls.moved) > self._after
+        return waited or (self._store_is_gone and bool(self._state["failed"]))
+
+    def _tell_alone(self) -> None:
+        """Report what this rank knows, without the store."""
+        known = {rank: self.team.known(rank) for rank in self.team.ranks}
+        known[self.team.rank] = Seen(self._record())
+        silence = f"the store has not answered for {time.monotonic() - self._answered:.0f} s"
+        report = compose({rank: each for rank, each in known.items() if each.record is not NOTHING}, None, silence)
+        logger.error(report)
+        self._hear(report)
 
     def _tell(self, report: str) -> None:
         logger.error(report)

@@ -148,26 +148,32 @@ class Outcome(NamedTuple):
 
 
 def run(kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tuple[int, ...] = (WORLD,)) -> Outcome:
-    """Run all ranks until a report comes, at most 60 s; then end them. With ``how="end"`` wait for them to end."""
+    """Run all ranks until the report comes, at most 60 s; then end them. With ``how="end"`` wait for them to end."""
     context = get_context("forkserver")  # of forks.serve, which has imported torch
     args = [(kind, rank, folder, after, how, mesh) for rank in range(WORLD)]
     ranks = [context.Process(target=rank_of, args=each) for each in args]
     for each in ranks:
         each.start()
-    until, output = time.monotonic() + 60, [""] * WORLD
+    until = time.monotonic() + 60
+    outcome = Outcome("", float("nan"), [])
     while time.monotonic() < until and any(each.is_alive() for each in ranks):
-        output = [file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)]
-        if how != "end" and any("watch: " in each for each in output):
+        outcome = read(kind, folder)
+        if how != "end" and is_named(kind, outcome.report):
             break
         time.sleep(0.05)
     for each in ranks:
         each.kill()
         each.join()
-    output = [(folder / str(rank)).read_text() for rank in range(WORLD)]
-    found = re.search(r"^(\d+\.\d+) (watch: .*(?:\n- .*)*)", "\n".join(output), re.MULTILINE)
+    return read(kind, folder) if how == "end" else outcome
+
+
+def read(kind: str, folder: Path) -> Outcome:
+    """Read what the ranks wrote: the report that fits, since a busy machine also makes ranks late, or the first."""
+    output = [file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)]
+    reports = re.findall(r"^(\d+\.\d+) (watch: .*(?:\n- .*)*)", "\n".join(output), re.MULTILINE)
     began = re.search(r"^(\d+\.\d+) bad", "\n".join(output), re.MULTILINE)
-    seconds = float(found[1]) - float(began[1]) if found and began else float("nan")
-    return Outcome(found[2] if found else "", seconds, output)
+    at, report = next((each for each in reports if is_named(kind, each[1])), reports[0] if reports else ("nan", ""))
+    return Outcome(report, float(at) - float(began[1]) if began else float("nan"), output)
 
 
 def is_named(kind: str, report: str) -> bool:
