@@ -129,6 +129,13 @@ def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
     return trained[0].mp_policy.reduce_dtype or stored
 
 
+def all_reduce_hook(unit: FSDPUnit) -> object:
+    """Return what ``set_all_reduce_hook`` set, None without one: it has no getter (torch 2.11 to 2.15). Local, pure."""
+    if not hasattr(unit, "_all_reduce_hook"):
+        raise missing_name("FSDPParamGroup._all_reduce_hook")
+    return unit._all_reduce_hook
+
+
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP modules that a first forward has made roots. Local, pure."""
     states = fsdp_states(model)

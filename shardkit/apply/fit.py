@@ -48,6 +48,7 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
     A plan that was made from ``tree`` needs no such check.
     """
     plan.check()
+    refuse(_split(tree, plan))
     refuse([*_other_params(tree, plan), *_other_modules(tree, plan)])
     refuse([*_other_owners(tree, plan), *method_problems(tree, plan)])
 
@@ -99,19 +100,19 @@ def _sharded_modules(tree: ModelTree, apart: Collection[int]) -> Iterator[str]:
 
 
 def _sharded_params(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[int]) -> Iterator[str]:
-    names = set(mesh.mesh_dim_names or ()) if mesh is not None else set()
+    # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
+    first = (mesh.mesh_dim_names or ())[:1] if mesh is not None else ()
     skipped = {fqn for entry in apart for fqn in tree.owned[entry]}
     found = [
         fqn
         for fqn, param in tree.params.items()
-        if isinstance(param, DTensor)
-        and fqn not in skipped
-        and (not names or names & set(param.device_mesh.mesh_dim_names or ()))
+        if isinstance(param, DTensor) and fqn not in skipped and (not first or first[0] in _axes(param))
     ]
     if found:
         problem = "is a DTensor already"
         rule = "Parameters may be DTensors only on other axes of the mesh, as after tensor parallelism"
-        fix = 'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"]'
+        fix = 'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"], with the axis of '
+        fix += "experts if a rule shards them"
         yield message(listing(found, 6), problem, rule, fix)
 
 
@@ -234,8 +235,8 @@ def _why_not_split(param: nn.Parameter, ranks: int, dim: int) -> str | None:
 
 def _local_dims(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """The plan knows the full shape of a tensor-parallel parameter; FSDP2 splits the local one."""
-    ranks = plan.mesh.shard_size
-    for fqn, dim in (pair for unit in plan.units for pair in unit.shard_dims):
+    pairs = ((plan.mesh_of(unit).shard_size, *pair) for unit in plan.units for pair in unit.shard_dims)
+    for ranks, fqn, dim in pairs:
         param = tree.params[fqn]
         if isinstance(param, DTensor) and (size := param.to_local().shape[dim]) % ranks:
             problem = f"sharded on dim {dim}, of size {size} on this rank after tensor parallelism, over {ranks} ranks"
@@ -243,4 +244,34 @@ def _local_dims(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
             yield message(fqn, problem, rule, "Use another of its dims, or dim 0")
 
 
-_FITS = (_containers, _overlaps, cannot_carry, _integers, _unsplittable, _local_dims)
+def _split(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
+    """A parameter must be a DTensor over the axes of the mesh that its unit leaves out, and over no other of them."""
+    if not any(spec.tensor_parallel for spec in plan.params) and not any(map(_axes, tree.params.values())):
+        return
+    for unit in plan.units:
+        splits = plan.mesh.splits(unit.mesh)
+        params = {fqn: tree.params[fqn] for fqn in unit.params if fqn in tree.params}
+        wanted = {axis for axis, size in splits.items() if size > 1}
+        if whole := [fqn for fqn, param in params.items() if not wanted <= _axes(param, sharded=True)]:
+            problem = f"not split over {listing(sorted(wanted))}, in the unit {unit.name} on {plan.mesh_of(unit)}"
+            rule = "Gradients are not reduced over the axes that a unit leaves out, so each rank must hold another part"
+            fix = f"Split it first, as by distribute_tensor(param, mesh[{min(wanted)!r}], [Shard(0)]), or leave it to "
+            yield message(listing(whole, 6), problem, rule, fix + "a unit without mesh=")
+        others = set(plan.mesh.axis_names) - splits.keys()
+        if already := [fqn for fqn, param in params.items() if others & _axes(param)]:
+            axes = listing(sorted(others & _axes(params[already[0]])))
+            rule = "Parameters may be DTensors only on axes that their unit is not sharded on"
+            fix = f"Shard experts that are split over {axes} on the axis before it, as by "
+            fix += f'by_name("{already[0].rpartition(".")[0]}", mesh="efsdp"), or pass a sub-mesh without {axes}'
+            yield message(listing(already, 6), f"is a DTensor over {axes} already", rule, fix)
+
+
+def _axes(param: nn.Parameter, sharded: bool = False) -> set[str]:
+    """Return the names of the axes that a DTensor lies on, or is split over; none of a plain parameter."""
+    if not isinstance(param, DTensor):
+        return set()
+    pairs = zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
+    return {axis for axis, placement in pairs if placement.is_shard() or not sharded}
+
+
+_FITS = (_split, _containers, _overlaps, cannot_carry, _integers, _unsplittable, _local_dims)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardkit._torch import flattened
 from shardkit.errors import PlanError, listing, message
-from shardkit.plan import MeshSpec
+from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")  # set by a launcher only, where some hosts always set MASTER_ADDR
@@ -92,7 +93,7 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
     """Return the MeshSpec of what a user passed as ``mesh``; local. None is all ranks in one axis.
 
     Raises:
-        PlanError: not a mesh, or one with more than two axes or without names for two.
+        PlanError: not a mesh, or one with several axes and without names.
     """
     if isinstance(mesh, MeshSpec):
         return mesh
@@ -111,10 +112,10 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
         )
         fix = "Leave mesh out, which shards over all ranks, or pass MeshSpec.hybrid(replicate, shard)"
         raise PlanError(message("mesh", problem, rule, fix))
-    if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
+    if mesh.ndim > 1 and names is None:
         problem = f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}"
-        rule = "Data-parallel meshes have one axis, or two with names"
-        fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of two axes'
+        rule = "Data-parallel meshes have one axis, or several with names"
+        fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of one axis'
         raise PlanError(message("mesh", problem, rule, fix))
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
 
@@ -151,6 +152,17 @@ def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:
     return init_device_mesh(device or device_type(), spec.shape, mesh_dim_names=spec.axis_names)
 
 
+def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, DeviceMesh]:
+    """Return the mesh for each ``ShardUnit.mesh`` of the plan, and for None. Collective when axes are joined first."""
+    spec = plan.mesh
+    cut = len(spec.shape) - spec.shard_axes
+    replicate, shard = spec.axis_names[:cut], spec.axis_names[cut:]
+    meshes: dict[str | None, DeviceMesh] = {None: mesh if len(shard) == 1 else flattened(mesh, replicate, shard)}
+    for axis in dict.fromkeys(unit.mesh for unit in plan.units if unit.mesh is not None):
+        meshes[axis] = mesh[(*replicate, axis)]
+    return meshes
+
+
 def mesh_of_groups(spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: str | None = None) -> DeviceMesh:
     """Build the DeviceMesh of ``spec`` on process groups that exist. Collective over the groups.
 
@@ -184,8 +196,8 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
         problem = f"is a {type(mesh).__name__}"
         rule = "A plan is applied on a DeviceMesh, or on all ranks with mesh=None"
         fix = "Leave it out, or pass the mesh to plan_model"
-    elif spec_of(mesh) != spec:
-        problem = f"{spec_of(mesh)} for a plan made for {spec}"
+    elif (found := spec_of(mesh)).shape != spec.shape or found.axis_names != spec.axis_names:
+        problem = f"{found} for a plan made for {spec}"
         rule = "A plan is applied on a mesh of the shape and axis names it was made for"
         fix = "Make the plan with this mesh"
     elif mesh.device_type in ("cpu", accelerator()):

@@ -18,7 +18,7 @@ from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.carry import Original
 from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
-from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group
+from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.recompute import recomputed
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.errors import PlanError, message
@@ -26,6 +26,7 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import Groups, device_type, together
 from shardkit.sharded.entry import attend
+from shardkit.sharded.means import divide_further
 from shardkit.sharded.outside import refuse_calls_outside
 from shardkit.sharded.replicated import replicate
 from shardkit.sharded.root import answer_as_root
@@ -125,6 +126,7 @@ def carry_out(
     Raises:
         PlanError: on every rank, with the model as it was: torch could not shard it on one of them.
     """
+    meshes = unit_meshes(mesh, plan)
     original = Original(model, plan, mesh.device_type)
     groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
@@ -136,9 +138,11 @@ def carry_out(
             with together(groups, PlanError):
                 ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
                 for unit in units:
-                    _shard_unit(model, unit, mesh, ignored, original)
+                    _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
+                    if plan.mesh.parts(unit.mesh) > 1:
+                        divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
                 if units[-1] is plan.units[-1]:
-                    _finish(model, plan, mesh, original)
+                    _finish(model, plan, meshes[None], original)
     except BaseException:
         original.restore()
         raise

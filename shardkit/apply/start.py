@@ -7,8 +7,8 @@ and HSDP replicas never become equal.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice, product
 
 import torch
 import torch.distributed as dist
@@ -64,16 +64,33 @@ def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups,
     """
     if all(dist.get_world_size(group) == 1 for group in groups):
         return
-    states = states_of(model, ignored)
+    alike: dict[tuple[dist.ProcessGroup | None, ...], dict[str, Tensor]] = {tuple(groups): {}}
+    for fqn, state in states_of(model, ignored).items():
+        alike.setdefault(_copied(state, groups), {})[fqn] = state
+    problems = [_unequal(states, each, sync_module_states) for each, states in alike.items()]
+    problem = next(filter(None, problems), None)
+    raise_together(problem, groups_of(model), PlanError)  # parallel ranks, which the groups do not reach
+
+
+def _copied(state: Tensor, groups: Groups) -> tuple[dist.ProcessGroup | None, ...]:
+    """The groups whose ranks hold copies of ``state``: those that a DTensor, such as an expert, is not split over."""
+    if not isinstance(state, DTensor):
+        return tuple(groups)
+    axes = zip(state.device_mesh.get_all_groups(), state.placements, strict=True)
+    split = [dist.get_process_group_ranks(group) for group, placement in axes if placement.is_shard()]
+    return tuple(group for group in groups if dist.get_process_group_ranks(group) not in split)
+
+
+def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool) -> PlanError | None:
+    """Return the error for states that are not alike on the ranks of the groups, None if they are. Collective."""
     digests = _digests(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
         digests = [None if digest is None else 0 for digest in digests]
-    problem = None
-    if not all_equal(repr(digests).encode(), groups):
-        by_rank = gather_by_rank(digests, groups)
-        columns = [{rank: column[at] for rank, column in by_rank.items()} for at in range(len(states))]
-        problem = _on_meta(states, columns) if sync_module_states else _differing(states, columns)
-    raise_together(problem, groups_of(model), PlanError)  # tensor-parallel ranks, which ``groups`` do not reach
+    if all_equal(repr(digests).encode(), groups):
+        return None
+    by_rank = gather_by_rank(digests, groups)
+    columns = [{rank: column[at] for rank, column in by_rank.items()} for at in range(len(states))]
+    return _on_meta(states, columns) if sync_module_states else _differing(states, columns)
 
 
 def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
@@ -85,8 +102,8 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
         device: the type of the mesh's device.
     """
     with torch.no_grad():
-        for part in (part for state in states for part in _dense_parts(state)):
-            for group in groups:
+        for state in states:
+            for part, group in product(_dense_parts(state), _copied(state, groups)):
                 _broadcast(part, group, device)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._fsdp import FSDPUnit, fsdp_units
+from shardkit._fsdp import fsdp_units
 from shardkit._torch import (
     UnscalingGradScaler,
     amp_unscale_,
@@ -22,6 +21,7 @@ from shardkit._torch import (
 )
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import device_type, note
+from shardkit.sharded.means import divisor, reduce_groups, reduce_size
 
 
 @torch.no_grad()
@@ -52,12 +52,12 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
         raise ShardkitError(message("num_tokens", f"has shape {tuple(count.shape)}", rule, "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
     note("global_token_count")
-    largest = max(fsdp_units(model), key=_size, default=None)
+    largest = max(fsdp_units(model), key=reduce_size, default=None)
     if largest is None:
         return count.to(dtype, copy=True)
     count = count.to(largest.device, dtype, copy=True)
-    is_world = _size(largest) == dist.get_world_size()  # one all-reduce, also on an HSDP mesh
-    for group in [None] if is_world else _groups(largest):
+    is_world = reduce_size(largest) == dist.get_world_size()  # one all-reduce, also on an HSDP mesh
+    for group in [None] if is_world else reduce_groups(largest):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(count, group=group)
     return count
@@ -121,10 +121,10 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
     """Let every unit of ``model`` reduce gradients to their sum over ranks, or to their mean as torch does.
 
-    Use the sum for experts: their gradients hold the tokens of several ranks and are reduced over fewer ranks than the
-    rest, so the means differ. Local; all ranks must make the same call. torch's ``set_gradient_divide_factor`` sets
-    one unit, and its factors need NCCL, or, where sums are forced, divide twice on a shard axis of one rank
-    (torch 2.13).
+    Use the sum for experts that you sharded on a mesh of their own: their gradients hold the tokens of several ranks
+    and are reduced over fewer ranks than the rest, so the means differ. ``shard_model`` makes them equal. Local; all
+    ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and its factors need NCCL, or,
+    where sums are forced, divide twice on a shard axis of one rank (torch 2.13).
 
     Args:
         model: sharded, a root or a part of one.
@@ -151,25 +151,15 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
 def _divisor(model: nn.Module) -> float:
     """Return the number by which every trainable unit divides the sum over the ranks; 1 for a plain model."""
     units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
-    divisors = [unit.gradient_divide_factor or float(_size(unit)) for unit in units]
+    divisors = [divisor(unit) for unit in units]
     if len(set(divisors)) <= 1:
         return divisors[0] if divisors else 1.0
     names = {module: name or "(root)" for name, module in model.named_modules()}
-    each = [f"{names[unit.modules[0]]} by {divisor:g}" for unit, divisor in zip(units, divisors, strict=True)]
+    each = [f"{names[unit.modules[0]]} by {number:g}" for unit, number in zip(units, divisors, strict=True)]
     problem = f"its units divide gradients by different numbers: {listing(each)}"
     rule = "One scale of the loss is right for all units only if they divide by the same number"
     fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
     raise ShardkitError(message("model", problem, rule, fix))
-
-
-def _groups(unit: FSDPUnit) -> list[dist.ProcessGroup]:
-    """Return the groups over which a unit reduces gradients: it shards over one, replicates over the other, or both."""
-    names = ("shard_process_group", "replicate_process_group")
-    return [getattr(unit.mesh_info, name) for name in names if hasattr(unit.mesh_info, name)]
-
-
-def _size(unit: FSDPUnit) -> int:
-    return math.prod(group.size() for group in _groups(unit))
 
 
 class GradScaler(UnscalingGradScaler):

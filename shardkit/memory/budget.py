@@ -225,12 +225,15 @@ class Search:
     def _nothing_fits(self, least: Candidate) -> str:
         budget, peak, missing = map(nbytes, (self.limit, least.peak.total, least.peak.total - self.limit))
         problem = f"{budget} is too little: {least.what} still peaks at {peak}, {missing} more, {least.peak.where}"
+        rule = "The peak of a step must be within the budget on every rank"
+        if any(unit.mesh for unit in least.plan.units):  # experts, whose mesh is the model's
+            return message("budget", problem, rule, "Use more ranks, or a smaller batch")
         # The first doubling of the ranks that fits without offloading.
         here = recompute(resharded(least.plan), self.measured.already.union(self.measured.blocks))
         sizes = [least.plan.mesh.size * 2**power for power in range(1, 15)]
         ranks = next((ranks for ranks in sizes if self.fits(on_mesh(here, MeshSpec.sharded(ranks)))), None)
         fix = f"{ranks} ranks would be enough" if ranks else "No number of ranks would be enough: use a smaller batch"
-        return message("budget", problem, "The peak of a step must be within the budget on every rank", fix)
+        return message("budget", problem, rule, fix)
 
 
 def _most(highest: int, fits: Callable[[int], bool]) -> int:

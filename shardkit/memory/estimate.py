@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
-from shardkit.plan import MeshSpec, ShardingPlan
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.dims import on_mesh
@@ -34,15 +34,18 @@ class Strategy:
 
         As in ZeRO (arXiv 1910.02054), table 1: without padding, buffers, or gathered parameters.
         """
-        trained = [spec for spec in plan.params if spec.trainable]
-        grads = sum(spec.nbytes for spec in trained)
-        whole = {
-            "parameters": sum(spec.nbytes for spec in plan.params),
-            "gradients": grads,
-            "optimizer": self.optimizer.state_bytes(sum(spec.numel for spec in trained), grads),
-        }
+        split = {spec.fqn: spec for unit in plan.units for spec in plan.split_specs(unit)}
+        here = self._whole(split.get(spec.fqn, spec) for spec in plan.params)
         ranks = (self.plan or plan).mesh.shard_size
-        return {name: size // ranks if name in self.sharded else size for name, size in whole.items()}
+        shards = {name: size // ranks for name, size in self._whole(plan.params).items()}
+        return {name: shards[name] if name in self.sharded else size for name, size in here.items()}
+
+    def _whole(self, params: Iterable[ParamSpec]) -> dict[str, int]:
+        specs = list(params)
+        trained = [spec for spec in specs if spec.trainable]
+        grads = sum(spec.nbytes for spec in trained)
+        optimizer = self.optimizer.state_bytes(sum(spec.numel for spec in trained), grads)
+        return {"parameters": sum(spec.nbytes for spec in specs), "gradients": grads, "optimizer": optimizer}
 
 
 def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: int) -> list[Strategy]:
@@ -58,19 +61,21 @@ def strategies(plan: ShardingPlan, optimizer: OptimizerBytes, ranks_per_node: in
         fix = "Pass how many ranks share a node, such as 8"
         raise PlanError(message("ranks_per_node", f"is {ranks_per_node}", "It must be a positive number", fix))
     ranks = plan.mesh.size
-    sharded = on_mesh(plan, MeshSpec.sharded(ranks))
+    has_experts = any(unit.mesh for unit in plan.units)  # split by the model, so every strategy keeps the mesh
+    sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
     all_recomputed = recompute(sharded, recomputed(plan).union(blocks(plan)))
     in_nodes: list[tuple[str, ShardingPlan]] = []
-    divides = ranks_per_node < ranks and ranks % ranks_per_node == 0
-    if plan.mesh.replicates and plan.mesh.shard_size > 1:
+    divides = not has_experts and ranks_per_node < ranks and ranks % ranks_per_node == 0
+    if not has_experts and plan.mesh.replicates and plan.mesh.shard_size > 1:
         in_nodes.append((f"sharded over {plan.mesh.shard_size} ranks (HSDP)", plan))
     elif divides:
         hybrid = MeshSpec.hybrid(ranks // ranks_per_node, ranks_per_node)
         in_nodes.append(("sharded in a node (HSDP)", on_mesh(plan, hybrid)))
     if divides and ranks_per_node > 1:
         in_nodes.append(("secondary shards in a node (hpZ)", resharded(sharded, ranks_per_node)))
+    replicated = [] if has_experts else [on_mesh(plan, MeshSpec.hybrid(ranks, 1))]
     return [
-        Strategy("replicated (DDP)", on_mesh(plan, MeshSpec.hybrid(ranks, 1)), optimizer, ()),
+        *(Strategy("replicated (DDP)", each, optimizer, ()) for each in replicated),
         Strategy("optimizer sharded (ZeRO-1)", None, optimizer, ("optimizer",)),
         Strategy(
             "kept gathered (ZeRO-2)",

@@ -85,9 +85,11 @@ def step_time(plan: ShardingPlan, trace: Trace, hardware: Hardware, optimizer: O
         flops[interval.moment, interval.unit] += interval.flops
     forward = [flops[FORWARD, unit.name] / hardware.matmul_flops for unit in order]
     backward = [flops[BACKWARD, unit.name] / hardware.matmul_flops for unit in order]
-    gathers = [_all_gather(plan, True, sizes[unit.name], hardware) for unit in order]
-    again = [_all_gather(plan, unit.reshard_after_forward, sizes[unit.name], hardware) for unit in order]
-    reduces = [_reduce(plan, sizes[unit.name], hardware) for unit in order]
+    meshes = [plan.mesh_of(unit) for unit in order]
+    pairs = list(zip(order, meshes, strict=True))
+    gathers = [_all_gather(mesh, True, sizes[unit.name], hardware) for unit, mesh in pairs]
+    again = [_all_gather(mesh, unit.reshard_after_forward, sizes[unit.name], hardware) for unit, mesh in pairs]
+    reduces = [_reduce(mesh, sizes[unit.name], hardware) for unit, mesh in pairs]
     exposed = gathers[0] + sum(max(0, gather - work) for work, gather in zip(forward, gathers[1:], strict=False))
     for place in range(len(order) - 1, -1, -1):
         beside = (again[place - 1] if place else 0) + (reduces[place + 1] if place + 1 < len(order) else 0)
@@ -116,21 +118,21 @@ def collective_time(nbytes: int, ranks: int, hardware: Hardware, in_node: int) -
     return max(inside, across) + hardware.latency * hops
 
 
-def _all_gather(plan: ShardingPlan, resharded: bool | int, size: UnitBytes, hardware: Hardware) -> float:
+def _all_gather(mesh: MeshSpec, resharded: bool | int, size: UnitBytes, hardware: Hardware) -> float:
     """Return the time for a unit that is sharded over all ranks (True), over that many, or not at all (False)."""
     if resharded is False:
         return 0.0
-    ranks = plan.mesh.shard_size if resharded is True else resharded
+    ranks = mesh.shard_size if resharded is True else resharded
     seconds = collective_time(size.gather, ranks, hardware, hardware.ranks_per_node)
     return seconds + (size.shard / hardware.host_bandwidth if size.offloaded and resharded is True else 0)
 
 
-def _reduce(plan: ShardingPlan, size: UnitBytes, hardware: Hardware) -> float:
-    ranks = plan.mesh.shard_size
+def _reduce(mesh: MeshSpec, size: UnitBytes, hardware: Hardware) -> float:
+    ranks = mesh.shard_size
     seconds = collective_time(size.reduce, ranks, hardware, hardware.ranks_per_node)
-    if plan.mesh.replicates:  # an all-reduce is a reduce-scatter and an all-gather
+    if mesh.replicates:  # an all-reduce is a reduce-scatter and an all-gather
         in_node = max(1, hardware.ranks_per_node // ranks)
-        seconds += 2 * collective_time(size.reduced, plan.mesh.shape[0], hardware, in_node)
+        seconds += 2 * collective_time(size.reduced, mesh.shape[0], hardware, in_node)
     return seconds + (size.grads / hardware.host_bandwidth if size.offloaded else 0)
 
 

@@ -92,7 +92,12 @@ class UnitBytes:
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
     """Return what one unit of a plan holds and moves on a rank."""
     return _unit_bytes(
-        tuple(plan.specs_of(unit)), unit.shard_dims, plan.mesh.shard_size, unit.mp_policy, unit.offloads, optimizer
+        tuple(plan.split_specs(unit)),
+        unit.shard_dims,
+        plan.mesh_of(unit).shard_size,
+        unit.mp_policy,
+        unit.offloads,
+        optimizer,
     )
 
 

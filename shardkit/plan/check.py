@@ -119,15 +119,16 @@ def _replicated(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
-    size = plan.mesh.shard_size
-    fits = [n for n in range(1, size + 1) if size % n == 0]
     for unit in plan.units:
+        mesh = plan.mesh_of(unit)
+        size = mesh.shard_size
+        fits = [n for n in range(1, size + 1) if size % n == 0]
         value = unit.reshard_after_forward
         given = f"reshard_after_forward={value!r}"
         if not isinstance(value, int):
             yield message(unit.name, given, "It is True, False or a number of ranks", "Use True")
         elif is_world_size(value) and value not in fits:
-            problem = f"{given} does not divide the {size} ranks of axis {plan.mesh.axis_names[-1]}"
+            problem = f"{given} does not divide the {size} ranks of axis {mesh.axis_names[-1]}"
             rule = "As an int it is the number of ranks to reshard to, a divisor of the shard axis"
             yield message(unit.name, problem, rule, f"Use {listing(map(str, fits))}, True or False")
         elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
@@ -136,8 +137,8 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
-    size, axis = plan.mesh.shard_size, plan.mesh.axis_names[-1]
     for unit in plan.units:
+        size, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
         for fqn, dim in unit.shard_dims:
             spec = plan.specs.get(fqn) if fqn in unit.params else None
             shape = spec.shape if spec else ()

@@ -48,7 +48,10 @@ class ShardingPlan:
     def _resolved(self, unit: ShardUnit) -> ShardUnit:
         """Return the unit with the settings as torch understands them, the same in every version of torch."""
         value = unit.reshard_after_forward
-        if is_world_size(value) and value in (1, self.mesh.shard_size):
+        mesh = self.mesh_of(unit)
+        if unit.mesh is not None and not self.mesh.splits(unit.mesh):  # the only axis that shards
+            unit = replace(unit, mesh=None)
+        if is_world_size(value) and value in (1, mesh.shard_size):
             unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
         policy = unit.mp_policy
         if policy.param_dtype is not None and policy.reduce_dtype is None:
@@ -71,6 +74,20 @@ class ShardingPlan:
     def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
         """The parameters that ``unit`` owns."""
         return [self.specs[fqn] for fqn in unit.params if fqn in self.specs]
+
+    def mesh_of(self, unit: ShardUnit) -> MeshSpec:
+        """The mesh that ``unit`` is sharded on: one axis, or two that replicate and shard."""
+        return self.mesh.on(unit.mesh)
+
+    def split_specs(self, unit: ShardUnit) -> list[ParamSpec]:
+        """The parameters of ``unit`` as ``fully_shard`` gets them: a rank's part, where the model has split them."""
+        parts = self.mesh.parts(unit.mesh)  # experts are split over dim 0; of other dims only the padding would differ
+        specs = self.specs_of(unit)
+        if parts == 1:
+            return specs
+        return [
+            spec._replace(shape=(-(-spec.shape[0] // parts), *spec.shape[1:])) if spec.shape else spec for spec in specs
+        ]
 
     def trains(self, unit: ShardUnit) -> bool:
         """Whether ``unit`` owns a parameter that trains."""
@@ -103,18 +120,18 @@ class ShardingPlan:
             rule, fix = "A step has at least one forward and backward", "Pass an int of at least 1"
             raise PlanError(message("micro_batches", f"is {micro_batches!r}", rule, fix))
         counts = Collectives()
-        sharded = self.mesh.shard_size > 1
         in_backward = self._gathered_in_backward()
         for unit in self.units:
             if unit.params:
-                trains = self.trains(unit)
+                trains, mesh = self.trains(unit), self.mesh_of(unit)
+                sharded = mesh.shard_size > 1
                 kept = unit.reshard_after_forward is False if keep_unsharded is None else keep_unsharded
                 gathers = 1 if kept else micro_batches * (1 + (unit.name in in_backward))
                 counts.all_gathers += sharded * gathers
                 counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
-                counts.all_reduces += self.mesh.replicates and trains
+                counts.all_reduces += mesh.replicates and trains
         if any(self.specs[fqn].trainable for fqn in self.replicated):
-            counts.all_reduces += sum(size > 1 for size in self.mesh.shape)
+            counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
         return counts
 
     def _gathered_in_backward(self) -> set[str]:

@@ -28,6 +28,17 @@ def on_dims(dims):
     return {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}.get
 """
 
+_DIVIDE = """
+def divide_gradients(module, times):
+    # Experts' gradients hold the tokens of all ranks, but torch divides them by the ranks that reduce them.
+    def divide(gradient):
+        gradient.div_(times)
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
+
+    module.set_all_reduce_hook(divide)
+"""
+
 _PREFETCH = """
 units = [model.get_submodule(name) for name in {names}]
 for index, unit in enumerate(units):
@@ -61,7 +72,9 @@ def python(plan: ShardingPlan) -> str:
     recomputes = any(unit.checkpoint_activations for unit in plan.units)
     has_dims = any(unit.shard_dims for unit in plan.units)
     parts = [*imports(names, recomputes=recomputes, uses_dist=bool(plan.replicated), shards=has_dims)]
-    parts += [*(["", CHECKPOINT] if recomputes else []), *(["", _ON_DIMS] if has_dims else []), *_setup(plan), ""]
+    parts += [*(["", CHECKPOINT] if recomputes else []), *(["", _ON_DIMS] if has_dims else [])]
+    parts += [*(["", _DIVIDE] if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units) else [])]
+    parts += [*_setup(plan), ""]
     parts += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
@@ -91,10 +104,14 @@ def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool, s
 
 
 def arguments(
-    reshard_after_forward: object, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, pin: str = ""
+    reshard_after_forward: object,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    pin: str = "",
+    mesh: str = "mesh",
 ) -> Iterator[str]:
     """Yield the arguments of a ``fully_shard`` call; ``pin`` replaces the value of ``pin_memory`` by code."""
-    yield "mesh=mesh"
+    yield f"mesh={mesh}"
     yield f"reshard_after_forward={reshard_after_forward}"
     if mp_policy != MixedPrecisionPolicy():
         fields = mp_policy_to_dict(mp_policy).items()
@@ -122,6 +139,9 @@ def _setup(plan: ShardingPlan) -> Iterator[str]:
     yield ""
     yield 'device_type = "cuda" if torch.cuda.is_available() else "cpu"'
     yield f"mesh = init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
+    if plan.mesh.shard_axes > 1:
+        joined = plan.mesh.on(None)
+        yield f"joined = init_device_mesh(device_type, {joined.shape}, mesh_dim_names={joined.axis_names})"
     if plan.unsharded:
         yield f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
     if plan.replicated:
@@ -148,11 +168,19 @@ def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator
         yield f"for module in [{targets}]:"
         yield from ["    checkpoint_forward(module)"] if unit.checkpoint_activations else []
         yield from ["    module.forward = torch.compile(module.forward)"] if unit.compile else []
-    given = [*arguments(unit.reshard_after_forward, unit.mp_policy, unit.offload_policy)]
+    mesh, parts = _mesh(plan, unit), plan.mesh.parts(unit.mesh)
+    given = [*arguments(unit.reshard_after_forward, unit.mp_policy, unit.offload_policy, mesh=mesh)]
     given += ["ignored_params=ignored_params"] if plan.unsharded else []
     dims = ", ".join(f"{_inside(names, place, name)}: {dim}" for place, name, dim in relative_dims(unit))
     given += [f"shard_placement_fn=on_dims({{{dims}}})"] if dims else []
     yield f"fully_shard({targets if len(names) == 1 else f'[{targets}]'}, {', '.join(given)})"
+    yield from [f"divide_gradients({_module(names[0])}, {parts})"] if parts > 1 else []
+
+
+def _mesh(plan: ShardingPlan, unit: ShardUnit) -> str:
+    if unit.mesh is None:
+        return "mesh" if plan.mesh.shard_axes == 1 else "joined"
+    return f"mesh[{', '.join(map(quoted, plan.mesh_of(unit).axis_names))}]"
 
 
 def _escaped(part: str) -> str:

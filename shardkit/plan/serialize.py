@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 VERSION = 1
-_LATER: dict[str, Any] = {"shard_dims": []}  # fields of a unit that older files lack, with what they mean there
+_LATER: dict[str, Any] = {"shard_dims": [], "mesh": None}  # fields that older files lack, with what they mean there
 _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 
@@ -43,7 +43,7 @@ def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
         if data.keys() != {"version", "mesh", "units", "params", "prefetch", *_NAMES} or data["version"] != VERSION:
             raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
         fields: dict[str, Any] = {"prefetch": data["prefetch"], **{key: tuple(data[key]) for key in _NAMES}}
-        fields["mesh"] = _read(MeshSpec, data["mesh"], shape=tuple, axis_names=tuple)
+        fields["mesh"] = _read(MeshSpec, {"shard_axes": 0, **data["mesh"]}, shape=tuple, axis_names=tuple)
         readers = {"mp_policy": _mp_policy, "offload_policy": _offload_policy, "shard_dims": dict}
         fields["units"] = tuple(
             _read(ShardUnit, {**_LATER, **each}, modules=tuple, params=tuple, **readers) for each in data["units"]

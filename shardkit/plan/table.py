@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
-_TITLES.append("not on dim 0")
+_TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
 
@@ -63,8 +63,8 @@ def _headline(plan: ShardingPlan) -> str:
     numel = sum(spec.numel for spec in plan.params)
     per_rank = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
     for unit in plan.units:
-        dims, ranks = dict(unit.shard_dims), plan.mesh.shard_size
-        specs = plan.specs_of(unit)
+        dims, ranks = dict(unit.shard_dims), plan.mesh_of(unit).shard_size
+        specs = plan.split_specs(unit)
         per_rank += sum(spec.shard_numel(ranks, dims.get(spec.fqn, 0)) * spec.dtype.itemsize for spec in specs)
     return (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
@@ -91,7 +91,14 @@ def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
         "yes" if unit.checkpoint_activations else "",
         "yes" if unit.compile else "",
         ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
+        _mesh(plan, unit) if any(each.mesh for each in plan.units) else "",
     ]
+
+
+def _mesh(plan: ShardingPlan, unit: ShardUnit) -> str:
+    """Return the mesh of a unit, and the axes over which the model has split its parameters."""
+    split = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]
+    return f"{plan.mesh_of(unit)}{', split over ' if split else ''}{' x '.join(split)}"
 
 
 def _footer(plan: ShardingPlan) -> list[str]:
@@ -141,7 +148,7 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, relative_dims(unit)
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, relative_dims(unit)
 
 
 def relative_dims(unit: ShardUnit) -> list[tuple[int | None, str, int]]:

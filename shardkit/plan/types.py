@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,9 @@ class MeshSpec:
     """Shape and axis names of a device mesh, in ranks; needs no process group.
 
     One axis shards (FSDP). Two axes replicate over the first and shard over the second (HSDP), torch's own
-    order; ``(n, 1)`` replicates only, like DDP.
+    order; ``(n, 1)`` replicates only, like DDP. Of more axes the first replicates, and the others shard as if they were
+    one. ``shard_axes`` says how many of the last axes shard, where it is another number: on ``("efsdp", "ep")`` both
+    do once a rule shards experts on ``"efsdp"`` alone.
 
     Example:
         >>> MeshSpec.hybrid(2, 4).size
@@ -91,12 +93,17 @@ class MeshSpec:
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    shard_axes: int = 0  # 0 is all but the first, or the only one
 
     def __post_init__(self) -> None:
+        axes = len(self.shape)
+        object.__setattr__(self, "shard_axes", self.shard_axes or max(1, axes - 1))
         sizes_fit = all(isinstance(size, int) and size >= 1 for size in self.shape)
-        if len(self.shape) not in (1, 2) or len(self.axis_names) != len(self.shape) or not sizes_fit:
+        names_fit = len(self.axis_names) == len(set(self.axis_names)) == axes
+        if axes - self.shard_axes not in (0, 1) or not axes or not names_fit or not sizes_fit:
             problem = f"shape {self.shape} with axis names {self.axis_names}"
-            rule = "A mesh has one or two axes of at least one rank, each with a name"
+            problem += f", of which {self.shard_axes} shard" if axes > 1 else ""
+            rule = "A mesh has axes of at least one rank, each with a name of its own, and all but at most one shard"
             fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
             raise PlanError(message("mesh", problem, rule, fix))
 
@@ -118,15 +125,56 @@ class MeshSpec:
     @property
     def shard_size(self) -> int:
         """The number of ranks over which each parameter is sharded."""
-        return self.shape[-1]
+        return torch.Size(self.shape[-self.shard_axes :]).numel()
 
     @property
     def replicates(self) -> bool:
         """Whether there is a replicate axis, so that gradients are all-reduced over it."""
-        return len(self.shape) == 2
+        return len(self.shape) > self.shard_axes
+
+    def sharded_from(self, axis: str) -> MeshSpec:
+        """Return the mesh of which ``axis`` and all axes after it shard.
+
+        Raises:
+            PlanError: it is not one of the first two axes.
+        """
+        if axis not in self.axis_names[:2]:
+            problem = f"{axis!r} is not one of the first two axes of {self}"
+            rule = "A rule's mesh= is the axis that its units are sharded on; at most one axis before it replicates, "
+            rule += "and over those after it the model has split its experts"
+            fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")), for example'
+            raise PlanError(message("mesh", problem, rule, fix))
+        return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
+
+    def on(self, axis: str | None) -> MeshSpec:
+        """Return the mesh of one or two axes for a unit that is sharded on ``axis``, or, for None, on all that shard.
+
+        Raises:
+            PlanError: ``axis`` is not the first that shards.
+        """
+        if axis is None and self.shard_axes == 1:
+            return self
+        cut = len(self.shape) - self.shard_axes
+        shards = self.axis_names[cut:]
+        if axis not in (None, shards[0]):
+            rule = "A unit is sharded on all axes that shard, or on the first of them alone"
+            raise PlanError(message("mesh", f"{axis!r}, on {self}", rule, f"Use {shards[0]!r}"))
+        size = self.shard_size if axis is None else self.shape[cut]
+        return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
+
+    def splits(self, axis: str | None) -> dict[str, int]:
+        """Return the axes, with their sizes, over which a model has split the parameters of a unit on ``axis``."""
+        cut = len(self.shape) if axis is None else self.axis_names.index(axis) + 1
+        return dict(zip(self.axis_names[cut:], self.shape[cut:], strict=True))
+
+    def parts(self, axis: str | None) -> int:
+        """Return into how many parts a model has split each parameter of a unit on ``axis``; 1 for None."""
+        return torch.Size(self.splits(axis).values()).numel()
 
     def __str__(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        axes = [f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True)]
+        shards = " x ".join(axes[-self.shard_axes :])
+        return " x ".join([*axes[: -self.shard_axes], shards if self.shard_axes == 1 else f"({shards})"])
 
 
 @dataclass(frozen=True)
@@ -144,6 +192,8 @@ class ShardUnit:
         compile: compile the forward of each of the modules, after checkpointing and before sharding.
         shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the order of ``params``; a
             mapping is converted. The shard axis must divide their sizes.
+        mesh: the axis that this unit is sharded on, where not on all that shard: experts that the model has split over
+            the axes after it. None is all.
     """
 
     modules: tuple[str, ...]
@@ -154,6 +204,7 @@ class ShardUnit:
     checkpoint_activations: bool = False
     compile: bool = False
     shard_dims: tuple[tuple[str, int], ...] = ()
+    mesh: str | None = None
 
     def __post_init__(self) -> None:
         dims = dict(self.shard_dims)

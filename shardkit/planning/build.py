@@ -77,6 +77,8 @@ def plan_of(
         PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
     """
     selections = _children_first(tree, selections)
+    for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
+        mesh = mesh if axis is None else mesh.sharded_from(axis)
     if replicated is None:
         replicated = tree.unshardable - left_alone
     ownership = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
@@ -85,13 +87,15 @@ def plan_of(
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
     # Below the root without output_dtype: only the root returns to the user, and blocks that cast would keep more.
     inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
+    units = tuple(
+        _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
+        for selection, params in zip(selections, ownership.params, strict=True)
+    )
+    split = {fqn for unit in units if mesh.parts(unit.mesh) > 1 for fqn in unit.params}
     plan = ShardingPlan(
-        units=tuple(
-            _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
-            for selection, params in zip(selections, ownership.params, strict=True)
-        ),
+        units=units,
         mesh=mesh,
-        params=tree.specs(),
+        params=tuple(spec._replace(tensor_parallel=True) if spec.fqn in split else spec for spec in tree.specs()),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
@@ -99,7 +103,7 @@ def plan_of(
         notes=(*notes, *[note] * bool(trained)),
     )
     given = {fqn for unit, rule in zip(plan.units, selections, strict=True) if _sets_dim(rule) for fqn in unit.params}
-    plan = balanced(plan, given | tree.unsplit)
+    plan = balanced(plan, given | split | tree.unsplit)
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
@@ -151,6 +155,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and is_block),
         compile=chosen.get("compile", settings.compile and is_block),
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
+        mesh=chosen.get("mesh"),
     )
 
 

@@ -60,18 +60,18 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
 def held_bytes(plan: ShardingPlan) -> int:
     """Return the bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
     owned = (
-        spec.shard_numel(plan.mesh.shard_size, unit.dim_of(spec.fqn)) * spec.dtype.itemsize
+        spec.shard_numel(plan.mesh_of(unit).shard_size, unit.dim_of(spec.fqn)) * spec.dtype.itemsize
         for unit in plan.units
-        for spec in plan.specs_of(unit)
+        for spec in plan.split_specs(unit)
     )
     return sum(owned) + sum(plan.specs[fqn].nbytes for fqn in plan.replicated if fqn in plan.specs)
 
 
 def _wasting(plan: ShardingPlan) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
     """Yield each parameter whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
-    ranks = plan.mesh.shard_size
     for unit in plan.units:
-        for spec in plan.specs_of(unit):
+        ranks = plan.mesh_of(unit).shard_size
+        for spec in plan.split_specs(unit):
             if spec.shape and spec.shape[0] % ranks:
                 yield unit, spec, spec.shard_numel(ranks) * spec.dtype.itemsize - spec.nbytes // ranks
 
@@ -80,7 +80,7 @@ def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
     """Return the first dim that the shard axis divides; 0 if there is none, or torch takes no other dim."""
     if is_world_size(unit.reshard_after_forward):
         return 0
-    return next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim] % plan.mesh.shard_size == 0), 0)
+    return next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim] % plan.mesh_of(unit).shard_size == 0), 0)
 
 
 def _merged(unit: ShardUnit, dims: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -24,6 +24,7 @@ class Overrides(TypedDict, total=False):
     checkpoint_activations: bool
     compile: bool
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
+    mesh: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
             not ``layers.0.mlp``. ``""`` is the root.
         together: fuses this many consecutive modules into one unit, as for ``by_class``.
-        overrides: settings for these units.
+        overrides: settings for these units. ``mesh="efsdp"`` shards them on that axis of the mesh alone: experts that
+            the model has split, as DTensors, over the axes after it.
     """
     patterns = [_compile_glob(glob) for glob in globs]
     text = f"by_name({', '.join(map(repr, globs))})"
@@ -249,6 +251,7 @@ _SETTINGS: dict[str, type] = {
     "checkpoint_activations": bool,
     "compile": bool,
     "shard_dim": int,
+    "mesh": str,
 }
 
 

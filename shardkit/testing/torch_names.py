@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp1
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import engine_objects
@@ -70,6 +71,7 @@ NAMES = (
     Name(f"{_GROUP}.post_forward_mesh_info", "read reshard_after_forward back", "accumulate(keep_unsharded=)"),
     *_names(_GROUP, "reshard_after_backward reduce_grads all_reduce_grads", "read the flags", "accumulate"),
     Name(f"{_GROUP}.gradient_divide_factor", "read the divide factor", "set_gradient_reduction"),
+    Name(f"{_GROUP}._all_reduce_hook", "read the divide factor of experts", "scale_loss, scale_grads_"),
     Name(f"{_GROUP}.post_backward", "zero gradients for unused parameters", "shard_model"),
     Name(f"{_GROUP}.finalize_backward", "reduce scalar parameters' gradients", "shard_model with scalar parameters"),
     Name(f"{_GROUP}._partial_reduce_output", "gradients before their all-reduce", "zero_grad, accumulate"),
@@ -132,6 +134,7 @@ NAMES = (
     Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
     Name("torch.distributed.distributed_c10d._world", "list the process groups", "save_checkpoint(async_=True)"),
     Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),
+    *_names("DeviceMesh", "_flatten _concatenate", "the mesh of all ranks beside one of experts", "mesh= of a rule"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
     Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
@@ -163,6 +166,7 @@ def _owners() -> Iterator[tuple[str, Any]]:
     yield from {
         "torch": torch,
         "DTensor": next(each for each in model.parameters() if isinstance(each, DTensor)),
+        "DeviceMesh": DeviceMesh,
         "Parameter": nn.Parameter(torch.ones(1)),
         "Module": nn.Module(),
         "Optimizer": torch.optim.Adam,

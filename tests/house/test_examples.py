@@ -94,6 +94,12 @@ def test_the_project_learns_resumes_and_its_trace_names_the_units(tmp_path, caps
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
+def test_experts_train_alike_whatever_the_expert_parallelism(tmp_path):
+    whole, split = (losses(on_4, "experts.py", tmp_path, "--steps", 4, "--ep", ep) for ep in (1, 4))
+    assert whole[-1] < whole[0] - 1
+    assert split == pytest.approx(whole, rel=1e-4)  # experts add their tokens in another order
+
+
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory):
     """A tiny Llama with a tokenizer of characters, as the hub would have it."""

@@ -98,7 +98,8 @@ def test_json_round_trip() -> None:
     "edit",
     [
         {"version": 99},
-        {"mesh": {"shape": [8, 8, 8], "axis_names": ["a", "b", "c"]}},
+        {"mesh": {"shape": [8, 8, 8], "axis_names": ["a", "b"]}},
+        {"mesh": {"shape": [8, 8], "axis_names": ["a", "a"]}},
         {"surplus": 1},
         {"params": [["embed.weight", [1], "float33", True, [], False]]},
         {"units": [{"modules": [""]}]},

@@ -171,7 +171,7 @@ def test_two_dimensional_mesh_without_names() -> None:
     with fake_world(8), refused(model, "mesh: a DeviceMesh of shape (2, 4)", "mesh_dim_names"):
         shard_model(model, mesh=init_device_mesh("cpu", (2, 4)))
     with fake_world(8), refused(model, "mesh: a DeviceMesh of shape (2, 2, 2)"):
-        shard_model(model, mesh=init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c")))
+        shard_model(model, mesh=init_device_mesh("cpu", (2, 2, 2)))
 
 
 def test_mesh_on_another_device() -> None:
@@ -189,7 +189,7 @@ def test_mesh_of_another_size() -> None:
     with fake_world(8), refused(model, "mesh: dp=8 for a plan made for dp_shard=8"):
         apply_plan(model, plan_model(model, mesh=EIGHT), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
     with pytest.raises(PlanError, match="mesh: shape"):
-        MeshSpec((2, 2, 2), ("a", "b", "c"))
+        MeshSpec((2, 2, 2), ("a", "b", "c"), shard_axes=1)
 
 
 def test_offload_that_pins_memory_without_an_accelerator() -> None:

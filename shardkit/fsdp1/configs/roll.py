@@ -7,6 +7,7 @@ FSDP2 guide of its docs), 2026-08.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ _STRATEGY: Table = {
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
-    "apply_expert_patch": switch("noted: Keep that patch of the model, which calls every expert on every rank."),
-    "ep_size": several(
-        "noted: Apply expert parallelism first; give shard_model the data-parallel submesh.", kind=NUMBER
+    "apply_expert_patch": switch(
+        "mapped: The classes of moe_experts are units. Keep the patch, or call shardkit.take_part(expert, x) where a "
+        "rank has no token. Experts in one parameter, as in transformers 5, need neither: every rank calls them."
     ),
     "apply_tiled_mlp": switch("noted: For the model's code."),
     "tiled_num_shards model_type": "elsewhere: For apply_tiled_mlp.",
@@ -78,11 +79,13 @@ def read(config: Reader, ranks: Ranks) -> Target:
     inside = strategy.section("strategy_config") if "strategy_config" in strategy else strategy
     values = inside.read(_STRATEGY)
     reshard = values["reshard_after_forward"]
+    mesh = _with_experts(inside, _mesh(inside, _world(role, ranks), model["ulysses_size"]))
+    wrap = _wrap(inside.section("wrap_policy"), values["apply_expert_patch"])
     return Target(
-        mesh=_mesh(inside, _world(role, ranks), model["ulysses_size"]),
+        mesh=mesh,
         reshard_after_forward=reshard is not False,
         root_reshards=reshard is True,  # ROLL passes it to the root too; None keeps the root gathered
-        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"]),
+        wrap=replace(wrap, experts="efsdp" if mesh is not None and "ep" in mesh.axis_names else None),
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
         casts="text",
         offload=values["offload_policy"],
@@ -137,6 +140,24 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
         return mesh
     section.note("fsdp_size", "mapped: One axis of all ranks.")
     return None if world is None else MeshSpec.sharded(world)
+
+
+def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
+    """Return the mesh with the axes efsdp and ep, if ``ep_size`` splits the ranks that shard."""
+    size = section.get("ep_size", NUMBER, 1)
+    if size <= 1:
+        section.note("ep_size", "implied: No expert parallelism.")
+        section.note("efsdp_size", "implied: Only with ep_size.")
+        return mesh
+    if mesh is None or mesh.shard_size % size:
+        known = f"{size} of an unknown number of ranks" if mesh is None else f"{size} of {mesh.shard_size} ranks"
+        section.problem("ep_size", known, "It divides the ranks that shard", "Correct it, or give world_size")
+        return mesh
+    answer = "mapped: Split experts over the mesh's axis ep first; shard_model shards their modules on efsdp."
+    section.note("ep_size", f"{answer} Each is in one parameter: a ModuleList of experts cannot be split.")
+    section.note("efsdp_size", f"mapped: {mesh.shard_size // size} ranks with the same experts shard them.")
+    shape, names = (mesh.shard_size // size, size), ("efsdp", "ep")
+    return MeshSpec((*mesh.shape[:-1], *shape), (*mesh.axis_names[:-1], *names), len(shape))
 
 
 def _wrap(policy: Reader, patched: bool) -> Wrap:

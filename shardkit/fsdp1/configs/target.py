@@ -23,7 +23,7 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.planning.rules import Rule, by_class, by_name
+from shardkit.planning.rules import Overrides, Rule, by_class, by_name
 from shardkit.ranks import accelerator
 
 
@@ -37,6 +37,7 @@ class Wrap:
     classes: tuple[str, ...] = ()  # names, also beside the declared ones
     embeddings: bool = False  # whether input embeddings are units too
     head: bool = False  # whether the output head is one too
+    experts: str | None = None  # the axis of the mesh that experts in one parameter are sharded on
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,17 @@ def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
     if wrap.by == "default":
         return None
     rules = list(_ends(wrap, model))
+    if wrap.experts is not None:
+        rules.insert(0, _experts_in_one_parameter)
     if wrap.by != "root":
         rules.append(by_class(*_classes_of(wrap, model)))
     return [*rules, by_name("", reshard_after_forward=target.root_reshards)]
+
+
+def _experts_in_one_parameter(fqn: str, module: nn.Module) -> bool | Overrides:
+    """The rule for a layer's experts, which the model splits over the axis after ``efsdp``."""
+    found = fqn.rpartition(".")[2] == "experts" and any(True for _ in module.parameters(recurse=False))
+    return Overrides(mesh="efsdp") if found else False
 
 
 def _classes_of(wrap: Wrap, model: nn.Module) -> tuple[type[nn.Module], ...]:

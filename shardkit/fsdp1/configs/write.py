@@ -81,6 +81,7 @@ def _differences(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
     inputs = "vision blocks take inputs as they are"
     yield target.casts == "text", "refused", inputs, "accelerate casts the inputs of every unit."
     foreign = [axis for axis in target.axes if axis not in ("tp", "cp", "sp")]
+    foreign += ["ep"] if target.wrap.experts else []
     yield bool(foreign), "refused", f"axes {', '.join(foreign)}", "accelerate has tp, cp and sp."
 
 
@@ -161,6 +162,8 @@ def notes_on_script(target: Target) -> Iterator[Note]:
     where = "Only a model says where they are: use --model."
     if target.wrap.embeddings or target.wrap.head:
         yield Note("--to torch", "embedding and head are units", "noted", where)
+    if target.wrap.experts:
+        yield Note("--to torch", f"experts on {target.wrap.experts}", "refused", where)
     if target.casts == "text":
         yield Note("--to torch", "vision blocks take inputs as they are", "refused", where)
 
@@ -211,7 +214,7 @@ def _mesh(target: Target) -> str:
     mesh = target.mesh
     if mesh is None:
         return 'init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))'
-    beside = _beside(target)
+    mesh, beside = mesh.on(None), _beside(target)
     shape, names = (*mesh.shape, *beside.values()), (*mesh.axis_names, *beside)
     sub = mesh.axis_names if len(mesh.axis_names) > 1 else quoted(mesh.axis_names[0])
     whole = f"init_device_mesh(device_type, {shape}, mesh_dim_names={names})"

@@ -3,14 +3,15 @@
 import pytest
 import torch
 import torch.nn as nn
+from expert_net import ExpertNet
 from small_models import Block, Decoder
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit import MeshSpec
-from shardkit.errors import TranslationError
+from shardkit.errors import PlanError, TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Precision, Ranks, Wrap
-from shardkit.fsdp1.configs.write import accelerate2, notes_on_script
+from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate, notes_on_script
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -101,6 +102,29 @@ def test_experts_are_units_only_with_the_patch_that_calls_them_all():
     assert read(roll(wrap_policy=policy)).target.wrap == Wrap("classes", ("Block",))
     patched = read(roll(wrap_policy=policy, apply_expert_patch=True))
     assert patched.target.wrap == Wrap("classes", ("Block", "Linear"))
+
+
+def test_rolls_expert_parallelism_puts_experts_on_an_axis_of_their_own():
+    config = roll(ep_size=4, efsdp_size=2, fsdp_size=8, wrap_policy={"transformer_layer_cls_to_wrap": "Block"})
+    reading = read(config)
+    assert reading.target.mesh == MeshSpec((2, 2, 4), ("dp_replicate", "efsdp", "ep"))
+    keys = [f"strategy_args.strategy_config.{key}" for key in ("ep_size", "efsdp_size")]
+    assert [fate(reading, key) for key in keys] == ["mapped", "mapped"]
+    plan = from_config(config, ExpertNet(), world_size=16).plan
+    assert {unit.name: unit.mesh for unit in plan.units if unit.mesh} == {
+        f"layers.{layer}.experts": "efsdp" for layer in range(2)
+    }
+    assert {plan.mesh_of(unit).shape for unit in plan.units} == {(2, 2), (2, 8)}
+    assert any(note.fate == "refused" for note in notes_on_script(reading.target))
+    assert any(note.fate == "refused" for note in notes_on_accelerate(reading.target))
+    with pytest.raises(PlanError, match="_experts_in_one_parameter: matches no module"):
+        from_config(config, nn.Sequential(Block(), Block()), world_size=16)
+
+
+@pytest.mark.parametrize(("world", "said"), [(16, "ep_size: 3 of 16 ranks"), (None, "ep_size: 3 of an unknown number")])
+def test_rolls_expert_parallelism_divides_the_ranks(world, said):
+    with pytest.raises(TranslationError, match=said):
+        read(roll(ep_size=3), world)
 
 
 # --- Lightning ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,223 @@
+"""Units on one axis of the mesh: experts that the model has split, beside dense units on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_net import EXPERTS, RULES, ExpertNet, batch, expert_plan, full, sharded_backward, train_both
+from meshes import mesh_of
+from torch import nn
+
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardingPlan,
+    apply_plan,
+    by_name,
+    full_state_dict,
+    load_checkpoint,
+    plan_model,
+    save_checkpoint,
+    set_gradient_reduction,
+    shard_model,
+)
+from shardkit.memory import estimate
+from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
+
+AXES = ("dp_replicate", "efsdp", "ep")
+
+
+def spec(*shape: int) -> MeshSpec:
+    return MeshSpec(shape, AXES[-len(shape) :])
+
+
+def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
+    plan = expert_plan(ExpertNet(), spec(2, 4, 8))
+    assert (
+        str(plan)
+        .splitlines()[0]
+        .startswith("ShardingPlan: 758 parameters in 5 units on mesh dp_replicate=2 x (efsdp=4 x ep=8), ")
+    )
+    rows = {line.split("  ")[0]: line for line in str(plan).splitlines()}
+    assert rows["layers.0.experts .. layers.1.experts"].endswith("dp_replicate=2 x efsdp=4, split over ep=8")
+    assert rows["layers.0 .. layers.1"].endswith("dp_replicate=2 x efsdp_ep=32")
+    experts, dense = (
+        next(each for each in plan.units if each.name == name) for name in ("layers.0.experts", "layers.0")
+    )
+    assert (plan.mesh_of(experts).shard_size, plan.mesh_of(dense).shard_size) == (4, 32)
+    assert {each.fqn for each in plan.params if each.tensor_parallel} == {
+        f"layers.{layer}.experts.{name}" for layer in range(2) for name in ("weight", "bias")
+    }
+    counts = plan.collectives()
+    assert (counts.all_gathers, counts.reduce_scatters, counts.all_reduces) == (8, 4, 4 + 2)
+    alone = expert_plan(ExpertNet(), spec(2, 1, 32)).collectives()  # each rank has its experts whole
+    assert (alone.all_gathers, alone.reduce_scatters, alone.all_reduces) == (4, 2, 4 + 2)
+
+
+def test_the_mesh_of_a_unit_is_compared_written_and_read() -> None:
+    plan = expert_plan(ExpertNet(), spec(2, 4))
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert ShardingPlan.from_dict(data) == plan
+    assert ShardingPlan.from_dict(data).digest() == plan.digest()
+    everywhere = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, mesh=None) for unit in plan.units))
+    assert everywhere.digest() != plan.digest()
+    assert "unit layers.0.experts: mesh: efsdp" in plan.diff(everywhere)
+    for unit in data["units"]:
+        del unit["mesh"]  # as written before units had one
+    del data["mesh"]["shard_axes"]
+    older = ShardingPlan.from_dict({**data, "mesh": {"shape": [2, 4], "axis_names": ["dp_replicate", "dp_shard"]}})
+    assert older.mesh == MeshSpec.hybrid(2, 4)
+
+
+def test_memory_counts_the_part_of_each_rank() -> None:
+    model = ExpertNet()
+    rows = estimate(expert_plan(model, spec(2, 4)), optimizer="adamw")
+    experts = sum(param.nbytes for layer in model.layers for param in layer.experts.parameters())
+    rest = sum(param.nbytes for param in model.parameters()) - experts
+    states = rows["ZeRO-3"].states
+    assert states["parameters"] == (experts + rest) // 8
+    assert rows["ZeRO-2"].states["parameters"] == experts // 4 + rest
+    held = rows["ZeRO-3"].timeline[0].parameters
+    assert states["parameters"] <= held < states["parameters"] + 8 * 64, "but for padding"
+    assert "replicated (DDP)" not in [row.name for row in rows]
+
+
+def test_an_axis_alone_is_all_ranks() -> None:
+    model = ExpertNet()
+    plan = expert_plan(model, MeshSpec((4,), ("efsdp",)))
+    assert {unit.mesh for unit in plan.units} == {None}
+    assert not any(spec.tensor_parallel for spec in plan.params)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "found"),
+    [
+        (spec(2, 2, 2), "ep", "'ep' is not one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
+        (spec(2, 2), "fsdp", "'fsdp' is not one of the first two axes of efsdp=2 x ep=2"),
+        (spec(2, 2), 1, "is 1. It is a str"),
+    ],
+)
+def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, found: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_model(ExpertNet(), mesh=mesh, units=[by_name("layers.*.experts", mesh=axis)])
+    assert found in str(error.value)
+
+
+def test_rules_on_two_axes_are_refused() -> None:
+    rules = [by_name("layers.0.experts", mesh="efsdp"), by_name("layers.1.experts", mesh="ep")]
+    with pytest.raises(PlanError, match=r"'efsdp', on efsdp=2 x ep=2\. A unit is sharded on all axes that shard, or"):
+        plan_model(ExpertNet(), mesh=spec(2, 2), units=rules)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (2, 1, 2)])
+@distributed(world_size=4, backend="gloo")
+def test_training_is_that_of_one_process(shape, reduction):
+    """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have different numbers."""
+    mesh = mesh_of(shape, *AXES[-len(shape) :])
+    model = ExpertNet().split(mesh["ep"])
+    plan = expert_plan(model, mesh)
+    apply_plan(model, plan, mesh)
+    set_gradient_reduction(model, reduction)
+    with comm_counts() as counts:
+        x, expert = torch.ones(1, 6, dtype=torch.double), torch.zeros(1, dtype=torch.long)
+        model(x, expert).sum().backward()
+    predicted = plan.collectives()
+    assert (counts.all_gathers, counts.reduce_scatters) == (predicted.all_gathers, predicted.reduce_scatters)
+    model.zero_grad()
+    assert train_both(model, ExpertNet()) <= 1e-15
+
+
+@distributed(world_size=4, backend="gloo")
+def test_experts_on_another_dim_than_the_first_train_alike():
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    model = ExpertNet().split(mesh["ep"])
+    rules = [by_name("layers.*.experts", mesh="efsdp", shard_dim=1), RULES[1]]
+    shard_model(model, mesh=mesh, units=rules)
+    assert [place.dim for place in model.layers[0].experts.weight.placements] == [1, 0]
+    assert train_both(model, ExpertNet()) <= 1e-15
+
+
+@distributed(world_size=4, backend="gloo")
+def test_the_written_code_shards_alike():
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    model, by_hand = (ExpertNet().split(mesh["ep"]) for _ in range(2))
+    plan = expert_plan(model, mesh)
+    apply_plan(model, plan, mesh)
+    scope = {"model": by_hand}
+    exec(plan.to_python(), scope)
+    for each in (model, by_hand):
+        each(*batch(dist.get_rank(), 0)).square().sum().backward()
+    scope["reduce_replicated"]()
+    for a, b in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert a.grad.count_nonzero() > 0
+        assert torch.equal(full(a.grad), full(b.grad))
+
+
+@distributed(world_size=4, backend="gloo")
+def test_what_cannot_work_is_refused_on_every_rank():
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    split = ExpertNet().split(mesh["ep"])
+    mixed = ExpertNet().split(mesh["ep"])
+    mixed.layers[1].experts.bias = nn.Parameter(torch.zeros(EXPERTS, 6, dtype=torch.double))
+    made = expert_plan(split, mesh)
+    cases = [
+        (ExpertNet(), {"mesh": mesh, "units": RULES}, "not split over ep, in the unit layers.0.experts on efsdp=2"),
+        (mixed, {"mesh": mesh, "units": RULES}, "layers.1.experts.bias: not split over ep"),
+        (ExpertNet(), {"mesh": mesh, "plan": made}, "not split over ep"),
+        (split, {"mesh": mesh}, "is a DTensor over ep already"),
+        (split, {"units": RULES}, "is a DTensor already"),
+        (split, {"plan": made}, "is a DTensor already"),
+    ]
+    for model, arguments, found in cases:
+        with pytest.raises(PlanError) as error:
+            shard_model(model, **arguments)
+        assert found in str(error.value), str(error.value)
+        assert_same_on_all_ranks(torch.tensor(len(str(error.value))))
+        assert not any(hasattr(module, "unshard") for module in model.modules())
+
+
+@distributed(world_size=4, backend="gloo")
+def test_experts_start_from_the_first_copy_of_each_or_must_be_equal():
+    mesh = mesh_of((2, 2), "efsdp", "ep")
+    same = dist.get_rank() < 2  # of axis efsdp, the first
+    model = ExpertNet(0 if same else 1).split(mesh["ep"])
+    with pytest.raises(PlanError, match=r"layers\.0\.\S+: starts from other values on rank"):
+        shard_model(model, mesh=mesh, units=RULES)
+    shard_model(model, mesh=mesh, units=RULES, sync_module_states=True)
+    whole, expected = full_state_dict(model), ExpertNet(0).state_dict()
+    if dist.get_rank() == 0:
+        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+@distributed(world_size=4, backend="gloo")
+def run_checkpoint(folder: str, shape: tuple[int, ...] | None, load: str, save: str) -> None:
+    model = ExpertNet(seed=len(save))
+    if shape is not None:
+        mesh = mesh_of(shape, *AXES[-len(shape) :])
+        shard_model(model.split(mesh["ep"]), mesh=mesh, units=RULES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if load:
+        load_checkpoint(f"{folder}/{load}", model, optimizer)
+    else:
+        sharded_backward(model, 0)
+        optimizer.step()
+    save_checkpoint(f"{folder}/{save}", model, optimizer)
+
+
+def test_checkpoints_move_between_any_expert_parallelism_bit_for_bit(tmp_path) -> None:
+    for shape, load, save in (
+        ((1, 4), "", "4"),
+        ((2, 2), "4", "2x2"),
+        ((2, 1, 2), "2x2", "2x1x2"),
+        (None, "2x1x2", "plain"),
+    ):
+        run_checkpoint(str(tmp_path), shape, load, save)
+    files = {name: sorted((tmp_path / name).rglob("*.safetensors")) for name in ("4", "2x2", "2x1x2", "plain")}
+    assert len(files["4"]) >= 2, "the model and the optimizer"
+    for name, paths in files.items():
+        assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in files["4"]], name
