@@ -55,6 +55,11 @@ def decoder_of(inner: PreTrainedModel) -> nn.Module:
     return decoder
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, without FSDP2's prefix."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def check(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Raise one PlanError that lists why the model cannot be split over ``group``; local, equal on all ranks."""
     refuse([*_sharding(model, group), *_kind(inner, group.size()), *_layers(inner)])
@@ -79,7 +84,7 @@ def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
 
 
 def _kind(inner: PreTrainedModel, ranks: int) -> Iterator[str]:
-    config, name = text_config(inner), type(inner).__name__
+    config, name = text_config(inner), class_name(inner)
     if config._attn_implementation.startswith(PREFIX):
         yield message(name, "is split already", "A model is split once", "Use what the first call returned")
     if getattr(inner.config, "is_encoder_decoder", False):
@@ -100,8 +105,8 @@ def _layers(inner: PreTrainedModel) -> Iterator[str]:
         rule = f"Layers that can be split are {listing(sorted(LAYERS))}"
         yield message("config.layer_types", f"has {listing(sorted(kinds - LAYERS))}", rule, ADVICE)
     for fqn, module in decoder_of(inner).named_modules():
-        kind = type(module).__name__
+        kind = class_name(module)
         if isinstance(module, CONVOLUTIONS) or RECURRENT.search(kind):
             rule = "Only attention may combine tokens; state and convolutions cross the parts' borders"
-            yield message(fqn, f"a {kind}", rule, ADVICE)
+            yield message(fqn or kind, f"a {kind}", rule, ADVICE)
             return  # one of many layers says it

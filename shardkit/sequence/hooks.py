@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.sequence.attention import Attention, known, positions, register
-from shardkit.sequence.fit import ADVICE, decoder_of, text_config
+from shardkit.sequence.fit import ADVICE, class_name, decoder_of, text_config
 from shardkit.sequence.whole import current, running
 
 
@@ -54,7 +54,7 @@ def set_attention(inner: PreTrainedModel, name: str) -> None:
     if config._attn_implementation != name:
         problem = f"its attention stays {config._attn_implementation!r}"
         rule = "Attention must go through transformers' AttentionInterface"
-        raise PlanError(message(type(inner).__name__, problem, rule, ADVICE))
+        raise PlanError(message(class_name(inner), problem, rule, ADVICE))
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,7 +77,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     if output is not None and whole is not None and kwargs.get("labels") is not None and not whole.loss_called:
         rule = "A loss that shifts labels itself shifts those of a part twice"
         fix = 'Compute it from the logits and labels = part.pop("labels")'
-        raise ShardkitError(message("labels", f"{type(model).__name__} computes its own loss", rule, fix))
+        raise ShardkitError(message("labels", f"{class_name(model)} computes its own loss", rule, fix))
 
 
 def _loss(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

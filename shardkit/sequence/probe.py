@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardkit.errors import PlanError, message
 from shardkit.grads import reset_after_error
 from shardkit.ranks import device_type, groups_of, raise_together
-from shardkit.sequence.fit import ADVICE
+from shardkit.sequence.fit import ADVICE, class_name
 
 if TYPE_CHECKING:
     from shardkit.sequence.attention import Attention
@@ -89,7 +89,7 @@ def compare(
     if wrong > MOST_WRONG:
         shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
         rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
-        problem = PlanError(message(type(model).__name__, shown, rule, ADVICE))
+        problem = PlanError(message(class_name(model), shown, rule, ADVICE))
     raise_together(problem, [sequence.group, *groups_of(model)], PlanError)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -101,3 +102,54 @@ def parity(model: nn.Module, batches: list[list[Batch]], sp: int, **settings: An
     expected = plain_step(plain, [batch for each in batches for batch in each])
     loss = split_step(model, sequence, batches[dist.get_rank() // sp])
     return float((loss - expected).abs() / expected.abs()), difference(model, plain)
+
+
+def vision_language() -> nn.Module:
+    """A tiny Qwen3-VL."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+        "initializer_range": 0.2,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.2,
+    }
+    tokens = dict(zip(("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True))
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=93, **tokens)
+    return transformers.Qwen3VLForConditionalGeneration(config).double()
+
+
+def pictures(seed: int, length: int = 21) -> Batch:
+    """Two rows of text with one image each, of four tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 80, (2, length), generator=generator)
+    for row, start in enumerate((3, 8)):
+        ids[row, start : start + 6] = torch.tensor([92, 90, 90, 90, 90, 93])
+    labels = ids.masked_fill(ids >= 90, -100)
+    labels[:, : 3 + seed] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": torch.randn(32, 96, generator=generator, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        "mm_token_type_ids": (ids == 90).int(),
+        "attention_mask": torch.ones_like(ids),
+    }

@@ -1,16 +1,16 @@
 """Split sequences against one process, on every causal LM of transformers: losses and gradients in float64.
 
-Run by hand: ``python tests/helpers/sweep_sequence.py [--sp 2] [name ...]``. Four ranks: with sp 2, dp is 2. One step of
+Run by hand: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``. One step of
 micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them unsplit. A
 model is equal within 1e-12, refused by name, or a line of its own. CI runs a choice of models, in ``tests/sequence``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -28,7 +28,7 @@ from torch import nn
 
 from shardkit.errors import PlanError
 
-RANKS, SECONDS = 4, 240
+SECONDS = 240
 KINDS = ("odd", "left", "right", "packed")
 
 
@@ -76,17 +76,17 @@ def outcome(name: str, reference: nn.Module, runs: list[str], loss: float, sp: i
     return "equal" if apart < 1e-12 else "near" if apart < 1e-5 else "wrong", apart
 
 
-def ranks(body: Any) -> tuple[str, Any]:
-    """Run ``body`` on four forks of this process; what the first returns, or how the first failed."""
+def ranks(world: int, body: Any) -> tuple[str, Any]:
+    """Run ``body`` on ``world`` forks of this process; what the first returns, or how the first failed."""
     with tempfile.TemporaryDirectory() as folder:
         pids = []
-        for rank in range(RANKS):
+        for rank in range(world):
             pid = os.fork()
             if pid:
                 pids.append(pid)
                 continue
             try:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
                 result = body()
             except BaseException as error:
                 result = ("failed", f"{type(error).__name__}: {str(error)[:600]}")
@@ -105,14 +105,14 @@ def ranks(body: Any) -> tuple[str, Any]:
     return (failed or results or [("hangs", f"after {SECONDS} s")])[0]
 
 
-def main(names: list[str], sp: int) -> None:
+def main(names: list[str], sp: int, dp: int) -> None:
     """Print one line for each model, and the counts."""
     counts, begin = Counter[str](), time.perf_counter()
     for name in names or causal_lms():
         try:
             if is_large(name):
                 raise ValueError("over 30 million parameters")
-            reference, runs, losses = plain(name, RANKS // sp)
+            reference, runs, losses = plain(name, dp)
         except Exception as error:
             print(f"{name}: not built: {type(error).__name__}: {str(error)[:100]}", flush=True)
             counts["not built"] += 1
@@ -120,17 +120,20 @@ def main(names: list[str], sp: int) -> None:
         if not runs:
             counts["does not run in one process"] += 1
             continue
-        kind, detail = ranks(lambda: outcome(name, reference, runs, losses["all"], sp))  # noqa: B023  run at once
+        kind, detail = ranks(sp * dp, lambda: outcome(name, reference, runs, losses["all"], sp))  # noqa: B023  run at once
         counts[kind] += 1
         missing = "" if len(runs) == len(KINDS) else f" (only {', '.join(runs)})"
         print(f"{name}: {kind}{missing}: {detail}", flush=True)
-    print(f"sp {sp}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+    print(f"sp {sp}, dp {dp}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    arguments = sys.argv[1:]
-    size = int(arguments.pop(arguments.index("--sp") + 1)) if "--sp" in arguments else 2
-    main([each for each in arguments if each != "--sp"], size)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sp", type=int, default=2)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    main(given.names, given.sp, given.dp)
