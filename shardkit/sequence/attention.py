@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
-from shardkit.sequence.whole import mask_of_whole
+from shardkit.sequence.whole import counted, mask_of_whole
 
 PREFIX = "ulysses_"
 
@@ -35,9 +35,19 @@ class Call:
 
 @dataclass
 class Attention:
-    """What the attention modules of one model share: the group, whether masks pack, and each module's last call."""
+    """What one model's attention shares, and what was found of the model.
+
+    Attributes:
+        group: the ranks that share a sequence.
+        pad: the id of padding.
+        place: the position ids that the model takes where a batch has none, of inputs, mask and ``pad``.
+        packs: whether masks keep documents apart.
+        calls: each module's last.
+    """
 
     group: dist.ProcessGroup
+    pad: int
+    place: Callable[[Tensor, Tensor | None, int], Tensor] = counted
     packs: bool | None = None
     calls: WeakKeyDictionary[nn.Module, Call] = field(default_factory=WeakKeyDictionary)
 

@@ -21,7 +21,7 @@ from shardkit.sequence.whole import current, running
 def attach(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) -> tuple[Attention, Callable[[], None]]:
     """Split ``inner`` in place; return what its attention shares, and what undoes all of it."""
     before, loss = text_config(inner)._attn_implementation, inner.loss_function
-    attention = Attention(group)
+    attention = Attention(group, getattr(text_config(inner), "pad_token_id", None) or 0)
     set_attention(inner, register(before))
     inner.loss_function = functools.partial(_loss, loss)
     known.update((module, attention) for module in inner.modules())

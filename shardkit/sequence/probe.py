@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shardkit.errors import PlanError, message
 from shardkit.grads import reset_after_error
-from shardkit.ranks import device_type, groups_of, raise_together
+from shardkit.ranks import collective_device, device_type, groups_of
 from shardkit.sequence.fit import ADVICE, class_name
+from shardkit.sequence.whole import counted, masked, offset
 
 if TYPE_CHECKING:
     from shardkit.sequence.attention import Attention
@@ -77,20 +78,20 @@ def wrong_part(sequence: SplitSequence, attention: Attention, found: Tensor, exp
     return float((wrong & real).sum() / real.sum().clamp(min=1))
 
 
-def compare(
+def wrong_anywhere(
     model: nn.Module, sequence: SplitSequence, attention: Attention, batch: dict[str, Tensor], expected: Tensor
-) -> None:
-    """Raise PlanError on all ranks if the split model's logits are not ``expected``. Collective."""
+) -> float:
+    """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over all ranks."""
     part = sequence.split(batch)
     found = logits_of(model, part)
-    attention.packs = part["sequence"].packs if "position_ids" in batch else None
+    if "position_ids" in batch:
+        attention.packs = part["sequence"].packs
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    wrong, problem = wrong_part(sequence, attention, found, expected, mask), None
-    if wrong > MOST_WRONG:
-        shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
-        rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
-        problem = PlanError(message(class_name(model), shown, rule, ADVICE))
-    raise_together(problem, [sequence.group, *groups_of(model)], PlanError)
+    wrong = torch.tensor(wrong_part(sequence, attention, found, expected, mask))
+    for group in [sequence.group, *groups_of(model)]:
+        wrong = wrong.to(collective_device(group))
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
+    return float(wrong)
 
 
 def check(model: nn.Module, config: Any, group: dist.ProcessGroup, split: Callable[[], Split]) -> SplitSequence:
@@ -100,9 +101,38 @@ def check(model: nn.Module, config: Any, group: dist.ProcessGroup, split: Callab
     expected = [logits_of(model, batch) for batch in batches]
     sequence, attention, undo = split()
     try:
-        for batch, logits in zip(batches, expected, strict=True):
-            compare(model, sequence, attention, batch, logits)
+        if real:
+            compare(model, sequence, attention, batches, expected)
     except BaseException:
         undo()
         raise
     return sequence
+
+
+def compare(
+    model: nn.Module,
+    sequence: SplitSequence,
+    attention: Attention,
+    batches: list[dict[str, Tensor]],
+    expected: list[Tensor],
+) -> None:
+    """Find how the model counts positions, and raise PlanError on all ranks if its logits are not ``expected``."""
+    tables = [module for name, module in model.named_modules() if "position" in name.rpartition(".")[2]]
+    roberta = any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables)
+    below = any(getattr(table, "offset", 0) for table in tables)  # else -1 is in no table, on some ranks only
+    for place in (offset,) if roberta else (counted, masked) if below else (counted,):
+        attention.place = place
+        wrong = wrong_anywhere(model, sequence, attention, batches[0], expected[0])
+        if wrong <= MOST_WRONG:
+            break
+    else:
+        _refuse(model, wrong)
+    wrong = wrong_anywhere(model, sequence, attention, batches[1], expected[1])
+    if wrong > MOST_WRONG:
+        _refuse(model, wrong)
+
+
+def _refuse(model: nn.Module, wrong: float) -> None:
+    shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
+    rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
+    raise PlanError(message(class_name(model), shown, rule, ADVICE))

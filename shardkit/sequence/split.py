@@ -102,12 +102,12 @@ class SplitSequence:
         from shardkit.sequence.whole import Whole, pad
 
         inputs = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-        rows, length = inputs.shape[:2]
+        length = inputs.shape[1]
         self._check_batch(batch, inputs)
         by = -length % self._ranks
         full = {name: value for name, value in batch.items() if value is not None}
         if self._cuts_inputs and "position_ids" not in full:
-            full["position_ids"] = torch.arange(length, device=inputs.device).expand(rows, -1)
+            full["position_ids"] = self._attention.place(inputs, full.get("attention_mask"), self._attention.pad)
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
         full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
@@ -117,7 +117,8 @@ class SplitSequence:
         labels = full.get("labels")
         targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
         positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
-        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, self._attention.packs)
+        packs = self._attention.packs if batch.get("position_ids") is not None else False
+        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, packs)
         cut = set(PADDING) if self._cuts_inputs else {"labels", "shift_labels"}
         part = {name: self._part(x, _dim(name)) if name in cut else x for name, x in full.items()}
         return part | {"sequence": whole}

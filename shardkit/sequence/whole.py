@@ -78,7 +78,7 @@ def mask_of_whole(make: Callable[..., Any], *, q_length: int, mask_function: Mas
         whole.packs = _packs(mask_function) if whole.packs is None else whole.packs
         mask_function = _of_whole(mask_function, mask)
         if whole.packs and whole.positions is not None and mask is None:  # as transformers, which ignores one of both
-            positions = whole.positions.to(device)
+            positions = whole.positions.to(device).expand(kwargs["batch_size"], -1)
             documents = _documents(positions, whole.length)
             if documents is not None:
                 pack = masking_utils.packed_sequence_compatibility_function
@@ -132,9 +132,20 @@ def _maker(function: MaskFunction) -> str | None:
     return function.__qualname__.partition(".")[0] if own else None
 
 
-def pad_and_cut(x: Tensor, ranks: int, rank: int, dim: int, value: float) -> Tensor:
-    """Return this rank's part of ``x`` along ``dim``, after padding it with ``value`` to a multiple of the ranks."""
-    return pad(x, -x.shape[dim] % ranks, dim, value).chunk(ranks, dim)[rank].contiguous()
+def counted(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids by place, as most models count them."""
+    return torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
+
+
+def masked(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids that count what the mask shows, and are -1 for the rest, as OPT."""
+    return counted(inputs, mask, first) if mask is None else mask.long().cumsum(1) * mask.long() - 1
+
+
+def offset(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids after that of padding, which count tokens that are not padding, as RoBERTa."""
+    real = (inputs != first).long() if inputs.ndim == 2 else torch.ones_like(inputs[..., 0], dtype=torch.long)
+    return real.cumsum(1) * real + first
 
 
 def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:
