@@ -30,7 +30,7 @@ def batches_of(config: Any, ranks: int) -> list[dict[str, Tensor]]:
     In the first the second row is padded on the left; the second is of documents, of which each part has two.
     """
     length, device = TOKENS * ranks - 1, device_type()
-    configs = [config, *(getattr(config, name) for name in config.sub_configs)]
+    configs = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))]
     special = {x for each in configs for name, x in vars(each).items() if "token" in name and isinstance(x, int)}
     usable = [token for token in range(min(config.get_text_config().vocab_size, 997)) if token not in special]
     ids = torch.tensor([usable[index * 7919 % len(usable)] for index in range(2 * length)], device=device)
