@@ -23,7 +23,9 @@ def compose(seen: Mapping[int, Seen], difference: Difference | None, store: str 
     """
     idle = max(each.idle for each in seen.values())
     problems = [store] if store else []
-    problems += [f"{_ranks(ranks)} {gone}" for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone) if gone]
+    for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone):
+        plural = gone.replace("has ", "have ").replace("is ", "are ")
+        problems += [f"{_ranks(ranks)} {gone if len(ranks) == 1 else plural}"] if gone else []
     if difference is not None and difference.is_certain:
         problems.append(_disagreement(difference))
     elif difference is not None and not problems:

@@ -3,6 +3,9 @@
 ``python tests/helpers/sweep_disagreements.py`` runs every kind, within its time, on two meshes.
 """
 
+import re
+from pathlib import Path
+
 import disagreements
 import pytest
 import torch
@@ -26,6 +29,9 @@ from shardkit.watching.watch import watch_script
 def test_a_disagreement_is_named(kind, tmp_path):
     outcome = disagreements.run(kind, tmp_path)
     assert disagreements.is_named(kind, outcome.report), outcome.output
+    if kind == "skips a unit":  # as the page shows it
+        shown = (Path(__file__).parents[2] / "docs" / "when-ranks-disagree.md").read_text()
+        assert re.sub(r"\d+", "N", outcome.report.splitlines()[0]) in re.sub(r"\d+", "N", shown)
 
 
 def test_a_script_is_watched_without_changes(tmp_path):
@@ -123,6 +129,8 @@ def test_old_calls_are_forgotten_and_numbers_stay():
 def test_a_rank_that_never_came_is_said():
     here = made("a").record(None) | {"line": "train.py:3: step()", "left": False, "failed": False}
     seen = {0: Seen(here), 1: Seen(here), 2: Seen(NOTHING, 9.0, "has not entered the watch")}
+    both = compose(seen | {1: seen[2]}, None)
+    assert both.startswith("watch: ranks 1-2 have not entered the watch. ")
     text = compose(seen, None)
     assert text.startswith("watch: rank 2 has not entered the watch. ")
     assert "\n- ranks 0-1: last call: a; train.py:3: step()\n" in text
