@@ -69,16 +69,18 @@ class Judge:
         whys = [own.why, *(each.why for each in told if each.fate != "exact")]
         return own._replace(fate=worst([own.fate, *(each.fate for each in told)]), why=_sentences(whys))
 
-    def of_import(self, paths: Iterable[str], wraps: bool) -> Verdict:
+    def of_import(self, paths: Iterable[str], wraps: bool, kept: Iterable[str] = ()) -> Verdict:
         """Judge an import. Public names are judged where they are used.
 
         Args:
             paths: what it imports of FSDP1.
             wraps: whether the program wraps a model.
+            kept: what the lines that replace others still use, such as ``MixedPrecision as MP``.
         """
         rows = [row for path in paths if (row := other_row(path)) is not None]
         names = {found[0] for path in paths if (found := public_name(path)) is not None}
-        module = "shardkit.fsdp1 import shard_like_fsdp1" if wraps else "shardkit import FSDPModule"
+        replaced = ", ".join(["shard_like_fsdp1", *kept])  # shardkit.fsdp1 has torch's own objects too
+        module = f"shardkit.fsdp1 import {replaced}" if wraps else "shardkit import FSDPModule"
         why = _sentences(row.sentence for row in rows if row.fate != "mapped")
         topic = rows[0].topic if rows and not names else "names"
         return Verdict(worst(_OF_ROW[row.fate] for row in rows), f"from {module}" if FSDP in names else "", why, topic)

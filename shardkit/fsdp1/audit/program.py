@@ -16,6 +16,7 @@ from shardkit.fsdp1.audit.uses import Uses
 from shardkit.fsdp1.instead import FSDP
 
 MOST_CODE = 100  # characters of a call that are shown
+_NAME = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*(?!\w|=[^=])")  # not attributes, keywords or strings
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")  # as Python counts lines; str.splitlines knows more ends
 OPTIMIZER = re.compile(r"(optim|adam|sgd|adafactor|adagrad|rmsprop|lion|shampoo|muon|lamb|lbfgs|sophia)", re.IGNORECASE)
 
@@ -40,7 +41,9 @@ def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
     judge = Judge(flow, lambda node: _written(node, lines))
     wraps = any(use.wraps for use in uses.found)
     found: list[Found] = [(use.node, use.name, judge.verdict(use), use.likely) for use in uses.found]
-    found += [(node, "import", judge.of_import(paths, wraps), is_likely) for node, paths, is_likely in uses.imports]
+    used = {name for _, _, verdict, _ in found for name in _NAME.findall(verdict.replacement)}
+    for node, paths, is_likely in uses.imports:
+        found.append((node, "import", judge.of_import(paths, wraps, _kept(node, used)), is_likely))
     wrappings = [use.node for use in uses.found if use.name == FSDP and use.kind in ("call", "subclass")]
     for optimizer, wrapping in _built_before(tree, wrappings) if wrappings else ():
         why = f"it would hold the parameters from before line {wrapping.lineno}, and update nothing"
@@ -48,6 +51,11 @@ def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
         found.append((optimizer, "optimizer", verdict, False))
     findings = [_finding(path, lines, each) for each in found]
     return sorted(findings, key=lambda each: (each.line, each.column, each.name)), uses.names_fsdp2
+
+
+def _kept(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
+    names = node.names if isinstance(node, ast.ImportFrom) else ()
+    return [ast.unparse(alias) for alias in names if (alias.asname or alias.name) in used]
 
 
 def _finding(path: str, lines: list[str], found: Found) -> Finding:
