@@ -129,7 +129,10 @@ def checked_layout(
     specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
     if unfit := [f"{name} ({reason})" for name in tensors for reason in _unfit(name, tensors[name], specs[name])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
-        raise CheckpointError(message("tensors", listing(unfit), rule, "Leave them out, or convert them"))
+        fix = "Leave them out, or convert them"
+        if any(local_value(tensor).is_meta for tensor in tensors.values()):
+            fix = "Call shardkit.materialize(model), or load_pretrained, before saving"
+        raise CheckpointError(message("tensors", listing(unfit), rule, fix))
     if unfit := [key for key, text in metadata.items() if not isinstance(key, str) or not isinstance(text, str)]:
         rule = "Metadata maps strings to strings"
         raise CheckpointError(message("metadata", f"{unfit} are not strings", rule, "Use str()"))

@@ -69,14 +69,16 @@ class BudgetPlan:
         return self.chosen.peak
 
     def __str__(self) -> str:
-        used = self.chosen.peak.total / self.budget
-        answer = f"fits {nbytes(self.budget)}: {self.chosen.what}, peak {nbytes(self.chosen.peak.total)} ({used:.1%})"
+        peak = self.chosen.peak.total
+        answer = f"fits {nbytes(self.budget)}: {self.chosen.what}, peak {nbytes(peak)} ({peak / self.budget:.1%})"
+        answer += f", {nbytes(self.budget - peak)} free"
         rows = [["plan", "peak", "step", "exposed", ""]]
         for each in self.weighed:
             verdict = "chosen" if each is self.chosen else "" if each.peak.total <= self.budget else "does not fit"
             seconds = [f"{each.time.total:.3g} s", f"{each.time.exposed:.3g} s"]
             rows.append([each.what, nbytes(each.peak.total), *seconds, verdict])
-        footer = "Times are model estimates for ranking plans, not measurements."
+        footer = "Not counted: fragmentation, NCCL, CUDA's context. Pass a budget of nine tenths of the GPU's memory.\n"
+        footer += "Times are model estimates for ranking plans, not measurements."
         return "\n".join([answer, "", *aligned(rows, left={0, 4}), "", footer])
 
 

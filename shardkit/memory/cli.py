@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimates
+from shardkit.memory.budget import BudgetPlan, Search, parse_bytes
+from shardkit.memory.estimate import Measured, StrategyEstimate, base_plan, buffer_bytes, estimates
+from shardkit.memory.report import plot_timeline
 from shardkit.memory.speed import HARDWARE, scaling_table
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes
 from shardkit.planning.named import named_model
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--param-dtype", type=_dtype, default=torch.bfloat16, help="computes in (default: bfloat16)")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
     parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h100", help="default: %(default)s")
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory of a step of the plan, such as step.png")
     parser.add_argument("--scaling", action="store_true", help="and a table of 8 to 16,384 ranks")
     return parser
 
@@ -50,11 +52,14 @@ def run(options: argparse.Namespace) -> int:
     measured = None if batch is None else Measured(model, plan, batch, None)  # shared, since tracing takes longest
     optimizer = OptimizerBytes.of(options.optimizer)
     rows = estimates(plan, optimizer, options.ranks_per_node, buffer_bytes(model), measured)
+    shown: StrategyEstimate | BudgetPlan = rows["ZeRO-3"]
     hardware = replace(HARDWARE[options.hardware], ranks_per_node=options.ranks_per_node)
     if options.budget and measured:
         choice = Search(measured, optimizer, hardware, parse_bytes(options.budget)).choose()
-        plan = choice.plan
+        plan, shown = choice.plan, choice
         print(choice, end="\n\n")
+    if options.plot:
+        plot_timeline(shown, options.plot, budget=options.budget)
     print(plan, end="\n\n")
     print(rows)
     if options.scaling and batch is not None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, manifest
+from shardkit.checkpoint import directory, manifest, save_checkpoint
 from shardkit.checkpoint.manifest import FileEntry, Manifest
 from shardkit.checkpoint.save import check_destination
 from shardkit.errors import CheckpointError
@@ -231,3 +231,11 @@ def test_killed_while_a_checkpoint_is_deleted_the_next_save_goes_on(deleted, tmp
 def test_keep_counts_checkpoints(keep):
     with pytest.raises(CheckpointError, match="keep: is"):
         check_destination(Path("a"), "safetensors", False, keep)
+
+
+def test_a_model_on_meta_is_told_to_materialize(tmp_path):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"on the meta device.*shardkit\.materialize\(model\), or"):
+        save_checkpoint(tmp_path / "step-1", model)
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -28,9 +29,13 @@ def config(tmp_path):
     return str(path)
 
 
-def test_what_fits_and_what_it_costs(config, capsys):
-    assert main(["plan", config, "--world", "16", "--budget", "900KiB", "--batch", "2x64", "--scaling"]) == 0
+def test_what_fits_and_what_it_costs(config, tmp_path, capsys):
+    picture = tmp_path / "step.png"
+    options = ["--world", "16", "--budget", "900KiB", "--batch", "2x64", "--scaling", "--plot", str(picture)]
+    assert main(["plan", config, *options]) == 0
+    assert picture.stat().st_size > 1000
     shown = capsys.readouterr().out
+    assert re.search(r"peak 8\d\d\.\d KiB \(9\d\.\d%\), \d+\.\d KiB free\n", shown)
     assert shown.startswith("fits 900.0 KiB: ")
     assert "blocks recomputed" in shown
     assert "ShardingPlan: " in shown

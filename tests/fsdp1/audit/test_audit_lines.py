@@ -240,3 +240,19 @@ def test_a_form_feed_is_no_line_end_and_a_long_call_is_shortened():
     assert found.code.startswith("model.clip_grad_norm_(1 + 1")
     assert found.code.endswith(" ...")
     assert len(found.code) == 100
+
+
+def test_the_import_line_keeps_what_the_other_lines_still_use():
+    program = """
+        import torch
+        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, MixedPrecision as MP
+        from torch.distributed.fsdp import ShardingStrategy
+
+        model = FSDP(net, sharding_strategy=ShardingStrategy.FULL_SHARD, mixed_precision=MP(torch.float16))
+    """
+    found, _ = findings_of("program.py", textwrap.dedent(program))
+    assert [each.replacement for each in found] == [
+        "from shardkit.fsdp1 import shard_like_fsdp1, MixedPrecision as MP",
+        "",
+        'shard_like_fsdp1(net, sharding_strategy="FULL_SHARD", mixed_precision=MP(torch.float16))',
+    ]
