@@ -11,7 +11,11 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 SIGNATURES = re.compile(r"^```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-PACKAGE = re.compile(r"^## (shardkit\.\w+)$", re.MULTILINE)
+PACKAGES = {  # by the text that names what they export
+    "shardkit": (ROOT / "shardkit" / "__init__.pyi").read_text(),
+    **{f"shardkit.{path.parent.name}": path.read_text() for path in sorted(ROOT.glob("shardkit/[a-z]*/__init__.py"))},
+}
+HEADING = re.compile(r"^## (shardkit\.\w+)$", re.MULTILINE)
 
 
 def on_files(files, config):
@@ -38,7 +42,7 @@ def on_page_content(html, page, config, files):
 
 def documented(markdown):
     """Return the page with a mkdocstrings directive for each function or class that a ``text`` block shows."""
-    package, parts = "shardkit", PACKAGE.split(markdown)
+    package, parts = "shardkit", HEADING.split(markdown)
     for i, part in enumerate(parts):
         package = part if i % 2 else package
         parts[i] = f"## {part}" if i % 2 else SIGNATURES.sub(lambda block: directives(package, block[1]), part)  # noqa: B023
@@ -48,4 +52,10 @@ def documented(markdown):
 def directives(package, signatures):
     """Return the directives of a block; methods are shown with their class."""
     names = [name for name in re.findall(r"^([\w.]+)", signatures, re.MULTILINE) if "." not in name]
-    return "".join(f"::: {package}.{name}\n\n" for name in names)
+    return "".join(f"::: {home(name, package)}.{name}\n\n" for name in names)
+
+
+def home(name, package):
+    """Return the package that exports a name: the section's own first."""
+    order = [package, *PACKAGES]
+    return next(each for each in order if re.search(rf"\b{name}\b", PACKAGES[each]))
