@@ -29,6 +29,7 @@ from shardkit.grads.accumulate import accumulate as accumulate
 from shardkit.meta import init_on_meta as init_on_meta, materialize as materialize
 from shardkit.optim import check_optimizer as check_optimizer, optimizer_in_backward as optimizer_in_backward
 from shardkit.optim import step_on_local_shards as step_on_local_shards
+from shardkit.optim import step_on_whole_matrices as step_on_whole_matrices
 from shardkit.plan import MeshSpec as MeshSpec, ShardUnit as ShardUnit, ShardingPlan as ShardingPlan
 from shardkit.planning.rules import by_class as by_class, by_name as by_name, by_size as by_size, group as group
 from shardkit.sharded.skipped import take_part as take_part

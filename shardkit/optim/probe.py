@@ -37,10 +37,6 @@ SHAPES: dict[int, list[tuple[int, ...]]] = {
 RELATIVE = 1e-4
 LR = 0.01  # so that parameters move even where a warmup begins with 0
 
-# Not element-wise, but its step on DTensors is right (torch 2.13; test_optim_classes.py). Adafactor, LBFGS, Lamb,
-# CAME, Prodigy and bitsandbytes' optimizers fail there.
-RUNS_ON_DTENSORS = ("Muon",)
-
 Group = dict[str, Any]
 # What each copy holds of a tensor: all of it, or one of the two parts that torch.chunk makes.
 PARTS: list[Callable[[Tensor], Tensor]] = [lambda t: t, lambda t: t.chunk(2)[0], lambda t: t.chunk(2)[1]]
@@ -59,11 +55,54 @@ def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
         fix = "If its update is element-wise, pass elementwise=True"
         raise ShardkitError(message("optimizer", problem, rule, fix)) from error
     if found is not None:
-        torchs = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")]
-        runs = any(base in RUNS_ON_DTENSORS for base in torchs)
-        fix = "Step it as it is, on DTensors" if runs else "Use an element-wise one, such as AdamW, Lion or SGD"
+        whole = _is_separable(optimizer)
+        fix = (
+            "Call step_on_whole_matrices(optimizer)" if whole else "Use an element-wise one, such as AdamW, Lion or SGD"
+        )
         problem = f"is {name}, whose {found!r} for a tensor differs from that for its halves"
         raise ShardkitError(message("optimizer", problem, rule, fix))
+
+
+def check_separable(optimizer: Optimizer, slices: bool) -> None:
+    """Raise unless the optimizer steps each parameter, or with ``slices`` each matrix, by itself. Local, pure."""
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    rule = "An owner steps its matrices without those of others"
+    fix = "Use an optimizer that steps each parameter by itself, such as Muon, Adafactor or AdamW"
+    try:
+        found = _coupled(optimizer, slices)
+    except Exception as error:  # whatever a class raises that cannot step plain copies
+        problem = f"is {name}, which cannot be tried on small plain tensors: {type(error).__name__}: {error}"
+        raise ShardkitError(message("optimizer", problem, rule, fix)) from error
+    if found is not None:
+        problem = f"is {name}, whose {found!r} for a tensor depends on its other tensors"
+        raise ShardkitError(message("optimizer", problem, rule, fix))
+
+
+def _is_separable(optimizer: Optimizer) -> bool:
+    try:
+        return _coupled(optimizer, slices=False) is None
+    except Exception:  # as in check_separable
+        return False
+
+
+def _coupled(optimizer: Optimizer, slices: bool) -> str | None:
+    """Return what differs where parameters are stepped apart, or None. Local."""
+
+    def stood_in(param: Any) -> Any:
+        return torch.empty(param.shape[1:], device="meta") if slices and param.ndim == 3 else param
+
+    all_groups = [{**group, "params": [*map(stood_in, group["params"])]} for group in optimizer.param_groups]
+    groups = list({_kind(group): group for group in all_groups}.values())
+    with _undisturbed({device.index for device in map(_device, groups) if device.type == "cuda"}):
+        joint = _step_copy(optimizer, groups, PARTS[0], {}, slice(None))
+        for kept in (slice(0, 1), slice(1, None)):
+            for (i, *rest), value in _step_copy(optimizer, groups, PARTS[0], {}, kept).items():
+                place = (rest[0] + kept.start, *rest[1:]) if isinstance(rest[0], int) else tuple(rest)
+                other = joint.get((i, *place))
+                pair = (value[0], other[0]) if isinstance(value, tuple) and isinstance(other, tuple) else (value, other)
+                if not _is_close(*pair):
+                    return str(rest[-1])
+    return None
 
 
 def difference(optimizer: Optimizer) -> str | None:
@@ -121,15 +160,19 @@ def _device(group: Group) -> torch.device:
 
 
 def _step_copy(
-    optimizer: Optimizer, groups: list[Group], part: Callable[[Tensor], Tensor], options: dict[str, float]
+    optimizer: Optimizer,
+    groups: list[Group],
+    part: Callable[[Tensor], Tensor],
+    options: dict[str, float],
+    kept: slice | None = None,
 ) -> dict[tuple[Any, ...], Any]:
     """Step a copy that holds parts of small tensors; return parameter updates, state and the numbers of its groups."""
-    starts = [_values(group, part, 0) for group in groups]
+    starts = [_values(group, part, 0, kept) for group in groups]
     copied = _copy(optimizer, groups, starts, options)
     closure = [lambda: torch.zeros(())] if "closure" in inspect.signature(copied.step).parameters else []
     for step in range(1, STEPS + 1):
-        for group in copied.param_groups:
-            for param, grad in zip(group["params"], _values(group, part, step), strict=True):
+        for group, each in zip(copied.param_groups, groups, strict=True):
+            for param, grad in zip(group["params"], _values(each, part, step, kept), strict=True):
                 param.grad = grad
         copied.step(*closure)
     found: dict[tuple[Any, ...], Any] = {}
@@ -141,15 +184,19 @@ def _step_copy(
     return found
 
 
-def _values(group: Group, part: Callable[[Tensor], Tensor], seed: int) -> list[Tensor]:
-    """Return parts of random tensors of the group's shapes, small at the beginning and large at the end."""
+def _values(group: Group, part: Callable[[Tensor], Tensor], seed: int, kept: slice | None = None) -> list[Tensor]:
+    """Return parts of random tensors of the group's shapes, small at the beginning and large at the end.
+
+    With ``kept``, that slice of a list with two of the first shape of each number of dims.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = []
-    for shape in [shape for ndim in _ndims(group) for shape in SHAPES[ndim]]:
+    shapes = [shape for ndim in _ndims(group) for shape in (SHAPES[ndim] if kept is None else SHAPES[ndim][:1] * 2)]
+    for shape in shapes:
         whole = torch.randn(shape, generator=generator, device="cpu")
         whole.mul_(torch.linspace(0.2, 4, len(whole), device="cpu").reshape(-1, *[1] * (whole.ndim - 1)))
         values.append(part(whole).to(_device(group), copy=True).contiguous())
-    return values
+    return values if kept is None else values[kept]
 
 
 def _copy(optimizer: Optimizer, groups: list[Group], starts: list[list[Tensor]], options: dict[str, float]) -> Any:

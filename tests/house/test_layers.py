@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"reach"},
     "grads": STATE | {"sharded"},
-    "optim": STATE | {"sharded"},
+    "optim": STATE | {"sharded", "state"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it

@@ -88,6 +88,7 @@ NAMES = OF_TORCH | {
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "step_on_local_shards",
+    "step_on_whole_matrices",
     "take_part",
     "training_mesh",
     "translate_fsdp1",

@@ -113,14 +113,20 @@ def test_torchs_own_classes_collect_what_they_step_on(name):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Lamb(params()), r"^optimizer: is test_optim_classes\.Lamb, whose 'update' .* Use an element-wise one"),
+        (
+            lambda: Lamb(params()),
+            r"^optimizer: is test_optim_classes\.Lamb, whose 'update' .* Call step_on_whole_matrices",
+        ),
         (
             lambda: Blockwise(params()),
-            r"^optimizer: is test_optim_classes\.Blockwise, whose 'update' .* Use an ",
+            r"^optimizer: is test_optim_classes\.Blockwise, whose 'update' .* Call step_on_whole_matrices",
         ),
-        (lambda: torch.optim.Muon(params()), r"^optimizer: is .*Muon, whose .* Step it as it is, on DTensors\.$"),
+        (
+            lambda: torch.optim.Muon(params()),
+            r"^optimizer: is .*Muon, whose .* Call step_on_whole_matrices\(optimizer\)\.$",
+        ),
         (lambda: torch.optim.LBFGS(params()), r"^optimizer: is .*LBFGS, .* Use an element-wise one, such as AdamW"),
-        (lambda: torch.optim.Adafactor(params()), r"^optimizer: is .*Adafactor, .* Use an element-wise one"),
+        (lambda: torch.optim.Adafactor(params()), r"^optimizer: is .*Adafactor, .* Call step_on_whole_matrices"),
     ],
 )
 def test_what_is_not_elementwise_is_caught_whatever_was_said(make, text, vouched):

@@ -1,0 +1,221 @@
+"""step_on_whole_matrices: the bits of the step on the unsharded model, in any world, and state that any world loads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+    step_on_local_shards,
+    step_on_whole_matrices,
+)
+from shardkit.errors import ShardkitError
+from shardkit.testing import distributed, fake_world
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, uneven over 4 ranks, one sharded on dim 1, and experts of three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((8, 6), (5, 7), (12, 8), (3, 2)))
+        self.experts = nn.Parameter(torch.randn(3, 8, 6))
+        self.wide = nn.Parameter(torch.randn(2, 6, 8))
+        self.norm = nn.Parameter(torch.ones(9))
+
+
+def build(shape: tuple[int, ...] | None, dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    if shape is not None:
+        across = {net.layers[2].weight: Shard(1), net.wide: Shard(2)}
+        fully_shard(net, mesh=mesh_of(shape), shard_placement_fn=across.get)
+    return net
+
+
+class PerTensor(torch.optim.Optimizer):
+    """Scales by the norms of the whole tensor; state of its shape, of other shapes, in a list, and a number."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(p), "factors": [p.new_zeros(n) for n in p.shape]}
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.5)
+                for dim, factor in enumerate(state["factors"]):
+                    factor.add_(p.grad.square().transpose(0, dim).flatten(1).sum(1) if p.ndim > 1 else p.grad.square())
+                p.add_(state["mean"] / state["mean"].norm(), alpha=-group["lr"] / state["step"])
+
+
+def muon(net: Net) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Muon([layer.weight for layer in net.layers], lr=0.02, weight_decay=0.1)
+    optimizer.add_param_group({"params": [net.experts, net.wide], "lr": 0.05})
+    return optimizer
+
+
+def muon_by_hand(net: Net) -> torch.optim.Optimizer:
+    """The same on the plain net, whose experts are matrices of their own."""
+    optimizer = torch.optim.Muon([layer.weight for layer in net.layers], lr=0.02, weight_decay=0.1)
+    slices = [nn.Parameter(each) for stack in (net.experts, net.wide) for each in stack.detach()]  # views
+    optimizer.add_param_group({"params": slices, "lr": 0.05})
+    return optimizer
+
+
+MAKE = {
+    "Muon": (muon, muon_by_hand),
+    "Adafactor": (lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05),) * 2,
+    "PerTensor": (lambda net: PerTensor(net.parameters()),) * 2,
+}
+
+
+def give_grads(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for name, param in net.named_parameters():
+        full = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        if name == "layers.3.weight" and step == 1:
+            param.grad = None
+            continue
+        param.grad = full
+        if isinstance(param, DTensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            param.grad = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def run(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        give_grads(net, step)
+        slices = [p for group in optimizer.param_groups[1:] for p in group["params"] if p.ndim == 2]
+        for each, grad in zip(
+            slices, [g for p in (net.experts, net.wide) for g in p.grad] if slices else [], strict=True
+        ):
+            each.grad = grad
+        optimizer.step()
+
+
+def full(net: nn.Module) -> dict[str, Tensor]:
+    return full_state_dict(net, rank0_only=False)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("name", MAKE)
+@distributed(world_size=4, backend="gloo")
+def test_the_bits_of_the_unsharded_step(name):
+    for shape in ((4,), (2, 2)):
+        net, plain = build(shape), build(None)
+        ours, theirs = step_on_whole_matrices(MAKE[name][0](net), slices=name == "Muon"), MAKE[name][1](plain)
+        before = full(net)
+        run(net, ours, range(4))
+        run(plain, theirs, range(4))
+        found = full(net)
+        for fqn, value in plain.state_dict().items():
+            assert torch.equal(found[fqn], value), fqn
+            assert (name == "Muon" and fqn == "norm") or not torch.equal(value, before[fqn]), fqn
+        state = full_optimizer_state_dict(net, ours, rank0_only=False)["state"]
+        for fqn, param in plain.named_parameters():
+            if param in theirs.state:
+                assert same(state[fqn], theirs.state[param]), fqn
+
+
+@pytest.mark.parametrize("name", MAKE)
+@distributed(world_size=4, backend="gloo")
+def test_saved_and_resumed_on_other_meshes(name, tmp_path):
+    net = build((4,))
+    ours = step_on_whole_matrices(MAKE[name][0](net), slices=name == "Muon")
+    run(net, ours, range(2))
+    save_checkpoint(tmp_path / "c", net, ours)
+    run(net, ours, range(2, 4))
+    for shape in ((2, 2), None):
+        other = build(shape)
+        resumed = step_on_whole_matrices(MAKE[name][0](other), slices=name == "Muon")
+        load_checkpoint(tmp_path / "c", other, resumed)
+        run(other, resumed, range(2, 4))
+        assert same(full(other), full(net))
+        assert same(
+            *(full_optimizer_state_dict(n, o, rank0_only=False)["state"] for n, o in ((net, ours), (other, resumed)))
+        )
+
+
+@distributed(world_size=4, backend="gloo")
+def test_each_rank_works_on_its_share_and_errors_are_everyones():
+    worked = []
+
+    class Noting(PerTensor):
+        def step(self, closure=None):
+            worked.extend(p.shape for group in self.param_groups for p in group["params"])
+            if len(worked) > 1000:
+                raise RuntimeError("one owner fails")
+            super().step()
+
+    net = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(8))
+    block = nn.Sequential(nn.Identity())
+    block.params = net
+    fully_shard(block, mesh=mesh_of((4,)))
+    optimizer = step_on_whole_matrices(Noting(block.parameters()))
+    worked.clear()
+    give_grads(block, 0)
+    optimizer.step()
+    assert worked == [(8, 8)] * 2
+    if torch.distributed.get_rank() == 2:
+        worked.extend([()] * 1000)
+    before = full(block)
+    with pytest.raises(ShardkitError if torch.distributed.get_rank() != 2 else Exception, match="one owner fails"):
+        optimizer.step()
+    assert same(full(block), before)
+
+
+@fake_world(4)
+def test_what_steps_parameters_together_is_refused():
+    class ClipsAll(PerTensor):
+        @torch.no_grad()
+        def step(self, closure=None):
+            norm = sum(p.grad.square().sum() for group in self.param_groups for p in group["params"]).sqrt()
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / norm, alpha=0.1)
+
+    class Counts(PerTensor):
+        def step(self, closure=None):
+            super().step()
+            self.param_groups[0]["lr"] *= 0.5
+
+    params = [nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(ShardkitError, match="'update' for a tensor depends on its other tensors"):
+        step_on_whole_matrices(ClipsAll(params))
+    with pytest.raises(ShardkitError, match="depends on its other tensors"):
+        step_on_whole_matrices(torch.optim.LBFGS(params))
+    with pytest.raises(ShardkitError, match="steps on local shards already"):
+        step_on_whole_matrices(step_on_local_shards(torch.optim.SGD(params)))
+    counting = step_on_whole_matrices(Counts(params))
+    params[0].grad = torch.ones(4, 4)
+    with pytest.raises(ShardkitError, match="its step changed lr of its groups"):
+        counting.step()
+    assert counting.param_groups[0]["lr"] == 0.1
+    for copied in (copy.deepcopy(step_on_whole_matrices(torch.optim.Muon(params, lr=0.1))),):
+        again = pickle.loads(pickle.dumps(copied))
+        assert type(again) is type(copied)
