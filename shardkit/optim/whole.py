@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardkit._torch import counts_for_schedulers, local_tensor, note_step, tree_leaves, tree_map
+from shardkit._torch import counts_for_schedulers, is_wrapper, local_tensor, note_step, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.local import hooked, subclass
 from shardkit.optim.probe import check_separable
@@ -360,6 +360,10 @@ class _Described:
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
+    if is_wrapper(leaf):
+        rule = "State is sent and stored in parts, which a tensor subclass may not have"
+        problem, fix = f"its state is of {type(leaf).__name__}", "Step it on DTensors, as it is"
+        raise ShardkitError(message("optimizer", problem, rule, fix))
     return _Described(leaf.shape, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
 
 

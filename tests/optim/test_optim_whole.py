@@ -219,3 +219,15 @@ def test_what_steps_parameters_together_is_refused():
     for copied in (copy.deepcopy(step_on_whole_matrices(torch.optim.Muon(params, lr=0.1))),):
         again = pickle.loads(pickle.dumps(copied))
         assert type(again) is type(copied)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_state_of_tensor_subclasses_is_refused_on_every_rank():
+    torchao = pytest.importorskip("torchao.optim")
+    net = fully_shard(nn.Sequential(nn.Linear(128, 64)), mesh=mesh_of((2,)))
+    optimizer = step_on_whole_matrices(torchao.AdamW8bit(net.parameters()))
+    give_grads(net, 0)
+    before = full(net)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ShardkitError, match="its state is of OptimState8bit"):
+        optimizer.step()
+    assert same(full(net), before)
