@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from shardkit._torch import counts_for_schedulers, is_wrapper, local_tensor, note_step, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.local import hooked, subclass
+from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
 from shardkit.optim.probe import check_separable
 from shardkit.ranks import all_gather_bytes, collective_device, together
 from shardkit.shards import around
 from shardkit.state.wire import Parcel, copy_into, exchange
 
-BUCKET_BYTES = 1 << 26  # of parameters, on each rank
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
@@ -91,7 +89,7 @@ def _whole_class(base: Any) -> Any:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            for bucket in _buckets(self):
+            for bucket in buckets(self):
                 _step_bucket(inner, self, bucket)
         return loss
 
@@ -106,136 +104,10 @@ def _restored(base: Any) -> Any:
     return cls.__new__(cls)
 
 
-# ---- who owns what -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks that a parameter is sharded over: an axis of its mesh, or this rank alone."""
-
-    mesh: DeviceMesh | None = None
-    axis: int | None = None
-
-    @property
-    def size(self) -> int:
-        return 1 if self.axis is None or self.mesh is None else self.mesh.size(self.axis)
-
-    @property
-    def here(self) -> int:
-        return 0 if self.axis is None or self.mesh is None else self.mesh.get_local_rank(self.axis)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How a stored tensor, or one of its slices, is cut over ranks."""
-
-    dim: int | None  # of the stored tensor; None: every rank has all of it
-    length: int  # of that dim
-    ranks: int
-    index: int | None = None  # of a slice along the first dim
-
-    def bounds(self, peer: int) -> tuple[int, int]:
-        """Return where a rank's part begins and ends, as torch.chunk splits."""
-        step = -(-self.length // self.ranks)
-        return min(step * peer, self.length), min(step * (peer + 1), self.length)
-
-    def of_whole(self, whole: Tensor, peer: int) -> Tensor:
-        """Return the part of a whole matrix that a rank stores, as a view."""
-        if self.dim is None:
-            return whole
-        start, stop = self.bounds(peer)
-        if self.index is None:
-            return whole.narrow(self.dim, start, stop - start)
-        if self.dim == 0:
-            return whole if start <= self.index < stop else whole[:0]
-        return whole.narrow(self.dim - 1, start, stop - start)
-
-    def of_stored(self, local: Tensor, rank: int) -> Tensor:
-        """Return the same part of what this rank stores, as a view."""
-        if self.index is None:
-            return local
-        if self.dim != 0:
-            return local[self.index]
-        start, stop = self.bounds(rank)
-        return local[self.index - start] if start <= self.index < stop else local[:0].flatten()
-
-
-@dataclass(eq=False)
-class _Matrix:
-    """A parameter, or a slice of one, in one step."""
-
-    param: Tensor
-    group: int
-    index: int | None
-    owner: int = 0
-    whole: Any = None  # on the owner: the parameter to step
-    state: Any = None  # on the owner: its state
-
-
-@dataclass
-class _Bucket:
-    ranks: _Ranks
-    matrices: list[_Matrix] = field(default_factory=list)
-    bytes: int = 0
-
-
-def _buckets(optimizer: Any) -> list[_Bucket]:
-    """Return the matrices that have a gradient, with owners; the same on every rank. Local."""
-    done: list[_Bucket] = []
-    filling: dict[_Ranks, _Bucket] = {}
-    loads: dict[_Ranks, list[int]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            ranks = _ranks_of(param)
-            bucket = filling.setdefault(ranks, _Bucket(ranks))
-            if bucket.bytes > BUCKET_BYTES * ranks.size:
-                done.append(bucket)
-                bucket = filling[ranks] = _Bucket(ranks)
-            sliced = optimizer.slices and param.ndim == 3
-            bucket.matrices += [_Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])]
-            bucket.bytes += param.numel() * param.element_size()
-    for bucket in (*done, *filling.values()):
-        _choose_owners(bucket, loads.setdefault(bucket.ranks, [0] * bucket.ranks.size))
-    return [*done, *filling.values()]
-
-
-def _choose_owners(bucket: _Bucket, loads: list[int]) -> None:
-    """Give each matrix, the most costly first, to the rank with the least work so far."""
-
-    def cost(matrix: _Matrix) -> int:
-        shape = matrix.param.shape if matrix.index is None else matrix.param.shape[1:]
-        return math.prod(shape) * min(shape[-2:], default=1)
-
-    for matrix in sorted(bucket.matrices, key=cost, reverse=True):
-        matrix.owner = loads.index(min(loads))
-        loads[matrix.owner] += cost(matrix)
-
-
-def _ranks_of(param: Tensor) -> _Ranks:
-    if not isinstance(param, DTensor):
-        return _Ranks()
-    mesh = param.device_mesh
-    cut = [axis for axis, place in enumerate(param.placements) if not place.is_replicate() and mesh.size(axis) > 1]
-    if len(cut) > 1 or any(type(param.placements[axis]) is not Shard for axis in cut):
-        problem = f"a parameter of shape {tuple(param.shape)} has placements {param.placements}"
-        rule = "step_on_whole_matrices gathers along one axis of the mesh"
-        fix = "Step it with an element-wise optimizer, such as AdamW"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
-    return _Ranks(mesh, cut[0] if cut else None)
-
-
-def _cut_of(tensor: Tensor, ranks: _Ranks, index: int | None) -> _Cut:
-    place = tensor.placements[ranks.axis] if isinstance(tensor, DTensor) and ranks.axis is not None else None
-    dim = getattr(place, "dim", None)
-    return _Cut(dim, 0 if dim is None else tensor.shape[dim], ranks.size, index)
-
-
 # ---- one bucket --------------------------------------------------------------------------------------------------
 
 
-def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: _Bucket) -> None:
+def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: Bucket) -> None:
     """Gather to the owners, step, and write what they computed. Collective over the bucket's ranks."""
     ranks, mesh = bucket.ranks, bucket.ranks.mesh
     groups = [group for group in mesh.get_all_groups() if group.size() > 1] if mesh is not None else []
@@ -253,16 +125,16 @@ def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: _Bucket) -> 
     _scatter(optimizer, bucket, found)
 
 
-def _gather(optimizer: Any, bucket: _Bucket) -> None:
+def _gather(optimizer: Any, bucket: Bucket) -> None:
     """Fill the owners' whole parameters, gradients and state."""
     ranks, here = bucket.ranks, bucket.ranks.here
     out, into = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
     for matrix in bucket.matrices:
 
-        def whole_of(stored: Any, matrix: _Matrix = matrix) -> Any:
+        def whole_of(stored: Any, matrix: Matrix = matrix) -> Any:
             if not isinstance(stored, Tensor) or not stored.ndim:
                 return stored
-            cut = _cut_of(stored, ranks, matrix.index)
+            cut = cut_of(stored, ranks, matrix.index)
             part = cut.of_stored(_local(stored), here)
             if matrix.owner != here:
                 out[matrix.owner] += [(part, part.dtype)] * (cut.dim is not None)
@@ -281,14 +153,14 @@ def _gather(optimizer: Any, bucket: _Bucket) -> None:
     _exchange(bucket, out, into)
 
 
-def _exchange(bucket: _Bucket, out: Mapping[int, Parcel], into: Mapping[int, Parcel]) -> None:
+def _exchange(bucket: Bucket, out: Mapping[int, Parcel], into: Mapping[int, Parcel]) -> None:
     ranks = bucket.ranks
     if ranks.axis is not None and ranks.mesh is not None:
         group, device = ranks.mesh.get_group(ranks.axis), _local(bucket.matrices[0].param).device
         exchange(out, into, group, device if device.type != "cpu" else torch.device(collective_device(group)))
 
 
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix]) -> None:
+def _run(inner: Callable[..., Any], optimizer: Any, mine: list[Matrix]) -> None:
     """Step the whole matrices of this rank with the optimizer's options. Local."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = [
@@ -317,14 +189,14 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             yield key
 
 
-def _scatter(optimizer: Any, bucket: _Bucket, found: dict[_Matrix, Any]) -> None:
+def _scatter(optimizer: Any, bucket: Bucket, found: dict[Matrix, Any]) -> None:
     """Write parameters and state of all ranks from the owners' results."""
     ranks, here = bucket.ranks, bucket.ranks.here
     out, into = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
     for matrix in bucket.matrices:
 
-        def write(stored: Tensor, whole: Tensor | None, matrix: _Matrix = matrix) -> None:
-            cut = _cut_of(stored, ranks, matrix.index)
+        def write(stored: Tensor, whole: Tensor | None, matrix: Matrix = matrix) -> None:
+            cut = cut_of(stored, ranks, matrix.index)
             part = cut.of_stored(_local(stored), here)
             if whole is None:
                 into[matrix.owner].append((part, part.dtype))
@@ -371,7 +243,7 @@ def _by_key(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: state[key] for key in sorted(state, key=str)}  # in one order on all ranks
 
 
-def _rooms(optimizer: Any, matrix: _Matrix, ranks: _Ranks, described: Any) -> Any:
+def _rooms(optimizer: Any, matrix: Matrix, ranks: Ranks, described: Any) -> Any:
     """Give a parameter state of the described form, in the memory that it has where that fits, and return it. Local."""
     old, new = tree_leaves(_by_key(optimizer.state.get(matrix.param, {}))), tree_leaves(described)
     before = iter(old if len(old) == len(new) else [None] * len(new))
@@ -391,7 +263,7 @@ def _rooms(optimizer: Any, matrix: _Matrix, ranks: _Ranks, described: Any) -> An
     return made
 
 
-def _room(matrix: _Matrix, ranks: _Ranks, leaf: _Described, held: Any, device: torch.device) -> Tensor:
+def _room(matrix: Matrix, ranks: Ranks, leaf: _Described, held: Any, device: torch.device) -> Tensor:
     param = matrix.param
     shape = leaf.shape if matrix.index is None else torch.Size([len(param), *leaf.shape])
     if matrix.index is not None and shape != param.shape:
@@ -407,7 +279,7 @@ def _room(matrix: _Matrix, ranks: _Ranks, leaf: _Described, held: Any, device: t
         return torch.empty(shape, dtype=leaf.dtype, device=device)
     like = torch.empty(shape, device="meta")
     dim = None if ranks.axis is None else wanted[ranks.axis].dim  # type: ignore[attr-defined]
-    part = _Cut(dim, 0 if dim is None else shape[dim], ranks.size).of_whole(like, ranks.here)
+    part = Cut(dim, 0 if dim is None else shape[dim], ranks.size).of_whole(like, ranks.here)
     local = torch.empty(part.shape, dtype=leaf.dtype, device=device)
     return around(local, param.device_mesh, wanted, shape, like.stride())
 
