@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -290,10 +291,10 @@ def run_case(name: str) -> None:
     CASES[name]()
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     """Print one line for each case."""
     with RankPool(4, timeout=300) as pool:
-        for name in CASES:
+        for name in names or CASES:
             try:
                 pool.run(run_case, name)
                 print(f"{name}: exact", flush=True)
@@ -302,4 +303,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

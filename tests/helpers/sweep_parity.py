@@ -2,6 +2,7 @@
 
 Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...]``. Every base model of
 ``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI runs those in the zoo.
+``--moe`` tries those with experts in one parameter, 3 of them on 4 ranks, so that the plan shards another dim.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import time
 import warnings
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from sweep_meta import builder
+from sweep_meta import SMALL, builder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardkit import shard_model
+from shardkit import plan_model, shard_model
 from shardkit.errors import ShardkitError
 from shardkit.grads import set_reduce_scatter_unused_params
 from shardkit.testing import RankFailure, RankPool
@@ -86,7 +88,8 @@ def compare(plain: nn.Module) -> float:
         weight = float(dist.get_rank() == step)  # one rank counts, so that the mean over the ranks is exact
         for model, optimizer in zip((plain, sharded), optimizers, strict=True):
             torch.manual_seed(step)  # ViTMAE masks at random
-            (loss_of(model, inputs) * (weight if model is sharded else weight / 2)).backward()
+            scale = weight if model is sharded else weight / dist.get_world_size()
+            (loss_of(model, inputs) * scale).backward()
             if model is plain:
                 for param in plain.parameters():  # a rank may have no gradient of an expert's
                     param.grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -106,6 +109,15 @@ def is_large(name: str) -> bool:
     try:
         with torch.device("meta"):
             return sum(param.numel() for param in builder(name)().parameters()) > 30_000_000
+    except Exception:
+        return False
+
+
+def has_experts(name: str) -> bool:
+    """Whether experts share one parameter."""
+    try:
+        with torch.device("meta"):
+            return any("expert" in fqn and param.ndim > 2 for fqn, param in builder(name)().named_parameters())
     except Exception:
         return False
 
@@ -134,13 +146,25 @@ def outcome(name: str) -> float | str | None:
         return str(error)[:400]
 
 
+def moe_outcome(name: str) -> float | str | None:
+    """The same with 3 experts, of which 2 are used; None also where the plan leaves all on dim 0. Collective."""
+    few = {key: 3 for key in SMALL if "experts" in key} | {"num_experts_per_tok": 2}
+    with mock.patch.dict(SMALL, few):
+        model = runs(name)
+        plan = None if model is None else plan_model(model)
+        dims = [fqn for unit in plan.units for fqn, _ in unit.shard_dims] if plan else []
+        return outcome(name) if any("expert" in fqn for fqn in dims) else None
+
+
 def main(names: list[str]) -> None:
     """Print one line for each model that is not equal to the bit, and the counts."""
     counts, begin = Counter[str](), time.perf_counter()
-    with RankPool(2, timeout=300) as pool:  # a failure ends the ranks, and the next model gets new ones
-        for name in names or base_models():
+    body, ranks = (moe_outcome, 4) if "--moe" in names else (outcome, 2)
+    names = [name for name in names if name != "--moe"]
+    with RankPool(ranks, timeout=300) as pool:  # a failure ends the ranks, and the next model gets new ones
+        for name in names or [name for name in base_models() if body is outcome or has_experts(name)]:
             try:
-                found = pool.run(outcome, name)[0]
+                found = pool.run(body, name)[0]
             except RankFailure as failure:
                 found = failure
             kind = {str: "refused", RankFailure: "failed"}.get(type(found))
@@ -148,7 +172,7 @@ def main(names: list[str]) -> None:
                 kind = "equal" if not found else "within rounding" if found < 1e-5 else "different"
             if kind:
                 counts[kind] += 1
-            if kind not in (None, "equal"):
+            if kind not in (None, "equal") or (body is moe_outcome and kind):
                 print(f"{name}: {kind}: {str(found)[-900:] if kind == 'failed' else found}", flush=True)
     print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
 

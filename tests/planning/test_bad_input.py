@@ -351,3 +351,14 @@ def test_arguments_of_fsdp1_are_answered_with_what_takes_their_place() -> None:
         shard_model(model, auto_wrap_policy=None, use_orig_params=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'shards'"):
         shard_model(model, shards=4)  # type: ignore[call-arg]
+
+
+def test_a_dim_that_does_not_divide_after_tensor_parallelism() -> None:
+    """12 columns are a multiple of 4, and the 6 of each rank are not."""
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(12, 8))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(1)]))
+        plan = plan_model(model, mesh=mesh["dp"], units=by_name("0", shard_dim=1))
+        with refused(model, "0.weight: sharded on dim 1, of size 6 on this rank", "over 4 ranks"):
+            apply_plan(model, plan, mesh["dp"])
