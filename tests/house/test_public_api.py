@@ -296,7 +296,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     ("page", "outputs"),
     [
         ("README.md", 1),
-        ("docs/the-plan.md", 5),
+        ("docs/the-plan.md", 6),
         pytest.param(
             "docs/migrating-from-fsdp1.md",
             5,
