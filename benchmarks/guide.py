@@ -3,23 +3,30 @@
 Run: ``python -m benchmarks.guide``; ``--write`` puts the tables into the page, and ``test_memory_guide.py`` holds
 that they are what the code says. Each answer is the fastest by the step-time model of what ``plan_for_budget`` chooses
 on every mesh: replicated (DDP), sharded over all ranks (FSDP), and sharded within a node of 8 (HSDP).
+
+Only models of few blocks are traced: all blocks between the first and the last do the same, so a trace of four blocks
+gives that of eighty. ``test_memory_guide.py`` compares one with a whole trace.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from benchmarks.models import llama, tokens
+from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory import HARDWARE
 from shardkit.memory.budget import Search, parse_bytes
 from shardkit.memory.estimate import Measured, base_plan, strategies
+from shardkit.memory.moments import AFTER_FORWARD, FORWARD, START
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
+from shardkit.memory.trace import Trace, trace
 from shardkit.plan.table import nbytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -29,6 +36,9 @@ RANKS = (1, 8, 64)
 BUDGET = "72GiB"  # of 80, which leaves a tenth to what is not counted
 TOKENS = (1, 4096)
 NODE = 8
+TRACED = 4  # blocks
+REPEATED = 1  # the number of the one that stands for those that are not traced
+BLOCKS = "layers."
 ADAMW = OptimizerBytes.of("adamw")
 STRATEGIES = {
     "replicated (DDP)": "DDP",
@@ -67,12 +77,48 @@ def strategy(plan: ShardingPlan) -> str:
 
 
 def searches() -> Iterator[tuple[str, Search]]:
-    """A search for a budget for each size, whose model is traced once."""
+    """A search for a budget for each size."""
     limit = parse_bytes(BUDGET)
     for size in SIZES:
-        model = llama(size)
-        plan = base_plan(model, None, NODE, None, POLICY)
-        yield size, Search(Measured(model, plan, tokens(*TOKENS), None), ADAMW, HARDWARE["h100"], limit)
+        yield size, Search(Stretched(SHAPES[size]), ADAMW, HARDWARE["h100"], limit)
+
+
+class Stretched(Measured):
+    """The traces of a Llama, made from those of one with ``TRACED`` blocks."""
+
+    def __init__(self, shape: Shape) -> None:
+        model, plan = planned(shape)
+        super().__init__(model, plan, None, None)
+        self._trace = partial(stretched, shape)
+
+
+def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
+    """The model on the meta device, and its plan on one node."""
+    with torch.device("meta"):
+        model = Llama(shape)
+    return model, base_plan(model, None, NODE, None, POLICY)
+
+
+def stretched(shape: Shape, checkpointed: Collection[str]) -> Trace:
+    """The trace of one step of the whole model: each block between the first and the last one does what they all do."""
+    model, plan = planned(replace(shape, layers=TRACED))
+    names = {f"{BLOCKS}{number}": number for number in range(TRACED)}
+    short = trace(model, plan, tokens(*TOKENS), checkpointed=names.keys() & checkpointed)
+    added = shape.layers - TRACED
+    places = {name: [number + added * (number > REPEATED)] for name, number in names.items()}
+    places[f"{BLOCKS}{REPEATED}"] = list(range(REPEATED, REPEATED + added + 1))
+    forward = True
+    intervals = []
+    for unit, group in groupby(short.intervals, key=lambda interval: interval.unit):
+        same = list(group)
+        forward &= same[0].moment in (START, FORWARD, AFTER_FORWARD)
+        numbers = places.get(unit, [None])
+        for number in numbers if forward else reversed(numbers):
+            name = unit if number is None else f"{BLOCKS}{number}"
+            intervals += [replace(interval, unit=name) for interval in same]
+    grads = {name: size for name, size in short.grad_bytes.items() if name not in names}
+    grads |= {f"{BLOCKS}{number}": short.grad_bytes[name] for name in names for number in places[name]}
+    return replace(short, intervals=tuple(intervals), grad_bytes=grads)
 
 
 def answers(size: str, search: Search) -> Iterator[list[str]]:

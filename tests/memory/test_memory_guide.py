@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+
+from shardkit.memory.trace import trace
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_has_what_the_code_says(monkeypatch):
+@pytest.fixture
+def guide(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    guide = importlib.import_module("benchmarks.guide")
+    return importlib.import_module("benchmarks.guide")
+
+
+def test_the_page_has_what_the_code_says(guide):
     in_page = guide.in_page(guide.PAGE.read_text())
     assert in_page == guide.guide(), "run: python -m benchmarks.guide --write"
     assert in_page.count("| 70B |") == 6
+
+
+@pytest.mark.parametrize("recomputed", [range(0), range(7)])
+def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(guide, recomputed):
+    shape = replace(guide.SHAPES["1B"], layers=7)
+    names = [f"layers.{number}" for number in recomputed]
+    model, plan = guide.planned(shape)
+    whole = trace(model, plan, guide.tokens(*guide.TOKENS), checkpointed=names)
+    assert guide.stretched(shape, names) == whole
+    assert {f"layers.{number}" for number in range(7)} < {interval.unit for interval in whole.intervals}
