@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -111,6 +112,9 @@ def _settle(seat: Seat) -> None:
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
     threading.Thread(target=exit_with_parent, args=(seat.directory,), daemon=True).start()
+    # As under torchrun, and not the fork server that started this process: a lock for it, such as tqdm's, which
+    # torch.compile takes, would outlive a rank that is killed ("leaked semaphore objects").
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
 
 

@@ -1,5 +1,6 @@
 """RankPool: what it reports when ranks misbehave, that the next call is fine, and that no process is left."""
 
+import multiprocessing
 import os
 import random
 import select
@@ -109,6 +110,14 @@ def test_ranks_follow_the_directory_and_environment(pair, monkeypatch, tmp_path)
     assert pair.run(surroundings) == [(str(tmp_path), "now", str(rank), "2") for rank in range(2)]
     monkeypatch.delenv("SHARDKIT_TEST_WORD")
     assert pair.run(surroundings)[0][1] is None
+
+
+def start_method():
+    return multiprocessing.get_start_method()
+
+
+def test_ranks_start_processes_as_a_program_does(pair):
+    assert pair.run(start_method) == 2 * [start_method()]
 
 
 def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
