@@ -9,7 +9,8 @@ torch documents the Python backend only in its tests (``_setup_privateuseone_for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardkit._torch import no_torch_function, schema, tree_leaves, tree_map
+from shardkit._torch import no_torch_function, schema
 from shardkit._torch.pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
 
 NAME = "pretend"
@@ -104,10 +105,11 @@ def address(tensor: Tensor) -> int:
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the host memory, and return tensors of the device."""
     with no_torch_function():
-        _check_devices(op, args, kwargs)
+        tensors = _tensors((*args, *kwargs.values()))
+        _check_devices(op, tensors, (*args, *kwargs.values()))
         if not op.is_view:  # a view touches no memory
-            written = _tensors([*args, *kwargs.values()] if op.namespace == "c10d" else _written(op, args, kwargs))
-            use(op.name(), _addresses(_tensors([*args, *kwargs.values()])), _addresses(written))
+            written = tensors if op.namespace == "c10d" else _tensors(_written(op, args, kwargs))
+            use(op.name(), _addresses(tensors), _addresses(written))
         if op.name().partition(".")[0] in _WAITS:
             host_waits(op.name())
         below: dict[int, Tensor] = {}
@@ -121,7 +123,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
                 above[id(below[id(tensor)])] = tensor
             return below[id(tensor)]
 
-        args, kwargs = tree_map(lambda leaf: go_below(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = _mapped(go_below, args), {name: _mapped(go_below, each) for name, each in kwargs.items()}
         if "device" in kwargs:
             kwargs |= {"device": "cpu", "pin_memory": False}
         before = {at: (address(plain), plain.shape) for at, plain in below.items()}
@@ -130,11 +132,23 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         for at, plain in below.items():
             if before[at] != (address(plain), plain.shape):  # resize_, set_, out= of another size
                 _become(above[id(plain)], plain, above.values())
-        return tree_map(lambda leaf: _go_above(leaf, above) if isinstance(leaf, Tensor) else leaf, result)
+        return _mapped(lambda plain: _go_above(plain, above), result)
+
+
+# Arguments and results of operators are tensors, sequences of them, and values without tensors. torch's pytree serves
+# them as well, and took most of an operator's time here.
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)([_mapped(change, each) for each in value]) if type(value) in (list, tuple) else value
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for each in value for leaf in _tensors(each)] if type(value) in (list, tuple) else []
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -143,14 +157,17 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operator writes to, by its schema, which collectives do not fill in."""
-    given = dict(zip((each.name for each in schema(op).arguments), args, strict=False)) | kwargs
-    return [given.get(each.name) for each in schema(op).arguments if each.alias_info and each.alias_info.is_write]
+    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _writes(op)]
 
 
-def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
+@functools.cache
+def _writes(op: Any) -> list[tuple[int, str]]:
+    arguments = [(at, each.name, each.alias_info) for at, each in enumerate(schema(op).arguments)]
+    return [(at, name) for at, name, alias in arguments if alias and alias.is_write]
+
+
+def _check_devices(op: Any, tensors: list[Tensor], direct: tuple[Any, ...]) -> None:
     """Raise as CUDA does: a CPU tensor may take part only as a scalar, and not in a list."""
-    direct = [*args, *kwargs.values()]
-    tensors = list(_tensors(direct))
     odd = [each for each in tensors if each.device.type != NAME]
     if not odd or len(odd) == len(tensors) or op.name() in _CROSSES or op.namespace == "c10d":
         return

@@ -166,13 +166,15 @@ class Search:
 
     def weigh(self, what: str, plan: ShardingPlan) -> Candidate:
         """Return a candidate with its peak and time."""
-        step = self.measured.trace_of(plan)
-        points = timeline(plan, step, self._optimizer, self.measured.buffers)
-        return Candidate(what, plan, tuple(points), step_time(plan, step, self._hardware, self._optimizer))
+        time = step_time(plan, self.measured.trace_of(plan), self._hardware, self._optimizer)
+        return Candidate(what, plan, tuple(self._timeline(plan)), time)
 
     def fits(self, plan: ShardingPlan) -> bool:
         """Return whether the plan's peak is within the limit."""
-        return self.weigh("", plan).peak.total <= self.limit
+        return max(point.total for point in self._timeline(plan)) <= self.limit
+
+    def _timeline(self, plan: ShardingPlan) -> list[Point]:
+        return timeline(plan, self.measured.trace_of(plan), self._optimizer, self.measured.buffers)
 
     def candidates(self, base: ShardingPlan) -> Iterator[Candidate]:
         """Yield candidates from fast to frugal, until one fits."""

@@ -38,6 +38,7 @@ RELATIVE = 1e-4
 LR = 0.01  # so that parameters move even where a warmup begins with 0
 
 Group = dict[str, Any]
+_found: dict[tuple[type, frozenset[str]], str | None] = {}  # by class and kinds of groups
 # What each copy holds of a tensor: all of it, or one of the two parts that torch.chunk makes.
 PARTS: list[Callable[[Tensor], Tensor]] = [lambda t: t, lambda t: t.chunk(2)[0], lambda t: t.chunk(2)[1]]
 
@@ -47,7 +48,7 @@ def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
     rule = "The step of a shard equals that of the whole parameter only if each element is updated by itself"
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     try:
-        found = difference(optimizer)
+        found = _difference(optimizer)
     except Exception as error:  # whatever a class raises that cannot step plain copies
         if vouched:
             return
@@ -103,6 +104,17 @@ def _coupled(optimizer: Optimizer, slices: bool) -> str | None:
                 if not _is_close(*pair):
                     return str(rest[-1])
     return None
+
+
+def _difference(optimizer: Optimizer) -> str | None:
+    """Return ``difference(optimizer)``; optimizers of torch's own classes with equal options share one probe."""
+    methods = any(callable(value) for name, value in vars(optimizer).items() if name != "step")
+    if methods or not type(optimizer).__module__.startswith("torch.optim."):
+        return difference(optimizer)
+    key = type(optimizer), frozenset(map(_kind, optimizer.param_groups))
+    if key not in _found:
+        _found[key] = difference(optimizer)
+    return _found[key]
 
 
 def difference(optimizer: Optimizer) -> str | None:

@@ -37,7 +37,7 @@ def save_and_load(root, source, targets):
     assert_equal(values_of(net, optimizer), values_of(*kept(plain)))
     for format in ("safetensors", "dcp"):
         save_checkpoint(root / format, net, optimizer, format=format)
-        for target in targets if format == "safetensors" else ("expert_parallel", "columns", "plain"):
+        for target in targets if format == "safetensors" else targets[1:3]:
             other, stepped = spoiled(LAYOUTS[target])
             load_checkpoint(root / format, other, stepped)
             assert_plain_values(other, stepped, LAYOUTS[target])
@@ -48,12 +48,12 @@ def save_and_load(root, source, targets):
 
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
-    """Two layouts, of a plain model and of the most divided, load into all; the others into themselves and two more.
+    """The most divided layout loads into all; the others into themselves and two more.
 
     All write the same tensors, which is compared, so what loads into a layout from one of them does from the others.
     """
     names = [*LAYOUTS, *LAYOUTS]
-    everywhere = source in ("plain", "expert_parallel")
+    everywhere = source == "expert_parallel"
     save_and_load(tmp_path, source, list(LAYOUTS) if everywhere else names[names.index(source) :][:3])
     expected = values_of(*built(plain))
     on_disk = load_file(tmp_path / "safetensors" / "model.safetensors")
@@ -68,7 +68,7 @@ def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
         expected,
         some=True,
     )
-    for format in ("safetensors", "dcp") if everywhere else ("dcp",):
+    for format in ("safetensors", "dcp") if source in ("plain", "expert_parallel") else ("dcp",):
         convert_checkpoint(tmp_path / format, tmp_path / f"{format}.pt")
         convert_checkpoint(tmp_path / format, tmp_path / f"{format}-again", to="dcp")
         for path in (tmp_path / f"{format}.pt", tmp_path / f"{format}-again"):

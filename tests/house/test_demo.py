@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
+from shardkit.demo import train
 from shardkit.demo.model import ByteTransformer, load_text, micro_batch
 from shardkit.demo.train import Job, Run
 from shardkit.demo.verify import compare, compare_resumed
@@ -67,6 +69,8 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
     original = demo.train_sharded
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "leave", lambda code: code)  # the rank is the pool's
+        patch.setattr(train, "ByteTransformer", partial(ByteTransformer, dim=32, num_layers=3))
+        patch.setattr(train, "CONTEXT", 32)
         threads = torch.get_num_threads()
         sound = main(["demo", "--steps", "1", "--device", "cpu"])  # like torchrun, the pool says which rank this is
         patch.setattr(demo, "train_sharded", corrupted)

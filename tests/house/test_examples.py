@@ -155,6 +155,7 @@ def test_adapters_learn_and_load_into_an_ordinary_model(snapshot, tmp_path):
 def test_a_plan_for_a_cluster_needs_none(capsys):
     main = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))["main"]
     config = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config["num_hidden_layers"] = 6
     main(["--ranks", "16", "--gpu-memory", "64MiB", "--context", "128"], config)
     printed = capsys.readouterr().out
     assert "on mesh dp_shard=16" in printed

@@ -278,7 +278,7 @@ def random_models(draw: st.DrawFn) -> nn.Module:
     return model
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(random_models(), st.sampled_from([EIGHT, MeshSpec.hybrid(2, 4), MeshSpec.sharded(1)]), st.booleans())
 def test_the_default_rule_plans_any_model(model: nn.Module, mesh: MeshSpec, checkpoint: bool) -> None:
     if not list(model.parameters()):

@@ -202,6 +202,8 @@ def test_ranks_that_use_different_ones_and_errors() -> None:
 def test_on_two_axes_bit_for_bit(name: str) -> None:
     # AdamW steps on DTensors and plain scalars together in one; the other one's many DTensors would take seconds.
     parity.one_counts(name, mesh=(2, 2), steps=3, optimizer="adamw" if name == "scalar" else "adamw on local shards")
+    if name == "clip":  # the rest takes seconds, and is about the small model's scalars
+        return
     parity.one_counts(name, mesh=(4, 1), steps=2, optimizer="sgd")
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parity.one_counts(name, mesh=(2, 2), steps=2, mp_policy=bfloat16, optimizer="adamw on local shards")

@@ -6,6 +6,7 @@ where one rank counts in each step, and how far gradients may be apart where all
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import parity
@@ -55,8 +56,12 @@ def test_settings(setting, name):
     parity.one_counts(name, mesh=(2,), optimizer="sgd", steps=2, **SETTINGS[setting])
 
 
-@pytest.mark.parametrize("name", VARIETY)
-@pytest.mark.parametrize("setting", ON_4_RANKS)
+# Each setting with the tied model, and with one of the two others.
+PAIRS_ON_4_RANKS = [(setting, "nanogpt_tied") for setting in ON_4_RANKS]
+PAIRS_ON_4_RANKS += zip(ON_4_RANKS, itertools.cycle(["t5", "frozen"]), strict=False)
+
+
+@pytest.mark.parametrize(("setting", "name"), PAIRS_ON_4_RANKS)
 @distributed(world_size=4, backend="gloo")
 def test_settings_on_4_ranks(setting, name):
     parity.one_counts(name, **{"optimizer": "sgd", "steps": 2} | ON_4_RANKS[setting])

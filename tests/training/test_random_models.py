@@ -11,7 +11,7 @@ from random_models import CASES, GOOD, Case, drawn, outcomes
 from shardkit.testing import distributed
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)  # tests/helpers/sweep_models.py draws others
+@settings(max_examples=2, deadline=None, derandomize=True)  # tests/helpers/sweep_models.py draws others
 @given(st.lists(CASES, min_size=10, max_size=10))
 @distributed(world_size=2, backend="gloo")
 def test_equal_or_refused(cases: list[Case]) -> None:

@@ -42,6 +42,18 @@ VARIANTS = {
     "video_critic": ["--max-grad-norm 1e9", "--mixed-precision --wrap transformer --max-grad-norm 1e9"],
 }
 
+# Three losses: the second is of the first update, and the third of an update from the optimizer's state. The programs
+# that evaluate at their end need two steps for that.
+SHORT = {
+    "nano_gpt": "--max-iters 3",
+    "dit_ema": "--steps 3",
+    "distill": "--steps 3",
+    "pretrain_meta": "--steps 3",
+    "contrastive": "--steps 3",
+    "olmo_like": "--steps 2",
+    "video_critic": "--steps 3",
+}
+
 # FSDP1 adds up the squares of flat parameters and FSDP2 those of each parameter's shard, so the norm that gradients
 # are clipped by moves by units in the last place (2e-7 seen), and what follows from it likewise.
 CLIPPED = {
@@ -108,8 +120,8 @@ def compare(runs):
     differences = []
     for index, ((name, arguments), bound) in enumerate(runs):
         way = ("changed", "redirected")[index % 2]
-        ours = losses(name, shlex.split(arguments), way)
-        theirs = torchs_losses(name, tuple(shlex.split(arguments)))
+        words = shlex.split(f"{SHORT.get(name, '')} {arguments}")
+        ours, theirs = losses(name, words, way), torchs_losses(name, tuple(words))
         differences.append(difference(f"{name} {arguments} ({way})", theirs, ours, bound))
     fail_if_any(differences)
 
