@@ -112,12 +112,8 @@ def test_ranks_follow_the_directory_and_environment(pair, monkeypatch, tmp_path)
     assert pair.run(surroundings)[0][1] is None
 
 
-def start_method():
-    return multiprocessing.get_start_method()
-
-
 def test_ranks_start_processes_as_a_program_does(pair):
-    assert pair.run(start_method) == 2 * [start_method()]
+    assert pair.run(multiprocessing.get_start_method) == 2 * [multiprocessing.get_start_method()]
 
 
 def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
