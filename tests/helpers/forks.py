@@ -8,6 +8,7 @@ Only on Linux, where a fork before the first test is safe.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -123,3 +124,8 @@ def _forget_pytest() -> None:
     warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind, append=True)
+
+
+def start_method() -> str:
+    """How multiprocessing starts processes here: torch.compile's locks end with a rank only if that is not changed."""
+    return multiprocessing.get_start_method()

@@ -1,6 +1,5 @@
 """RankPool: what it reports when ranks misbehave, that the next call is fine, and that no process is left."""
 
-import multiprocessing
 import os
 import random
 import select
@@ -113,7 +112,7 @@ def test_ranks_follow_the_directory_and_environment(pair, monkeypatch, tmp_path)
 
 
 def test_ranks_start_processes_as_a_program_does(pair):
-    assert pair.run(multiprocessing.get_start_method) == 2 * [multiprocessing.get_start_method()]
+    assert pair.run(forks.start_method) == 2 * [forks.start_method()]
 
 
 def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
