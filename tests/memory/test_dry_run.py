@@ -71,7 +71,7 @@ def test_the_default_rule_leaves_units_out_that_are_used_outside(batch: Any) -> 
     random = torch.get_rng_state()
     plan = plan_model(model, mesh=TWO, example_batch=batch)
     assert units(plan) == ["layers.2", "(root)"]
-    (note,) = plan.notes
+    (note,) = [each for each in plan.notes if "used outside of it" in each]  # another is about a dim
     assert note.startswith("embed, layers.0, layers.1: not a unit, because parameters are used outside of it: embed")
     assert "layers.0.norm.weight in (root)" in note
     assert snapshot(model) == before
@@ -115,7 +115,7 @@ def test_units_that_are_kept_are_gathered_until_the_end() -> None:
     for reshards in (False, True):
         plan = plan_model(Late(), mesh=TWO, reshard_after_forward=reshards, example_batch=tokens)
         assert ("[norm, head]" in units(plan)) is not reshards
-        assert bool(plan.notes) is reshards
+        assert any("used outside of it" in note for note in plan.notes) is reshards
 
 
 def test_methods_that_gather_and_units_that_are_not_called() -> None:
