@@ -5,25 +5,34 @@ Private names of torch 2.11 to 2.15, like the rest of ``_fsdp``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.utils import _apply_to_tensors
+
+from shardkit._fsdp.params import before_reductions, has_gradient
+from shardkit._torch import units_of
 
 
 class Keep(torch.autograd.Function):
-    """Return the first tensor; the others get gradients of zeros, so that backward reaches what made them."""
+    """Return the first tensor; the others get gradients of zeros, so that backward reaches what made them.
+
+    It saves a tensor, so that a recomputed forward that ends in it is recomputed before anything else in its backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
         """Return an alias that autograd takes for no view: FSDP2 warns of outputs that are views."""
         ctx.others = [each.new_empty(()).expand(each.shape) if type(each) is Tensor else each for each in others]
+        ctx.save_for_backward(value.new_empty(()))
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        _ = ctx.saved_tensors
         return gradient, *map(torch.zeros_like, ctx.others)
 
 
@@ -31,6 +40,12 @@ def keep(value: Tensor, *others: Tensor) -> Tensor:
     """Return ``value``, from which backward also reaches ``others``, with zeros. Local."""
     tracked = [each for each in others if each.requires_grad] if torch.is_grad_enabled() else []
     return Keep.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
+
+
+def reached_from(outputs: Iterable[Tensor]) -> Tensor:
+    """Return a zero from which backward reaches what a unit returned, with zeros. Local."""
+    nothing = [each.reshape(1)[:0] if each.dim() == 0 else each[..., :0] for each in outputs]
+    return torch.stack([each.sum(dtype=torch.float32) for each in nothing]).sum()
 
 
 def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
@@ -41,8 +56,48 @@ def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
 def pass_through(module: FSDPModule, zero: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
     """Run ``body`` as the forward of a unit: gather, reshard, and join its backward. Collective.
 
-    torch's methods are called rather than the module, so that none of its other hooks sees the zero.
+    torch's methods are called rather than the module, so that none of its other hooks sees the zero. The zero is cloned
+    because what FSDP2 returns for it is a view, and it warns of a forward that returns one.
     """
     state: Any = module._get_fsdp_state()
     (zero,), _ = state._pre_forward(module, (zero,), {})
-    return state._post_forward(module, (zero,), body(zero))  # type: ignore[no-any-return]
+    return state._post_forward(module, (zero,), body(zero.clone()))  # type: ignore[no-any-return]
+
+
+def device_of(module: FSDPModule) -> torch.device:
+    """Return the device that a unit computes on. Local, pure."""
+    return module._get_fsdp_state()._device
+
+
+def trained_parameters(module: FSDPModule) -> list[Tensor]:
+    """Return what the trainable parameters of a unit are gathered into; gathered before, at least once. Local, pure."""
+    params = (param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params)
+    return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
+
+
+def in_backward() -> bool:
+    """Whether a backward is running, as when it recomputes a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def replace_tensors(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the values with each tensor replaced, in the containers in which FSDP2 finds tensors."""
+    return _apply_to_tensors(function, values)
+
+
+def reduce_zeros(modules: Iterable[FSDPModule]) -> None:
+    """Reduce trainable parameters of these units without a gradient as zeros. Local, in place.
+
+    Else the sizes of a reduction differ between ranks. torch >= 2.13 has a setting for it.
+    """
+    units = list(dict.fromkeys(unit for module in modules for unit in units_of(module._get_fsdp_state())))
+    for unit in units:
+        unit.reduce_scatter_unused_params = True
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        before_reductions(units, _fill)
+
+
+def _fill(units: list[Any]) -> None:
+    for param in (param for unit in units for param in unit.fsdp_params if hasattr(param, "_unsharded_param")):
+        if param.sharded_param.requires_grad and not has_gradient(param):
+            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)

@@ -20,9 +20,11 @@ from shardkit.apply.carry import Original
 from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.recompute import recomputed
+from shardkit.apply.skips import watch_skipped_calls
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan.skipping import callers
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import Groups, device_type, together
 from shardkit.sharded.entry import attend
@@ -30,6 +32,7 @@ from shardkit.sharded.means import divide_further
 from shardkit.sharded.outside import refuse_calls_outside
 from shardkit.sharded.replicated import replicate
 from shardkit.sharded.root import answer_as_root
+from shardkit.sharded.skippable import in_order
 from shardkit.sharded.statics import refuse_fsdp1_statics
 from shardkit.sharded.stepping import replacing
 
@@ -97,6 +100,7 @@ def apply_decided(
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     with replacing(model):
         carry_out(model, plan, mesh)
+    watch_skipped_calls(model, plan, mesh.get_all_groups())
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
     answer_as_root(model)
@@ -130,6 +134,7 @@ def carry_out(
     original = Original(model, plan, mesh.device_type)
     groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
+    ordered = set(callers(plan))
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
     try:
         for units in batches:
@@ -137,6 +142,8 @@ def carry_out(
                 before(units[0])
             with together(groups, PlanError):
                 ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
+                for module in [model.get_submodule(unit.modules[0]) for unit in ordered.intersection(units)]:
+                    module.forward = in_order(module)
                 for unit in units:
                     _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
                     if plan.mesh.parts(unit.mesh) > 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit.errors import listing, message
+from shardkit.plan import skipping
 from shardkit.plan.types import ancestors, is_world_size
 
 if TYPE_CHECKING:
@@ -172,4 +173,5 @@ _RULES = (
     _replicated,
     _world_size_to_reshard_to,
     _shard_dims,
+    skipping.problems,
 )

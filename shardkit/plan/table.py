@@ -109,6 +109,8 @@ def _footer(plan: ShardingPlan) -> list[str]:
     lines += [f"ignored: {listing(plan.ignored, 6)}"] * bool(plan.ignored)
     lines += [f"replicated, gradients reduced: {listing(plan.replicated, 6)}"] * bool(plan.replicated)
     lines += [f"prefetch: {plan.prefetch} units ahead"] * bool(plan.prefetch)
+    skipped = [unit.name for unit in plan.units if unit.may_skip]
+    lines += [f"ranks may skip: {listing(skipped, 6)}"] * bool(skipped)
     lines += [f"methods that gather: {listing(plan.forward_methods, 6)}"] * bool(plan.forward_methods)
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "

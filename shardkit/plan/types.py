@@ -194,6 +194,7 @@ class ShardUnit:
             mapping is converted. The shard axis must divide their sizes.
         mesh: the axis that this unit is sharded on, where not on all that shard: experts that the model has split over
             the axes after it. None is all.
+        may_skip: ranks may call the module or not; those that do not take part in its collectives.
     """
 
     modules: tuple[str, ...]
@@ -205,6 +206,7 @@ class ShardUnit:
     compile: bool = False
     shard_dims: tuple[tuple[str, int], ...] = ()
     mesh: str | None = None
+    may_skip: bool = False
 
     def __post_init__(self) -> None:
         dims = dict(self.shard_dims)

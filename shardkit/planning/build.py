@@ -156,6 +156,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         compile=chosen.get("compile", settings.compile and is_block),
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
         mesh=chosen.get("mesh"),
+        may_skip=bool(chosen.get("may_skip")),
     )
 
 

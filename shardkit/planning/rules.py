@@ -23,6 +23,7 @@ class Overrides(TypedDict, total=False):
     offload_policy: OffloadPolicy
     checkpoint_activations: bool
     compile: bool
+    may_skip: bool
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
 
@@ -252,6 +253,7 @@ _SETTINGS: dict[str, type] = {
     "compile": bool,
     "shard_dim": int,
     "mesh": str,
+    "may_skip": bool,
 }
 
 

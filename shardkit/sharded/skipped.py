@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import keep, modules_of, pass_through
 from shardkit.errors import ShardkitError, message
+from shardkit.sharded.skippable import is_skippable
 
 
 @not_compiled
@@ -40,6 +41,8 @@ def take_part(module: nn.Module, like: Tensor) -> Tensor:
         tensor(0.)
     """
     _check(module, like)
+    if is_skippable(module):
+        return like.new_zeros(())
     return _walk(module, keep(like.new_zeros(()).detach(), like), set()).to(like.dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,8 +47,7 @@ _STRATEGY: Table = {
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
     "apply_expert_patch": switch(
-        "mapped: The classes of moe_experts are units. Keep the patch, or call shardkit.take_part(expert, x) where a "
-        "rank has no token. Experts in one parameter, as in transformers 5, need neither: every rank calls them."
+        "mapped: may_skip=True for the experts, so the patch may go. Files written for others need it."
     ),
     "apply_tiled_mlp": switch("noted: For the model's code."),
     "tiled_num_shards model_type": "elsewhere: For apply_tiled_mlp.",
@@ -161,11 +160,14 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
 
 
 def _wrap(policy: Reader, patched: bool) -> Wrap:
-    answer = "noted: Not units, as in ROLL without apply_expert_patch: a unit that only some ranks call would hang."
+    answer = "mapped: Not units, as in ROLL without apply_expert_patch."
     if patched:
-        answer = "mapped: A unit of each {}, which apply_expert_patch calls on every rank."
+        answer = "mapped: A unit of each {}, with may_skip=True."
     experts = policy.take("moe_experts", Key(NAMES, answer, ()))
     values = policy.read(_WRAP)
     classes = values["transformer_layer_cls_to_wrap"]
     units = (*classes, *experts) if patched else classes
-    return Wrap("classes" if classes else "declared", units, values["wrap_embeddings"], values["wrap_lm_output"])
+    by: Literal["classes", "declared"] = "classes" if classes else "declared"
+    return Wrap(
+        by, units, values["wrap_embeddings"], values["wrap_lm_output"], skipped=tuple(experts) if patched else ()
+    )

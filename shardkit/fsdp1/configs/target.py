@@ -38,6 +38,7 @@ class Wrap:
     embeddings: bool = False  # whether input embeddings are units too
     head: bool = False  # whether the output head is one too
     experts: str | None = None  # the axis of the mesh that experts in one parameter are sharded on
+    skipped: tuple[str, ...] = ()  # names of classes that ranks may skip, such as experts
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
     rules = list(_ends(wrap, model))
     if wrap.experts is not None:
         rules.insert(0, _experts_in_one_parameter)
+    if wrap.skipped:
+        rules.append(by_class(*_classes_of(Wrap("classes", wrap.skipped), model), may_skip=True))
     if wrap.by != "root":
         rules.append(by_class(*_classes_of(wrap, model)))
     return [*rules, by_name("", reshard_after_forward=target.root_reshards)]

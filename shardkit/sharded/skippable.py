@@ -1,0 +1,309 @@
+"""Units with ``may_skip=True``: where a rank does not call one, it joins the collectives of the others at that point.
+
+Ranks must gather the same units in the same order. So each unit that calls a unit with ``may_skip=True`` has an agreed
+order of the units it calls, and a rank that enters one of them first passes through the skipped ones before it. Until
+that order is known, ranks tell each other which unit comes next. Backward then has the reverse order, because autograd
+runs what was recorded last first. Knows no plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from shardkit._fsdp import not_compiled
+from shardkit._fsdp.skipping import (
+    device_of,
+    in_backward,
+    keep,
+    modules_of,
+    pass_through,
+    reached_from,
+    reduce_zeros,
+    replace_tensors,
+    trained_parameters,
+)
+from shardkit._torch import tree_leaves
+from shardkit.errors import ShardkitError, listing, message
+
+Exchange = Callable[[Any], "dict[int, Any]"]  # a JSON-ready value of each rank, by rank; collective
+_END = -1
+
+
+class Call(NamedTuple):
+    """One call of a unit: its place among the units that the caller calls, or the end of the caller's forward."""
+
+    place: int
+    grad: bool = False  # whether an input requires grad, which decides when its gradients are reduced
+    tracked: bool = True  # whether grad is enabled
+
+
+@dataclass(eq=False)
+class SkippableUnit:
+    """A unit that calls units with ``may_skip=True``, that is one, or that one of these calls."""
+
+    name: str
+    module: FSDPModule
+    may_skip: bool
+    recomputes: bool
+    calls: list[SkippableUnit]  # the next units below it, in the order of registration
+    exchange: Exchange
+    order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode, as of _mode
+    settled: set[int] = field(default_factory=set)  # the modes for which the order is complete
+    latest: list[Call] = field(default_factory=list)  # of the last forward with grad, for its recomputation
+
+
+_UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which lives as long
+_running: list[_Run] = []
+
+
+def is_skippable(module: nn.Module) -> bool:
+    """Whether calls of the module are made up for where a rank skips them. Local, pure."""
+    return _UNIT in vars(module) and vars(module)[_UNIT].may_skip
+
+
+def watch_calls(callers: Sequence[SkippableUnit], within_skippable: set[SkippableUnit]) -> None:
+    """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
+
+    Args:
+        callers: the units whose forwards, wrapped by :func:`in_order`, call units.
+        within_skippable: those that only run if a unit with ``may_skip=True`` does, with these units.
+    """
+    for caller in callers:
+        vars(caller.module)[_UNIT] = caller
+        for place, unit in enumerate(caller.calls):
+            vars(unit.module)[_UNIT] = unit
+            for module in modules_of(unit.module):
+                before = functools.partial(_before_call, caller, place)
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                if unit in within_skippable:
+                    module.register_forward_hook(functools.partial(_after_call, caller))
+    reduce_zeros([unit.module for unit in {*callers, *within_skippable}])
+
+
+def in_order(module: nn.Module) -> Callable[..., Any]:
+    """Return the module's forward, at whose end skipped calls are made up for; before :func:`watch_calls` no change."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        caller = vars(module).get(_UNIT)
+        if caller is None:
+            return forward(*args, **kwargs)
+        with _running_in(caller, (args, kwargs)) as run:
+            return run.leave(forward(*args, **kwargs))
+
+    return ordered
+
+
+@contextmanager
+def _running_in(caller: SkippableUnit, inputs: Any) -> Iterator[_Run]:
+    run = _Run(caller, _mode(inputs))
+    _running.append(run)
+    try:
+        yield run
+    finally:
+        _running.remove(run)
+
+
+@not_compiled
+def _before_call(caller: SkippableUnit, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    run = _running[-1] if _running else None
+    if run is None or run.caller is not caller or module in run.entered:
+        return None  # called on its own, or another module of a unit that is gathered already
+    unit = caller.calls[place]
+    if len(modules_of(unit.module)) > 1:
+        run.entered.update(modules_of(unit.module))
+    return run.enter(place, (args, kwargs))
+
+
+@not_compiled
+def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any) -> None:
+    """Let backward reach a unit also where its output is not used, so that all ranks reduce it at the same point."""
+    run = _running[-1] if _running else None
+    if run is not None and run.caller is caller:
+        outputs = [each for each in _floating(output) if each.requires_grad]
+        run.reached += [reached_from(outputs)] if outputs else []
+
+
+class _Run:
+    """One forward of a unit that calls others, or what stands for it on a rank that skips it."""
+
+    def __init__(self, caller: SkippableUnit, mode: int) -> None:
+        self.caller = caller
+        self.entered: set[nn.Module] = set()
+        self.pending: list[Tensor] = []  # zeros from skipped units that no later unit or output depends on yet
+        self.reached: list[Tensor] = []  # zeros from units that ran
+        self._mode = mode
+        recomputation = in_backward()
+        self._learns = not recomputation and self._mode not in caller.settled
+        self._order = caller.latest if recomputation else caller.order[self._mode]
+        self._made: list[Call] = []
+        self._next = 0  # in the order
+
+    def enter(self, place: int, inputs: Any) -> Any:
+        """Make up for what comes before a unit; return its inputs, from which backward reaches what was made up."""
+        tracked = torch.is_grad_enabled()
+        tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+        agreed = self._reach(Call(place, tracked and any(each.requires_grad for each in tensors), tracked))
+        if not (tracked and agreed.grad):
+            return None
+        if self.caller.calls[place].may_skip:
+            zeros = []
+        else:
+            zeros, self.pending = self.pending, []
+        if tensors and not any(each.requires_grad for each in (*tensors, *zeros)):
+            zeros = [torch.zeros((), device=tensors[0].device, requires_grad=True)]  # as on the other ranks
+        return _depends(inputs, zeros)
+
+    def leave(self, output: Any) -> Any:
+        """Make up for what comes after the last unit; return the output, from which backward reaches everything."""
+        self._reach(Call(_END))
+        zeros = [*self.pending, *self.reached]
+        if any(each.requires_grad for each in zeros) and not _floating(output):
+            problem = f"returns a {type(output).__name__} without a tensor"
+            rule = "Backward reaches the units that a rank skipped through what the unit that calls them returns"
+            fix = "Return the hidden states or the loss, in a tuple, a dict or a dataclass"
+            raise ShardkitError(message(f"{self.caller.name}.forward", problem, rule, fix))
+        return _depends(output, zeros)
+
+    def pass_all(self) -> list[Tensor]:
+        """Make up for all units that the other ranks call; return the zeros to depend on."""
+        while (agreed := self._agree(None) if self._learns else self._following()).place != _END:
+            self.pending.append(self._make_up(agreed))
+        return self.pending
+
+    def _reach(self, mine: Call) -> Call:
+        if not self._learns and mine.place not in [_END, *(each.place for each in self._order[self._next :])]:
+            raise _unexpected(self.caller, self._order, mine)
+        while True:
+            agreed = self._agree(mine) if self._learns else self._following()
+            if agreed.place == mine.place:
+                return self._checked(agreed, mine)
+            if self._learns or self.caller.calls[agreed.place].may_skip:
+                self.pending.append(self._make_up(agreed))
+
+    def _following(self) -> Call:
+        """The next call of an order that is known."""
+        self._next += 1
+        return self._order[self._next - 1] if self._next <= len(self._order) else Call(_END)
+
+    def _checked(self, agreed: Call, mine: Call) -> Call:
+        if mine.place != _END and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
+            raise _unexpected(self.caller, self._order, mine)
+        return agreed
+
+    def _agree(self, mine: Call | None) -> Call:
+        """Return which call comes next on all ranks; collective."""
+        given = self.caller.exchange([self.caller.name, mine])
+        agreed = _decide(self.caller, given)
+        order = self.caller.order[self._mode]
+        if agreed.place == _END:
+            if {n for n, unit in enumerate(self.caller.calls) if unit.may_skip} <= {each.place for each in order}:
+                self.caller.settled.add(self._mode)
+            if self._mode:
+                self.caller.latest = self._made
+            return agreed
+        self._made.append(agreed)
+        self._next = _insert(order, self._next, agreed, self.caller)
+        return agreed
+
+    def _make_up(self, call: Call) -> Tensor:
+        """Take part in a call that this rank skips."""
+        unit = self.caller.calls[call.place]
+        with torch.set_grad_enabled(call.tracked and torch.is_grad_enabled()):
+            grad = torch.is_grad_enabled()
+            zero = torch.zeros((), device=device_of(unit.module), requires_grad=call.grad and grad)
+            body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit)
+            if unit.recomputes and unit.calls and grad:
+                body = functools.partial(checkpoint, body, use_reentrant=False)
+            return pass_through(unit.module, zero, body)
+
+
+def _stand_in(unit: SkippableUnit, zero: Tensor) -> Tensor:
+    """What runs as the forward of a skipped unit."""
+    with _running_in(unit, zero) as run:
+        inner = run.pass_all() if unit.calls else []
+    return keep(zero, *inner, *trained_parameters(unit.module))
+
+
+def _depends(values: Any, zeros: list[Tensor]) -> Any:
+    """Return the values, with tensors from which backward reaches the zeros: those that require grad, or else one."""
+    zeros = [each for each in zeros if each.requires_grad] if torch.is_grad_enabled() else []
+    if not zeros:
+        return values
+    tensors = _floating(values)
+    chosen = {id(each) for each in [each for each in tensors if each.requires_grad] or tensors[:1]}
+    return replace_tensors(values, lambda each: keep(each, *zeros) if id(each) in chosen else each)
+
+
+def _mode(inputs: Any) -> int:
+    """0 without grad; with it 1, or 2 if an input requires grad, as it may from the first image on."""
+    return 0 if not torch.is_grad_enabled() else 1 + any(each.requires_grad for each in _floating(inputs))
+
+
+def _floating(values: Any) -> list[Tensor]:
+    """The tensors that FSDP2 finds in the values, of floating-point dtypes."""
+    found: list[Tensor] = []
+    replace_tensors(values, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+    return [each for each in found if each.is_floating_point()]
+
+
+def _decide(caller: SkippableUnit, given: dict[int, Any]) -> Call:
+    """Return the call that comes next, from what each rank is about to call; the same on all ranks."""
+    calls = {rank: Call(*call) for rank, (_, call) in given.items() if call is not None}
+    places = sorted({call.place for call in calls.values()})
+    may_skip = [place for place in places if place != _END and caller.calls[place].may_skip]
+    same = {
+        call.place: {each.tracked for each in calls.values() if each.place == call.place} for call in calls.values()
+    }
+    if (
+        len({name for name, _ in given.values()}) > 1
+        or len(places) - len(may_skip) > 1
+        or any(len(each) > 1 for each in same.values())
+    ):
+        lines = [f"rank {rank} in {name}: {_text(caller, calls.get(rank))}" for rank, (name, _) in given.items()]
+        problem = f"ranks call different units next: {listing(lines)}"
+        rule = "Only a unit with may_skip=True may be skipped, and the others run in the same order on all ranks"
+        fix = "Give the unit that only some ranks call may_skip=True, or call it on all"
+        raise ShardkitError(message(caller.name, problem, rule, fix))
+    place = min(may_skip or places, default=_END)
+    alike = [call for call in calls.values() if call.place == place]
+    return Call(place, any(each.grad for each in alike), all(each.tracked for each in alike))
+
+
+def _text(caller: SkippableUnit, call: Call | None) -> str:
+    if call is None:
+        return "nothing"
+    return "the end of its forward" if call.place == _END else caller.calls[call.place].name
+
+
+def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) -> int:
+    """Put a call into an order where it is not there from ``start`` on; return the place after it."""
+    for index in range(start, len(order)):
+        if order[index].place == call.place:
+            order[index] = call._replace(grad=call.grad or order[index].grad)
+            return index + 1
+    while start < len(order) and order[start].place < call.place and caller.calls[order[start].place].may_skip:
+        start += 1  # skipped this time: experts run in the order of registration
+    order.insert(start, call)
+    return start + 1
+
+
+def _unexpected(caller: SkippableUnit, known: list[Call], call: Call) -> ShardkitError:
+    problem = f"called in another way than ranks agreed on, which is {listing([_text(caller, each) for each in known])}"
+    rule = f"All ranks must gather the units that {caller.name} calls in one order, each as often, on the same inputs "
+    rule += "that require grad, because ranks that skip one follow that order"
+    fix = (
+        "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order varies"
+    )
+    return ShardkitError(message(_text(caller, call), problem, rule, fix))

@@ -1,0 +1,124 @@
+"""Units with ``may_skip=True``: ranks that do not call one take part by themselves, in any pattern."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from skipping_nets import batch, largest_difference, net
+from sweep_skipping import BOUND, check, units
+from torch import nn
+
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardingPlan,
+    ShardkitError,
+    by_name,
+    group,
+    plan_model,
+    shard_model,
+    take_part,
+)
+from shardkit.testing import distributed
+
+TWO = MeshSpec.sharded(2)
+
+
+@pytest.mark.parametrize("kind", ["recomputed prefix", "only the projector trains", "accumulated", "evaluated between"])
+@distributed(world_size=2)
+def test_ranks_skip_towers_and_experts_in_random_patterns(kind):
+    assert check(kind, steps=6, seed=1) < BOUND
+
+
+@distributed(world_size=4)
+def test_ranks_of_a_hybrid_mesh_skip():
+    assert check("hybrid", steps=6, seed=2) < BOUND
+
+
+@distributed(world_size=2)
+def test_a_model_of_transformers_with_text_and_image_batches():
+    import vl_nets
+
+    plain, rank = vl_nets.model("Qwen2VL"), dist.get_rank()
+    model = shard_model(copy.deepcopy(plain), units=vl_nets.RECIPES["Qwen2VL"])
+    for step, images in enumerate([(False, True), (True, False), (False, False)]):
+        model.zero_grad()
+        plain.zero_grad()
+        model(**vl_nets.batch("Qwen2VL", step + 10 * rank, images[rank]), use_cache=False).loss.backward()
+        for other in range(2):
+            given = vl_nets.batch("Qwen2VL", step + 10 * other, images[other])
+            (plain(**given, use_cache=False).loss / 2).backward()
+        assert largest_difference(model, plain) < 1e-6  # transformers normalizes in float32
+    assert model.model.visual.merger.mlp[0].weight.grad is not None
+
+
+class Branches(nn.Module):
+    """One of two linears, or one several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, names):
+        for name in names:
+            x = self.get_submodule(name)(x).tanh()
+        return x
+
+
+def branches() -> nn.Module:
+    rules = [by_name("first", may_skip=True), by_name("second", "third")]
+    return shard_model(Branches(), units=rules)
+
+
+@distributed(world_size=2)
+def test_what_ranks_may_not_skip_is_an_error_on_every_rank():
+    names = ["second", "third"] if dist.get_rank() else ["first", "third"]
+    with pytest.raises(
+        ShardkitError, match=r"ranks call different units next: rank 0 in \(root\): third, rank 1 .*second"
+    ):
+        branches()(torch.ones(2, 4), names)
+
+
+@distributed(world_size=2)
+def test_a_call_besides_the_agreed_order_is_an_error():
+    model = branches()
+    model(torch.ones(2, 4), ["first", "second"])
+    for names in (["first", "first"], ["second", "first"], ["third"]):
+        with pytest.raises(ShardkitError, match=r"called in another way than ranks agreed on, which is first, second"):
+            model(torch.ones(2, 4), names)
+
+
+@distributed(world_size=2)
+def test_take_part_leaves_a_unit_that_may_be_skipped_to_shardkit():
+    plain = net()
+    model = shard_model(copy.deepcopy(plain), units=units(False))
+    model.by_hand = True
+    rank = dist.get_rank()
+    model(*batch(0, rank, rank == 0)).square().mean().backward()
+    for other in range(2):
+        (plain(*batch(0, other, other == 0)).square().mean() / 2).backward()
+    assert largest_difference(model, plain) < BOUND
+    assert take_part(model.visual, torch.ones(3)).item() == 0
+
+
+def test_the_plan_says_what_may_be_skipped():
+    plan = plan_model(net(), units=units(False), mesh=TWO)
+    assert "ranks may skip: visual, layers.1.experts.0" in str(plan)
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([by_name("", may_skip=True)], r"\(root\): has may_skip=True"),
+        ([group("visual", "project", may_skip=True)], r"\[visual, project\]: has may_skip=True"),
+        ([by_name("visual", may_skip=True), by_name("", compile=True)], r"\(root\): is compiled, and calls a unit"),
+        ([by_name("visual", may_skip=1)], r"may_skip: is 1"),
+    ],
+)
+def test_units_that_cannot_be_skipped_are_errors(rules, text):
+    with pytest.raises(PlanError, match=text):
+        plan_model(net(), units=rules, mesh=TWO)
