@@ -48,13 +48,44 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
 
 
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
-    """Return the plan on another mesh, with the dims chosen for that mesh; pure. On its own mesh it is unchanged."""
+    """Return the plan on another mesh, with the dims chosen for that mesh; pure. On its own mesh it is unchanged.
+
+    Dims unlike the choice for the plan's own mesh were given by rules and stay; a note names those that cannot. A plan
+    does not record a rule that gave what would be chosen anyway.
+
+    Raises:
+        PlanError: a unit is sharded on an axis that is not one of the first two of ``mesh``.
+    """
+    for axis in dict.fromkeys(unit.mesh for unit in plan.units if unit.mesh is not None):
+        mesh = mesh.sharded_from(axis)
     if mesh == plan.mesh:
         return plan
-    units = tuple(replace(unit, shard_dims=()) for unit in plan.units)
-    notes = tuple(note for note in plan.notes if _EFFECT not in note)
     keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
-    return balanced(replace(plan, mesh=mesh, units=units, notes=notes), keep)
+    notes = tuple(note for note in plan.notes if _EFFECT not in note)
+    bare = replace(plan, units=tuple(replace(unit, shard_dims=()) for unit in plan.units), notes=notes)
+    given = _unlike(plan, balanced(bare, keep))
+    around = replace(bare, units=tuple(replace(unit, shard_dims=_merged(unit, given)) for unit in bare.units))
+    given |= _unlike(plan, balanced(around, keep | given.keys()))  # what is chosen depends on what is given
+    bare = replace(bare, mesh=mesh)
+    left = {
+        spec.fqn: given.pop(spec.fqn)
+        for unit in bare.units
+        for spec in bare.split_specs(unit)
+        if (dim := given.get(spec.fqn)) and spec.shape[dim] % bare.mesh_of(unit).shard_size
+    }
+    units = tuple(replace(unit, shard_dims=_merged(unit, given)) for unit in bare.units)
+    return balanced(replace(bare, units=units, notes=(*notes, *_undone_notes(left, mesh))), keep | given.keys())
+
+
+def _unlike(plan: ShardingPlan, other: ShardingPlan) -> dict[str, int]:
+    """Return the dims of ``plan``, 0 included, where the same units of another plan have others."""
+    pairs = [(dict(unit.shard_dims), dict(each.shard_dims)) for unit, each in zip(plan.units, other.units, strict=True)]
+    return {
+        fqn: dims.get(fqn, 0)
+        for dims, others in pairs
+        for fqn in dims.keys() | others.keys()
+        if dims.get(fqn, 0) != others.get(fqn, 0)
+    }
 
 
 def held_bytes(plan: ShardingPlan) -> int:
@@ -85,6 +116,12 @@ def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
 
 def _merged(unit: ShardUnit, dims: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return (*unit.shard_dims, *((fqn, dims[fqn]) for fqn in unit.params if fqn in dims))
+
+
+def _undone_notes(dims: dict[str, int], mesh: MeshSpec) -> Iterator[str]:
+    for dim in sorted(set(dims.values())):
+        names = listing((fqn for fqn in dims if dims[fqn] == dim), 2)
+        yield f"{names}: not on dim {dim}, as in the plan for another mesh: {mesh} does not divide it"
 
 
 def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:

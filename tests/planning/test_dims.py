@@ -6,7 +6,7 @@ from small_models import Block, step
 from small_moe import MoE, dims_of
 from torch import nn
 
-from shardkit import MeshSpec, ShardingPlan, apply_plan, by_class, plan_model
+from shardkit import MeshSpec, PlanError, ShardingPlan, apply_plan, by_class, by_name, plan_model
 from shardkit.planning.dims import held_bytes, on_mesh
 from shardkit.testing import comm_counts, fake_world
 
@@ -86,6 +86,29 @@ def test_another_mesh_gets_dims_of_its_own() -> None:
         moved = on_mesh(one, other.mesh)
         assert (moved, moved.notes) == (other, other.notes)
     assert on_mesh(here, here.mesh) is here
+
+
+def test_on_another_mesh_the_dims_of_rules_stay() -> None:
+    rules = [by_class(Block, shard_dim=0), by_name("head", shard_dim=1)]
+    here = plan_model(MoE(), mesh=MeshSpec.sharded(8), units=rules)
+    assert dims_of(here) == {"head.weight": 1}
+    for mesh in (MeshSpec((8,), ("fsdp",)), MeshSpec.hybrid(2, 4), MeshSpec.sharded(4)):
+        dims = dims_of(on_mesh(here, mesh))
+        assert dims["head.weight"] == 1
+        assert not any(fqn.endswith(("experts.up", "experts.down")) for fqn in dims)
+    unfit = on_mesh(here, MeshSpec.sharded(7))
+    assert "head.weight: not on dim 1, as in the plan for another mesh: dp_shard=7 does not divide it" in unfit.notes
+    unfit.check()
+
+
+def test_a_plan_of_experts_moves_to_meshes_with_their_axis_alone() -> None:
+    here, there = (MeshSpec(shape, ("efsdp", "ep")) for shape in ((2, 2), (4, 2)))
+    rules = [by_name("layers.*.experts", mesh="efsdp"), by_class(Block)]
+    plan = plan_model(MoE(), mesh=here, units=rules)
+    assert on_mesh(plan, here) is plan
+    assert on_mesh(plan, there) == plan_model(MoE(), mesh=there, units=rules)
+    with pytest.raises(PlanError, match=r"'efsdp' is not one of the first two axes of dp_shard=8.*Pass mesh="):
+        on_mesh(plan, MeshSpec.sharded(8))
 
 
 @pytest.mark.parametrize("mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4)])
