@@ -181,8 +181,19 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
                 raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
             check_settings(rule.text, new.overrides)
             taken.update(dict.fromkeys(new.entries, rule.text))
+        _check_dim(rule, tree, fresh)
         selections += fresh
     return selections
+
+
+def _check_dim(rule: UnitRule, tree: ModelTree, found: list[Selection]) -> None:
+    """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
+    dim = found[0].overrides.get("shard_dim") or 0
+    below = (inner for new in found for entry in new.entries for inner in tree.subtree(entry))
+    most = max((tree.params[fqn].dim() for inner in below for fqn in tree.owned[inner]), default=0)
+    if dim >= max(most, 1):
+        problem = f"shard_dim={dim}, but no parameter of its modules has more than {most} dims"
+        raise PlanError(message(rule.text, problem, "Dims count from 0", "Pass a dim that some of them have"))
 
 
 def as_rule(rule: Rule) -> UnitRule:

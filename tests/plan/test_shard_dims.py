@@ -96,6 +96,11 @@ def test_what_cannot_be(dims: dict[str, int], changes: dict[str, object], text: 
     assert text in str(caught.value)
 
 
+def test_a_rule_whose_dim_no_parameter_has_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"by_name\('embed'\): shard_dim=2, but no parameter .* more than 2 dims"):
+        plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
+
+
 def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
