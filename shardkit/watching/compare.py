@@ -77,11 +77,16 @@ def compare_runs(dump_a: str | Path, dump_b: str | Path, tolerance: float | None
     for key, (dtype, found) in a.items():
         other_dtype, other = b.get(key, (dtype, found))
         step, at, what, call = key
-        coarser = max(torch.finfo(getattr(torch, each)).eps for each in (dtype, other_dtype))
+        coarser = max(map(_resolution, (dtype, other_dtype)))
         limit = coarser if tolerance is None else tolerance
         if (far := distance(found, other)) > limit:
             return Divergence(step, at, what, call, far, limit)
     return None
+
+
+def _resolution(dtype: str) -> float:
+    kind = getattr(torch, dtype)
+    return torch.finfo(kind).eps if kind.is_floating_point else 0.0
 
 
 def _read(path: str | Path) -> dict[tuple[int, str, str, int], tuple[str, list[float]]]:

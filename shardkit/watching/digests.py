@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import in_backward, named_sharded_parameters, tree_leaves
 from shardkit.grads import scale_loss
-from shardkit.ranks import gather_by_rank, groups_of
+from shardkit.ranks import gather_by_rank, groups_of, together
 from shardkit.watching.compare import Divergence, distance
 
 _WRAPPERS = re.compile(r"^module\.|\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
@@ -39,6 +39,7 @@ def digest(tensor: Tensor, scale: float = 1.0, copies: int | None = None, weight
         axes = zip(local.device_mesh.shape, local.placements, strict=True)
         replicas = math.prod(size for size, each in axes if each.is_replicate())
         local = local.to_local()
+    local = local if local.is_floating_point() else local.double()  # packed 4-bit weights
     weights = torch.arange(local.shape[-1] if local.ndim else 1, device=local.device).cos().to(local.dtype)
     sums = [
         torch.full((), float(local.numel()), dtype=torch.float64, device=local.device),
@@ -95,8 +96,9 @@ class _Recorder:
         self._scale = 1.0 / divisor  # a rank's loss is divided by it
         is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self._copies = 1 if is_fsdp1 else self._world  # of a plain parameter; FSDP1's are views of shards
-        if self._is_first:
-            self._path.write_text("")
+        with together(self._groups):
+            if self._is_first:
+                self._path.write_text("")
 
     @torch.no_grad()
     def forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -169,7 +171,8 @@ def compare_ranks(model: nn.Module, optimizer: Optimizer | None = None) -> Diver
     groups = groups_of(model) or ([None] if dist.is_initialized() else [])
     ranks = gather_by_rank(held, groups) if groups else {0: held}
     for key in dict.fromkeys(key for values in ranks.values() for key in values):
-        values = {rank: each[key] for rank, each in ranks.items() if key in each}
+        is_part = ", part [" in key  # which other ranks do not have
+        values = {rank: each.get(key) for rank, each in ranks.items() if key in each or not is_part}
         first = next(iter(values))
         for rank, value in values.items():
             if value != values[first] and repr(value) != repr(values[first]):
@@ -186,4 +189,5 @@ def _hold(held: dict[str, Any], name: str, value: Any) -> None:
         mesh = value.device_mesh
         axes = enumerate(zip(mesh.shape, value.placements, strict=True))
         part = [mesh.get_local_rank(axis) for axis, (size, each) in axes if size > 1 and not each.is_replicate()]
+        held[name] = f"sharded {value.placements}"  # not None, as on a rank without a gradient
         held[f"{name}, part {part}" if part else name] = digest(value, copies=1).tolist()

@@ -171,8 +171,10 @@ class _Watch:
     # --- In the thread of the watch: comparing ---
 
     def _run(self) -> None:
-        while dist.is_initialized() and not self._gone.is_set():
+        while not self._gone.is_set():
             self._wake.wait(self._period)
+            if not dist.is_initialized():  # this rank communicates no more; the others must not miss it
+                self._state["left"] = True
             left = self._state["left"]
             self._poll_within(self._after)
             if left or (self._state["failed"] and self.report):

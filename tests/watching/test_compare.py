@@ -130,3 +130,38 @@ def test_ranks_that_differ_are_named():
     optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
     assert compare_ranks(model, optimizer).at in ("2.weight", "group 0.lr")  # 1e-4 may leave a rounding
     assert math.isinf(compare_ranks(nn.Linear(2, 2).requires_grad_(rank == 0)).distance)
+
+
+@distributed(world_size=4)
+def test_a_shard_that_a_replica_lacks_is_named():
+    model = shard_model(nn.Linear(8, 8), mesh=build_mesh(MeshSpec.hybrid(2, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() >= 2:
+        optimizer.step()  # with a rate of 0 only its state differs
+    assert compare_ranks(model, optimizer).at == "weight.step"
+    if dist.get_rank() >= 2:
+        model.weight.grad = None
+    assert compare_ranks(model).at == "weight.grad"
+
+
+@distributed(world_size=2)
+def test_a_file_that_cannot_be_written_raises_on_every_rank():
+    model = shard_model(build())
+    with pytest.raises(ShardkitError, match="No such file"):  # noqa: SIM117
+        with record_run(model, torch.optim.SGD(model.parameters(), lr=0.1), "/absent/run"):
+            model(torch.ones(2, 6))
+
+
+def test_integer_parameters_are_compared(tmp_path):
+    for name, packed in (("a", 3), ("b", 4)):
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        model.packed = nn.Parameter(torch.tensor([packed], dtype=torch.uint8), requires_grad=False)
+        optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+        with record_run(model, optimizer, tmp_path / name):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert compare_runs(tmp_path / "a", tmp_path / "a") is None
+    assert compare_runs(tmp_path / "a", tmp_path / "b").at == "packed"

@@ -3,8 +3,10 @@
 ``python tests/helpers/sweep_disagreements.py`` runs every kind, within its time, on two meshes.
 """
 
+import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import disagreements
 import pytest
@@ -59,6 +61,16 @@ def test_ranks_that_agree_are_not_reported():
     assert calls == 3 * [*gathers, *gathers[::-1], *reduces[::-1]]
     assert listeners == []
     assert [vars(unit)["_all_gather_comm"] for unit in shardkit._fsdp.fsdp_units(model)] == before
+
+
+@distributed(world_size=2)
+def test_a_rank_whose_process_group_is_destroyed_has_left():
+    model, running = shard_model(nn.Linear(4, 4)), importlib.import_module("shardkit.watching.watch")
+    with watch(model, after=1.0), pytest.MonkeyPatch.context() as patch:
+        own = listeners[0].__self__
+        patch.setattr(running, "dist", SimpleNamespace(is_initialized=lambda: False))
+        assert own._gone.wait(10.0)
+        assert own.team.look(own.team.rank).has_left
 
 
 # --- Without ranks --------------------------------------------------------------------------------------------------
