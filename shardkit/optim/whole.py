@@ -19,7 +19,7 @@ from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.local import hooked, subclass
 from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
 from shardkit.optim.probe import check_separable
-from shardkit.ranks import all_gather_bytes, collective_device, together
+from shardkit.ranks import agree, all_gather_bytes, collective_device, together
 from shardkit.shards import around
 from shardkit.state.wire import Parcel, copy_into, exchange
 
@@ -88,6 +88,7 @@ def _whole_class(base: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        _agree_on_gradients(self)
         with torch.no_grad():
             for bucket in buckets(self):
                 _step_bucket(inner, self, bucket)
@@ -97,6 +98,16 @@ def _whole_class(base: Any) -> Any:
         return _restored, (type(self).__mro__[1],), self.__getstate__() | {"slices": self.slices}
 
     return subclass(base, {"steps_on_whole_matrices": True, "step": hooked(step), "__reduce_ex__": reduce})
+
+
+def _agree_on_gradients(optimizer: Any) -> None:
+    """Raise on every rank unless all will exchange the same parameters. Collective."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    numbers = [number for number, param in enumerate(params) if param.grad is not None]
+    fix = "Run the same backward on every rank before step()"
+    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 def _restored(base: Any) -> Any:

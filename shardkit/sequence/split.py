@@ -166,6 +166,9 @@ class SplitSequence:
         """Raise on all ranks if a rank's batch cannot be split, or is not the others'."""
         problem = _unknown(batch, inputs.shape[:2])
         content = inputs.detach().flatten(1).sum(1).mul(torch.arange(1, len(inputs) + 1, device=inputs.device)).sum()
+        content = (
+            content.double().nan_to_num(0, 0, 0).clamp(-(2**53), 2**53)
+        )  # int of nan would raise on this rank alone
         code = [*inputs.shape[:2], int(bool(problem)), int(content)]
         highest = torch.tensor([*code, *(-x for x in code)], device=collective_device(self.group))
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)

@@ -106,6 +106,9 @@ def test_bad_batches_are_errors_on_both_ranks():
         sequence.split({"input_ids": ids, **bad})
     with pytest.raises(ShardkitError, match="masks of pairs of tokens"):
         sequence.split({"input_ids": ids, "attention_mask": torch.ones(2, 1, 13, 13)})
+    bad_embeds = torch.full((2, 13, 8), float("nan") if dist.get_rank() else 1.0)
+    with pytest.raises(ShardkitError, match="Each of these ranks cuts its part from the same batch"):
+        sequence.split({"inputs_embeds": bad_embeds})
     part = sequence.split({"input_ids": ids})
     assert torch.equal(part["input_ids"], sequence.cut(ids))
 
