@@ -81,8 +81,13 @@ def mask_of_whole(make: Callable[..., Any], *, q_length: int, mask_function: Mas
             positions = whole.positions.to(device).expand(kwargs["batch_size"], -1)
             documents = _documents(positions, whole.length)
             if documents is not None:
-                pack = masking_utils.packed_sequence_compatibility_function
-                mask_function = pack(mask_function, positions, documents)
+                if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+                    mask_function = masking_utils.packed_sequence_compatibility_function(
+                        mask_function, positions, documents
+                    )
+                else:  # transformers 5.20, the newest for Python 3.10
+                    apart = masking_utils.packed_sequence_mask_function(documents)
+                    mask_function = masking_utils.and_masks(mask_function, apart)
                 kwargs["allow_is_causal_skip"] = False
     # A mask function takes the whole for these lengths; there is no cache, so no offset.
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
