@@ -119,16 +119,16 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     model = shard_model(Net(), units=units, mesh=build_mesh(spec))
     try:
         with watch(model, after=after, end=how == "end") if how != "script" else nullcontext():
-            train(model, kind, rank)
+            train(model, kind, rank, 2000 if how == "end" else 40)  # else the loop may end before the report
     except BaseException as error:
         print(f"{time.time():.2f} {type(error).__name__}: {error}", file=sys.stderr)
     print("left", file=sys.stderr, flush=True)
     os._exit(0)
 
 
-def train(model: nn.Module, kind: str, rank: int) -> None:
+def train(model: nn.Module, kind: str, rank: int, steps: int) -> None:
     """Train, until this rank disagrees or longer."""
-    for number in range(2 if kind == "fewer steps" and rank == ODD else 40):
+    for number in range(2 if kind == "fewer steps" and rank == ODD else steps):
         bad = number == STEP and rank == KINDS[kind].odd
         if bad:
             print(f"{time.time():.2f} bad", file=sys.stderr)
