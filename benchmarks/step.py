@@ -9,6 +9,9 @@ and largest, and medians of each round's ratio with its quartiles.
 Cases: 288 small parameters on one rank of 4, where a step is mostly Python; and the 146 parameters of a Llama of 1B
 (1.24e9 elements) as the first of 1024 ranks holds them, 1.2e6 elements. On a CPU the bytes of more would hide the
 time that this is about: that of Python, which a GPU waits for.
+
+Then 96 small parameters on one rank of 2, beside FSDP1 with ``use_orig_params=True``. It cuts units and not parameters:
+a rank steps 48 of them whole, where FSDP2 steps half of each of the 96.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit import clip_grad_norm_, fully_shard
 from shardkit.optim import step_on_local_shards
@@ -39,7 +43,13 @@ LLAMA_1B: Shapes = [
     (2048,),
 ]
 CASES = {"288 small parameters, 1 of 4 ranks": (SMALL, 4), "Llama 1B, 1 of 1024 ranks": (LLAMA_1B, 1024)}
-GOALS = {("fused", "local/plain"): 1.3, ("fused", "local/DTensor"): 0.35, ("clip", "shardkit/torch"): 0.5}
+BESIDE_FSDP1: Shapes = [(16, 16), (16,)] * 48
+GOALS = {
+    ("default", "local/FSDP1"): 1.3,
+    ("fused", "local/plain"): 1.3,
+    ("fused", "local/DTensor"): 0.35,
+    ("clip", "shardkit/torch"): 0.5,
+}
 
 
 def sharded(shapes: Shapes, world: int) -> list[nn.Parameter]:
@@ -55,6 +65,19 @@ def sharded(shapes: Shapes, world: int) -> list[nn.Parameter]:
             param.to_local().normal_()
             param.grad = torch.full_like(param, 1e-6)
     return list(block.parameters())
+
+
+def flat(shapes: Shapes) -> list[nn.Parameter]:
+    """Parameters of one rank as FSDP1 makes them, four to a unit, with gradients; empty where others hold them."""
+    units = [nn.ParameterList(map(torch.empty, shapes[at : at + 4])) for at in range(0, len(shapes), 4)]
+    device = torch.device("cpu")
+    wrapped = [FullyShardedDataParallel(unit, use_orig_params=True, device_id=device) for unit in units]
+    params = [param for unit in wrapped for param in unit.parameters()]
+    with torch.no_grad():
+        for param in filter(Tensor.numel, params):
+            param.normal_()
+            param.grad = torch.full_like(param, 1e-6)
+    return params
 
 
 def plain(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -135,6 +158,11 @@ def main() -> None:
             with comm_counts() as counts:
                 sides["shardkit"]()
             print(f"  clip    shardkit: {counts.all_reduces} all-reduce")
+    print("96 small parameters, 1 of 2 ranks")
+    with fake_world(2):
+        beside = {**steps(BESIDE_FSDP1, 2, {}), "FSDP1": torch.optim.AdamW(flat(BESIDE_FSDP1), lr=1e-3).step}
+        times = measured(beside, options.rounds, options.calls)
+        print(*lines("default", times, [("local", "FSDP1"), ("local", "DTensor")]), sep="\n")
 
 
 if __name__ == "__main__":

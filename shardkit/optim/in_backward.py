@@ -16,7 +16,8 @@ from shardkit._torch import OFFLOAD_WAITS_FOR_HOOKS, SCALES_ITSELF, local_tensor
 from shardkit._torch import steps_in_backward as any_steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
-from shardkit.optim.local import hooked, step_on_local_shards, subclass
+from shardkit.optim.local import step_on_local_shards
+from shardkit.optim.replace import hooked, subclass
 from shardkit.ranks import check_module
 
 _SUBJECT = "optimizer_in_backward"

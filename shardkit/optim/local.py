@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,19 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from shardkit._torch import (
-    COLLECT,
-    count_for_schedulers,
-    counts_for_schedulers,
-    local_tensor,
-    local_tensors,
-    note_step,
-    placements,
-    plain_attributes,
-    with_local,
-)
+from shardkit._torch import COLLECT, local_tensor, local_tensors, note_step, placements, plain_attributes, with_local
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.probe import check_elementwise
+from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
 
 # State of torch's optimizers that is one number for each parameter, also if the parameter itself has no dimensions.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -34,6 +26,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # the same bits in every dtype (torch 2.11 to 2.15); those of other classes differ. A list needs memory for a copy of
 # its parameters, so it is for small shards, whose step is mostly calls.
 FEW_ELEMENTS = 2**22
+_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")  # a tenth of the time of .device.type
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
@@ -72,32 +65,21 @@ def step_on_local_shards(
     Example:
         >>> optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), fused=True))
     """
-    if not isinstance(optimizer, Optimizer):
-        rule = "step_on_local_shards changes the class of a torch.optim.Optimizer"
-        fix = "Pass the optimizer that it wraps"
-        raise ShardkitError(message("optimizer", f"is a {type(optimizer).__name__}", rule, fix))
+    check_replaceable(optimizer, "step_on_local_shards")
     if getattr(type(optimizer), "steps_on_local_shards", False):
         return optimizer
     if any(group.get("differentiable") for group in optimizer.param_groups):
         rule = "A step that autograd records must run on the DTensors"
         raise ShardkitError(message("optimizer", "has differentiable=True", rule, "Step it on DTensors"))
-    if "step" in vars(optimizer) and not counts_for_schedulers(optimizer.step):
-        rule = "step_on_local_shards replaces the step of the class, which this one hides"
-        fix = "Call step_on_local_shards before optimizer.step is replaced"
-        raise ShardkitError(message("optimizer.step", f"is {vars(optimizer)['step']!r}", rule, fix))
     check_elementwise(optimizer, elementwise)
     threads = _threads(optimizer) if cpu_threads is None else cpu_threads
-    vars(optimizer).pop("step", None)  # an LR scheduler's wrapper, which would go past ours
-    base: Any = type(optimizer)
-    optimizer.__class__ = local_class(base)
-    vars(optimizer)["cpu_threads"] = threads
-    return optimizer
+    return replace_class(optimizer, local_class, cpu_threads=threads)
 
 
 @functools.cache
 def local_class(base: Any) -> Any:
     """Return a subclass of the same name that steps on local shards, and is pickled and copied as such."""
-    inner = getattr(base.step, "__wrapped__", base.step) if getattr(base.step, "hooked", False) else base.step
+    inner = step_of(base)
     collects = hasattr(base, COLLECT) and inner.__module__.startswith("torch.optim")
 
     @functools.wraps(inner)
@@ -111,34 +93,10 @@ def local_class(base: Any) -> Any:
             finally:
                 finish_step(self)
 
-    body = {"steps_on_local_shards": True, "step": hooked(step), "__reduce_ex__": _reduce}
+    body: dict[str, Any] = {"steps_on_local_shards": True}
     if collects:
         body[COLLECT] = _collecting(getattr(base, COLLECT))
-    return subclass(base, body)
-
-
-def subclass(base: Any, body: dict[str, Any]) -> Any:
-    """Return a subclass with the name, module and docstring of its base."""
-    return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
-
-
-def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step for a class: it runs the user's hooks, and LR schedulers do not wrap it."""
-    outer: Any = Optimizer.profile_hook_step(step)
-    outer.hooked = True  # as torch marks it, so that it is not wrapped again
-    count_for_schedulers(outer)
-    return outer  # type: ignore[no-any-return]
-
-
-def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-    return _restored, (type(self).__mro__[1], self.cpu_threads), self.__getstate__()
-
-
-def _restored(base: Any, cpu_threads: int | None) -> Any:
-    cls = local_class(base)
-    optimizer = cls.__new__(cls)
-    vars(optimizer)["cpu_threads"] = cpu_threads
-    return optimizer
+    return stepping_class(base, local_class, step, body, kept="cpu_threads")
 
 
 def _threads(optimizer: Optimizer) -> int | None:
@@ -194,7 +152,7 @@ def _may_be_listed(group: dict[str, Any], shards: list[Tensor]) -> bool:
     """Whether torch may choose how to step these shards, and they are few elements on the CPU."""
     numbers = [group["lr"], *group["betas"]]  # as tensors they need foreach=False
     is_open = group["foreach"] is None and not group["fused"] and not any(isinstance(x, Tensor) for x in numbers)
-    return is_open and {x.device.type for x in shards} == {"cpu"} and sum(x.numel() for x in shards) <= FEW_ELEMENTS
+    return is_open and all(map(_on_cpu, shards)) and sum(map(Tensor.numel, shards)) <= FEW_ELEMENTS
 
 
 def finish_step(optimizer: Optimizer) -> None:

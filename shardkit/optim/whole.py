@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardkit._torch import counts_for_schedulers, is_wrapper, local_tensor, note_step, tree_leaves, tree_map
+from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.optim.local import hooked, subclass
 from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
 from shardkit.optim.probe import check_separable
+from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
 from shardkit.ranks import agree, all_gather_bytes, collective_device, together
 from shardkit.shards import around
 from shardkit.state.wire import Parcel, copy_into, exchange
@@ -58,28 +58,19 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     Example:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
     """
-    if not isinstance(optimizer, Optimizer):
-        rule, fix = "It changes the class of a torch.optim.Optimizer", "Pass the optimizer that it wraps"
-        raise ShardkitError(message("optimizer", f"is a {type(optimizer).__name__}", rule, fix))
+    check_replaceable(optimizer, "step_on_whole_matrices")
     if getattr(type(optimizer), "steps_on_whole_matrices", False):
         return optimizer
     if getattr(type(optimizer), "steps_on_local_shards", False):
         rule, fix = "An optimizer steps in one way", "Build another one"
         raise ShardkitError(message("optimizer", "steps on local shards already", rule, fix))
-    if "step" in vars(optimizer) and not counts_for_schedulers(optimizer.step):
-        rule, fix = "The step of the class is replaced, which this one hides", "Call it before replacing optimizer.step"
-        raise ShardkitError(message("optimizer.step", f"is {vars(optimizer)['step']!r}", rule, fix))
     check_separable(optimizer, slices)
-    vars(optimizer).pop("step", None)  # an LR scheduler's wrapper, which would go past ours
-    base: Any = type(optimizer)
-    optimizer.__class__ = _whole_class(base)
-    vars(optimizer)["slices"] = slices
-    return optimizer
+    return replace_class(optimizer, _whole_class, slices=slices)
 
 
 @functools.cache
 def _whole_class(base: Any) -> Any:
-    inner = getattr(base.step, "__wrapped__", base.step) if getattr(base.step, "hooked", False) else base.step
+    inner = step_of(base)
 
     @functools.wraps(inner)
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,10 +85,7 @@ def _whole_class(base: Any) -> Any:
                 _step_bucket(inner, self, bucket)
         return loss
 
-    def reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-        return _restored, (type(self).__mro__[1],), self.__getstate__() | {"slices": self.slices}
-
-    return subclass(base, {"steps_on_whole_matrices": True, "step": hooked(step), "__reduce_ex__": reduce})
+    return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
 
 
 def _agree_on_gradients(optimizer: Any) -> None:
@@ -108,11 +96,6 @@ def _agree_on_gradients(optimizer: Any) -> None:
     numbers = [number for number, param in enumerate(params) if param.grad is not None]
     fix = "Run the same backward on every rank before step()"
     agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
-
-
-def _restored(base: Any) -> Any:
-    cls = _whole_class(base)
-    return cls.__new__(cls)
 
 
 # ---- one bucket --------------------------------------------------------------------------------------------------
