@@ -64,6 +64,11 @@ def pass_through(module: FSDPModule, zero: Tensor, body: Callable[[Tensor], Tens
     return state._post_forward(module, (zero,), body(zero.clone()))  # type: ignore[no-any-return]
 
 
+def is_root(module: FSDPModule) -> bool:
+    """Whether a unit is its model's FSDP root; known from the first forward on. Local, pure."""
+    return bool(module._get_fsdp_state()._is_root)
+
+
 def device_of(module: FSDPModule) -> torch.device:
     """Return the device that a unit computes on. Local, pure."""
     return module._get_fsdp_state()._device

@@ -24,6 +24,7 @@ from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
     device_of,
     in_backward,
+    is_root,
     keep,
     modules_of,
     pass_through,
@@ -107,7 +108,7 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _running_in(caller: SkippableUnit, inputs: Any) -> Iterator[_Run]:
-    run = _Run(caller, _mode(inputs))
+    run = _Run(caller, _mode(caller, inputs))
     _running.append(run)
     try:
         yield run
@@ -246,9 +247,13 @@ def _depends(values: Any, zeros: list[Tensor]) -> Any:
     return replace_tensors(values, lambda each: keep(each, *zeros) if id(each) in chosen else each)
 
 
-def _mode(inputs: Any) -> int:
-    """0 without grad; with it 1, or 2 if an input requires grad, as it may from the first image on."""
-    return 0 if not torch.is_grad_enabled() else 1 + any(each.requires_grad for each in _floating(inputs))
+def _mode(caller: SkippableUnit, inputs: Any) -> int:
+    """0 without grad; with it 1, or 2 if an input requires grad, as it may from the first image on.
+
+    What the root gets is another matter: pixels that require grad are there on some ranks only.
+    """
+    grad = torch.is_grad_enabled()
+    return grad + (grad and not is_root(caller.module) and any(each.requires_grad for each in _floating(inputs)))
 
 
 def _floating(values: Any) -> list[Tensor]:

@@ -108,10 +108,13 @@ def largest_difference(model: nn.Module, plain: nn.Module) -> float:
 Batch = tuple[Tensor, Tensor | None, list[int]]
 
 
-def batch(seed: int, rank: int, image: bool, experts: int = 3, chosen: list[int] | None = None) -> Batch:
+def batch(
+    seed: int, rank: int, image: bool, experts: int = 3, chosen: list[int] | None = None, require_grad: bool = False
+) -> Batch:
     """What a rank gets in one step: two samples, each for one expert."""
     source = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(20, (2, 5), generator=source)
     pixels = torch.randn(2, 3, 6, generator=source, dtype=torch.double)
     drawn = torch.randint(experts, (2,), generator=source).tolist()
+    pixels.requires_grad_(require_grad)
     return ids, pixels if image else None, drawn if chosen is None else chosen

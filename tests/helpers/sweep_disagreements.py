@@ -15,10 +15,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--after", type=float, default=1.0)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--mesh", dest="meshes", type=int, nargs="*", action="append")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     failures = 0
-    for mesh in ((WORLD,), (2, WORLD // 2)):
+    for mesh in map(tuple, options.meshes or [[WORLD], [2, WORLD // 2]]):
         for kind in options.kinds:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = run(kind, Path(folder), options.after, mesh=mesh)
