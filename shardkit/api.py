@@ -159,7 +159,9 @@ def shard_model(
             return given_plan(model, plan, on)
         decided, tree = _decide(model, *given)
         _warn_of_replicas(decided)
-        return decided if memory_budget is None else _within(memory_budget, model, decided, example_batch), tree
+        if memory_budget is not None:
+            decided = _within(memory_budget, model, decided, example_batch, keep_units=units is not None)
+        return decided, tree
 
     return apply_decided(model, decide, on, sync_module_states)
 
@@ -201,14 +203,14 @@ def _decide(
     return plan_checked(tree, make, example_batch, is_default=units is None), tree
 
 
-def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any) -> ShardingPlan:
+def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any, *, keep_units: bool) -> ShardingPlan:
     """Return the plan that fits the budget; rank 0 logs how it was chosen."""
     if batch is None:
         fix = "Pass example_batch=, one rank's micro-batch as the model takes it"
         raise PlanError(message("memory_budget", "given without example_batch", "Activations depend on the batch", fix))
     from shardkit.memory import plan_for_budget
 
-    choice = plan_for_budget(model, budget, plan=plan, batch=batch)
+    choice = plan_for_budget(model, budget, plan=plan, batch=batch, keep_units=keep_units)
     choice.plan.check()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)

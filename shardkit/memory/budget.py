@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.estimate import Measured, base_plan, changed, offload, recompute, resharded
+from shardkit.memory.estimate import Measured, base_plan, changed, fused, offload, recompute, recomputed, resharded
 from shardkit.memory.speed import HARDWARE, Hardware, StepTime, step_time
 from shardkit.memory.timeline import OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss
@@ -20,6 +20,7 @@ from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.dims import on_mesh
 
+CLEAR_GAIN = 0.8  # of the step's time: fused blocks have to save a fifth of it
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -94,12 +95,15 @@ def plan_for_budget(
     optimizer: str | float = "adamw",
     hardware: Hardware | str = "h100",
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    keep_units: bool | None = None,
 ) -> BudgetPlan:
     """Return the fastest plan whose peak is within ``budget`` on every rank, by the time model. Local, deterministic.
 
     Candidates, in order: as many units as fit kept gathered between forward and backward, the last ones first, which
     saves an all-gather each; then as many as fit resharded within a node; else the fewest blocks recomputed; else
-    everything offloaded to the CPU, with the fewest blocks recomputed. Units, dtypes and mesh stay those of the plan.
+    everything offloaded to the CPU, with the fewest blocks recomputed. Dtypes and mesh stay those of the plan, and
+    so do units, unless FSDP2's hooks take the CPU longer than the step takes the device. Then 2, 4 or 8 small blocks
+    become one unit, if that fits and saves a fifth of the step; a note of the plan says so.
 
     Args:
         model: on any device, meta too.
@@ -113,6 +117,7 @@ def plan_for_budget(
         optimizer: as for :func:`shardkit.memory.estimate`.
         hardware: rates for ranking plans: a name in ``shardkit.memory.HARDWARE``, or your own.
         mp_policy: used where no plan is given.
+        keep_units: never fuse blocks. None keeps the units of a given plan, and may fuse those of the default rule.
 
     Raises:
         PlanError: nothing fits; the error says how much is missing, and how many ranks would be enough.
@@ -126,7 +131,8 @@ def plan_for_budget(
         raise PlanError(message("hardware", f"is {hardware!r}", f"Known are {', '.join(HARDWARE)}", fix))
     rates = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss)
-    return Search(measured, OptimizerBytes.of(optimizer), rates, limit).choose()
+    keep_units = plan is not None if keep_units is None else keep_units
+    return Search(measured, OptimizerBytes.of(optimizer), rates, limit).choose(keep_units=keep_units)
 
 
 def parse_bytes(size: int | str) -> int:
@@ -156,13 +162,38 @@ class Search:
         self.measured, self.limit = measured, limit
         self._optimizer, self._hardware = optimizer, hardware
 
-    def choose(self) -> BudgetPlan:
+    def choose(self, *, keep_units: bool) -> BudgetPlan:
         """Return the fastest candidate that fits; raise a PlanError if none does."""
         weighed = tuple(self.candidates(self.measured.plan))
-        fitting = [candidate for candidate in weighed if candidate.peak.total <= self.limit]
-        if not fitting:
+        best = self._fastest(weighed)
+        if best is None:
             raise PlanError(self._nothing_fits(min(weighed, key=lambda candidate: candidate.peak.total)))
-        return BudgetPlan(min(fitting, key=lambda candidate: candidate.time.total), weighed, self.limit)
+        fused = () if keep_units else tuple(self._fuse(best))
+        faster = self._fastest(fused) or best
+        chosen = faster if faster.time.total <= CLEAR_GAIN * best.time.total else best
+        return BudgetPlan(chosen, weighed + fused, self.limit)
+
+    def _fastest(self, weighed: Iterable[Candidate]) -> Candidate | None:
+        fitting = (candidate for candidate in weighed if candidate.peak.total <= self.limit)
+        return min(fitting, key=lambda candidate: (candidate.time.total, candidate.time.device), default=None)
+
+    def _fuse(self, best: Candidate) -> Iterator[Candidate]:
+        """Fuse blocks if the hooks take longer than the device, and no memory has to be saved."""
+        hooks, device = best.time.hooks, best.time.device
+        saves = any(unit.offloads for unit in best.plan.units) or recomputed(best.plan) != self.measured.already
+        if saves or device > CLEAR_GAIN * hooks:
+            return
+        number = next((number for number in (2, 4, 8) if hooks <= number * device), 8)
+        called = {interval.unit for interval in self.measured.trace_of(best.plan).intervals}
+        plan = fused(resharded(self.measured.plan), number, called)
+        search = Search(self.measured.of(plan), self._optimizer, self._hardware, self.limit)
+        if len(plan.units) < len(best.plan.units) and search.fits(plan):
+            why = f"FSDP2's hooks take the CPU {hooks * 1e3:.2g} ms of a step, and the device is done in "
+            why += f"{device * 1e3:.2g} ms, by the model of {self._hardware.name}"
+            plan = replace(plan, notes=(*plan.notes, f"up to {number} blocks in a unit: with one {why}"))
+            prefix = f"{number} blocks in a unit"
+            yield search.weigh(prefix, plan)
+            yield from search.spend(plan, f"{prefix}, ")
 
     def weigh(self, what: str, plan: ShardingPlan) -> Candidate:
         """Return a candidate with its peak and time."""
@@ -181,14 +212,14 @@ class Search:
         sharded = resharded(base)
         yield self.weigh("everything sharded", sharded)
         if self.fits(sharded):
-            yield from self._spend(sharded, "")
+            yield from self.spend(sharded, "")
             return
         saved = list(self._save(sharded, ""))
         yield from saved
         if saved[0].peak.total > self.limit:
             yield from self._save(offload(sharded), "on the CPU, ")
 
-    def _spend(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
+    def spend(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
         """Spend the memory that is left on saving all-gathers."""
         names = [unit.name for unit in sharded.execution_order() if unit.reshard_after_forward is not False]
 
@@ -224,7 +255,7 @@ class Search:
         found = self.weigh(prefix + what, recompute_first(number))
         yield found
         if found.peak.total <= self.limit:
-            yield from self._spend(found.plan, f"{prefix}{what}, ")
+            yield from self.spend(found.plan, f"{prefix}{what}, ")
 
     def _nothing_fits(self, least: Candidate) -> str:
         budget, peak, missing = map(nbytes, (self.limit, least.peak.total, least.peak.total - self.limit))

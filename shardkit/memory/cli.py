@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     shown: StrategyEstimate | BudgetPlan = rows["ZeRO-3"]
     hardware = replace(HARDWARE[options.hardware], ranks_per_node=options.ranks_per_node)
     if options.budget and measured:
-        choice = Search(measured, optimizer, hardware, parse_bytes(options.budget)).choose()
+        choice = Search(measured, optimizer, hardware, parse_bytes(options.budget)).choose(keep_units=False)
         plan, shown = choice.plan, choice
         print(choice, end="\n\n")
     if options.plot:

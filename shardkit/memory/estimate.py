@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain, groupby
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
-from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.dims import on_mesh
@@ -111,6 +112,28 @@ def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings
     return replace(plan, units=tuple(units))
 
 
+def fused(plan: ShardingPlan, number: int, names: Collection[str]) -> ShardingPlan:
+    """Return the plan with up to ``number`` consecutive blocks of ``names`` in each unit."""
+    fusible, units = set(blocks(plan)).intersection(names), []
+    for _, run in groupby(plan.units, lambda unit: _settings(unit) if unit.name in fusible else unit):
+        same = list(run)
+        units += [_as_one(same[start : start + number]) for start in range(0, len(same), number)]
+    return replace(plan, units=tuple(units))
+
+
+def _settings(unit: ShardUnit) -> tuple[str, ShardUnit]:
+    """Return what blocks of one unit have in common: the module around them, and every setting."""
+    return unit.modules[0].rpartition(".")[0], replace(unit, modules=(), params=(), shard_dims=())
+
+
+def _as_one(units: Sequence[ShardUnit]) -> ShardUnit:
+    modules, params, dims = (
+        tuple(chain.from_iterable(getattr(unit, name) for unit in units))
+        for name in ("modules", "params", "shard_dims")
+    )
+    return replace(units[0], modules=modules, params=params, shard_dims=dims)
+
+
 def recomputed(plan: ShardingPlan) -> set[str]:
     """Return the names of the units that are recomputed in backward."""
     return {unit.name for unit in plan.units if unit.checkpoint_activations}
@@ -142,6 +165,7 @@ class Measured:
         self.blocks = [name for name in blocks(plan) if name not in self.already]
         self.buffers = buffer_bytes(model)
         self._trace = partial(trace, model, plan, batch, loss=loss)
+        self.of = partial(Measured, model, batch=batch, loss=loss)  # the same of another plan's units
 
     @cached_property
     def _kept(self) -> Trace:

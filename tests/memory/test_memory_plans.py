@@ -8,6 +8,8 @@ import io
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,13 +26,16 @@ from shardkit import (
     PlanError,
     ShardingPlan,
     api,
+    by_name,
+    group,
     init_on_meta,
     plan_model,
     shard_model,
 )
-from shardkit.memory import HARDWARE, estimate, plan_for_budget
+from shardkit.memory import HARDWARE, estimate, plan_for_budget, scaling_table
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, changed, recompute, resharded
+from shardkit.memory.estimate import Measured, changed, fused, recompute, resharded
+from shardkit.memory.speed import Traffic
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
@@ -266,7 +271,8 @@ def test_the_ladder_of_a_budget():
 
     def chosen(share: float) -> str:
         budget = int(sharded * share)
-        return plan_for_budget(model, budget, world_size=16, batch=TOKENS, loss=mean).chosen.what
+        choice = plan_for_budget(model, budget, world_size=16, batch=TOKENS, loss=mean, keep_units=True)
+        return choice.chosen.what
 
     sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
     assert "of 7 units kept gathered" in chosen(1.5)
@@ -275,6 +281,48 @@ def test_the_ladder_of_a_budget():
         PlanError, match=r"budget: .* is too little: .* still peaks at .*, .* more, .* would be enough|batch"
     ):
         chosen(0.05)
+
+
+def test_small_blocks_are_fused_where_hooks_take_longer_than_the_device():
+    model = decoder(layers=6)
+    budget = partial(plan_for_budget, model, "1MiB", world_size=16, batch=TOKENS, loss=mean)
+    rules = [by_name("layers.*", together=8), "embed", group("norm", "head", reshard_after_forward=False)]
+    by_rules = plan_model(model, units=rules, mesh=MeshSpec.sharded(16))
+    choice, kept = budget(), budget(keep_units=True)
+    assert choice.chosen.what == "8 blocks in a unit, 2 of 2 units kept gathered"
+    assert {unit.params: unit.modules for unit in choice.plan.units} == {u.params: u.modules for u in by_rules.units}
+    assert "up to 8 blocks in a unit: with one FSDP2's hooks take" in choice.plan.notes[-1]
+    assert choice.chosen.time.total <= 0.8 * kept.chosen.time.total
+    quick = replace(HARDWARE["h100"], hook_time=5e-5)  # no longer than the device
+    assert kept.plan == budget(hardware=quick).plan == budget(plan=kept.plan).plan != choice.plan
+    counted = budget(optimizer="none")
+    assert counted.plan == choice.plan
+    assert counted.peak.total == pytest.approx(peak_of(model, choice.plan) + TOKENS.nbytes, rel=0.001)
+
+
+def test_fused_blocks_are_siblings_with_the_same_settings():
+    model = nn.ModuleDict({"a": decoder(layers=3), "b": decoder(layers=3)})
+    plan = plan_model(model, units="*.layers.*", mesh=MeshSpec.sharded(2))
+    plan = changed(plan, {"a.layers.1"}, reshard_after_forward=False)
+    names = {unit.name for unit in plan.units if unit.name != "b.layers.2"}  # which is not called
+    found = [unit.modules for unit in fused(plan, 8, names).units if "layers" in unit.name]
+    alone = [(f"a.layers.{number}",) for number in range(3)]
+    assert found == [*alone, ("b.layers.0", "b.layers.1"), ("b.layers.2",)]
+
+
+def test_what_a_rank_sends_in_a_step():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))  # 16,384 bytes, in a unit that is gathered twice
+    plan = plan_model(model, units="0", mesh=MeshSpec.sharded(8), reshard_after_forward=True)
+    hardware = replace(HARDWARE["h100"], ranks_per_node=2)
+    table = scaling_table(model, plan, torch.zeros(1, 64), hardware, worlds=(2, 8))
+    assert [(row.strategy, row.time.traffic) for row in table.rows] == [
+        ("FSDP", Traffic(3, 3 * 8192, 0, 0)),
+        ("FSDP", Traffic(3, 3 * (14336 - 6144), 9, 3 * 6144)),  # 7/8 of all bytes; a node shares 3/4 of them
+        ("HSDP", Traffic(3, 3 * 8192, 2 * 2, 2 * 6144)),  # the half of a rank all-reduced over 4 nodes, as a tree
+        ("hpZ", Traffic(3, 2 * (14336 - 6144) + 8192, 6, 2 * 6144)),  # backward's all-gather stays in the node
+    ]
+    assert [row.mesh.shard_size for row in table.of("HSDP")] == [2]
+    assert all(row.time.total == row.time.hooks > row.time.device > 0 for row in table.of("FSDP")[:1])
 
 
 def test_more_ranks_are_named_when_they_would_do():
