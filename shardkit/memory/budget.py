@@ -47,12 +47,14 @@ class BudgetPlan:
     Attributes:
         chosen: the fastest candidate that fits; ``plan``, ``timeline`` and ``peak`` are the candidate's.
         weighed: all candidates, in the order in which they were tried.
-        budget: bytes on each rank.
+        budget: bytes of each rank's GPU.
+        reserved: those of them that the plan may not use.
     """
 
     chosen: Candidate
     weighed: tuple[Candidate, ...]
     budget: int
+    reserved: int = 0
 
     @property
     def plan(self) -> ShardingPlan:
@@ -70,15 +72,15 @@ class BudgetPlan:
         return self.chosen.peak
 
     def __str__(self) -> str:
-        peak = self.chosen.peak.total
-        answer = f"fits {nbytes(self.budget)}: {self.chosen.what}, peak {nbytes(peak)} ({peak / self.budget:.1%})"
-        answer += f", {nbytes(self.budget - peak)} free"
+        peak, limit = self.chosen.peak.total, self.budget - self.reserved
+        answer = f"fits {_less(self.budget, self.reserved)}: {self.chosen.what}, peak {nbytes(peak)}, "
+        answer += f"{nbytes(limit - peak)} free"
         rows = [["plan", "peak", "step", "exposed", ""]]
         for each in self.weighed:
-            verdict = "chosen" if each is self.chosen else "" if each.peak.total <= self.budget else "does not fit"
+            verdict = "chosen" if each is self.chosen else "" if each.peak.total <= limit else "does not fit"
             seconds = [f"{each.time.total:.3g} s", f"{each.time.exposed:.3g} s"]
             rows.append([each.what, nbytes(each.peak.total), *seconds, verdict])
-        footer = "Not counted: fragmentation, NCCL, CUDA's context. Pass a budget of nine tenths of the GPU's memory.\n"
+        footer = "Not counted, so memory is reserved for it: fragmentation, NCCL, CUDA's context.\n"
         footer += "Times are model estimates for ranking plans, not measurements."
         return "\n".join([answer, "", *aligned(rows, left={0, 4}), "", footer])
 
@@ -88,6 +90,7 @@ def plan_for_budget(
     budget: int | str,
     *,
     batch: Any,
+    reserve: int | str = "10%",
     world_size: int | None = None,
     mesh: MeshSpec | None = None,
     plan: ShardingPlan | None = None,
@@ -97,7 +100,7 @@ def plan_for_budget(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     keep_units: bool | None = None,
 ) -> BudgetPlan:
-    """Return the fastest plan whose peak is within ``budget`` on every rank, by the time model. Local, deterministic.
+    """Return the fastest plan whose peak fits on every rank, by the time model. Local, deterministic.
 
     Candidates, in order: as many units as fit kept gathered between forward and backward, the last ones first, which
     saves an all-gather each; then as many as fit resharded within a node; else the fewest blocks recomputed; else
@@ -107,9 +110,10 @@ def plan_for_budget(
 
     Args:
         model: on any device, meta too.
-        budget: bytes on each rank, or a string such as ``"70GiB"``. Leave room for what is not counted: the allocator's
-            fragmentation, NCCL's workspace, CUDA's context.
+        budget: bytes of each rank's GPU, or a string such as ``"80GiB"``.
         batch: one rank's micro-batch, as for :func:`shardkit.memory.estimate`.
+        reserve: what of the budget is left for what is not counted: the allocator's fragmentation, NCCL's workspace,
+            CUDA's context. Bytes, or a string such as ``"10%"`` or ``"6GiB"``; 0 lets the plan use all of it.
         world_size: the number of ranks. Pass this, or ``mesh``, or neither to use the plan's mesh.
         mesh: instead of ``world_size``.
         plan: the plan to start from; None is the default rule with ``mp_policy``.
@@ -123,6 +127,7 @@ def plan_for_budget(
         PlanError: nothing fits; the error says how much is missing, and how many ranks would be enough.
     """
     limit = parse_bytes(budget)
+    reserved = parse_reserve(reserve, limit)
     if batch is None:
         fix = "Pass one rank's micro-batch as the model takes it"
         raise PlanError(message("batch", "is None", "Activations depend on the batch", fix))
@@ -132,10 +137,11 @@ def plan_for_budget(
     rates = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss)
     keep_units = plan is not None if keep_units is None else keep_units
-    return Search(measured, OptimizerBytes.of(optimizer), rates, limit).choose(keep_units=keep_units)
+    search = Search(measured, OptimizerBytes.of(optimizer), rates, limit - reserved, reserved)
+    return search.choose(keep_units=keep_units)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "budget") -> int:
     """Return the bytes that a number, or a string such as ``"70GiB"`` or ``"80 GB"``, stands for.
 
     Raises:
@@ -147,9 +153,30 @@ def parse_bytes(size: int | str) -> int:
     else:
         value = size if isinstance(size, int) else 0
     if value < 1:
-        rule = "A budget is a positive number of bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
-        raise PlanError(message("budget", f"is {size!r}", rule, 'Pass, for example, "70GiB"'))
+        rule = f"A {name} is a positive number of bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        raise PlanError(message(name, f"is {size!r}", rule, 'Pass, for example, "70GiB"'))
     return int(value)
+
+
+def parse_reserve(reserve: int | str, budget: int) -> int:
+    """Return the bytes of a budget that a number, ``"6GiB"`` or ``"10%"`` stands for.
+
+    Raises:
+        PlanError: it is none of these, or not less than the budget.
+    """
+    percent = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(reserve))
+    if percent:
+        size = int(budget * float(percent[1]) / 100)
+    else:
+        size = 0 if reserve in (0, "0") else parse_bytes(reserve, "reserve")
+    if size >= budget:
+        problem = f"is {nbytes(size)} of a budget of {nbytes(budget)}"
+        raise PlanError(message("reserve", problem, "The rest is what the plan may use", 'Pass, for example, "10%"'))
+    return size
+
+
+def _less(budget: int, reserved: int) -> str:
+    return f"{nbytes(budget)} less {nbytes(reserved)} reserved" if reserved else nbytes(budget)
 
 
 class Search:
@@ -158,8 +185,11 @@ class Search:
     Candidates may differ from the measured plan in their mesh and in how units reshard, offload and recompute.
     """
 
-    def __init__(self, measured: Measured, optimizer: OptimizerBytes, hardware: Hardware, limit: int) -> None:
-        self.measured, self.limit = measured, limit
+    def __init__(
+        self, measured: Measured, optimizer: OptimizerBytes, hardware: Hardware, limit: int, reserved: int = 0
+    ) -> None:
+        """``limit`` is what a plan may use; ``reserved`` is what the GPU has beyond it, for the answer's text."""
+        self.measured, self.limit, self._reserved = measured, limit, reserved
         self._optimizer, self._hardware = optimizer, hardware
 
     def choose(self, *, keep_units: bool) -> BudgetPlan:
@@ -171,7 +201,7 @@ class Search:
         fused = () if keep_units else tuple(self._fuse(best))
         faster = self._fastest(fused) or best
         chosen = faster if faster.time.total <= CLEAR_GAIN * best.time.total else best
-        return BudgetPlan(chosen, weighed + fused, self.limit)
+        return BudgetPlan(chosen, weighed + fused, self.limit + self._reserved, self._reserved)
 
     def _fastest(self, weighed: Iterable[Candidate]) -> Candidate | None:
         fitting = (candidate for candidate in weighed if candidate.peak.total <= self.limit)
@@ -258,7 +288,8 @@ class Search:
             yield from self.spend(found.plan, f"{prefix}{what}, ")
 
     def _nothing_fits(self, least: Candidate) -> str:
-        budget, peak, missing = map(nbytes, (self.limit, least.peak.total, least.peak.total - self.limit))
+        budget = _less(self.limit + self._reserved, self._reserved)
+        peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - self.limit)
         problem = f"{budget} is too little: {least.what} still peaks at {peak}, {missing} more, {least.peak.where}"
         rule = "The peak of a step must be within the budget on every rank"
         if any(unit.mesh for unit in least.plan.units):  # experts, whose mesh is the model's

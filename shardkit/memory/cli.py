@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.budget import BudgetPlan, Search, parse_bytes
+from shardkit.memory.budget import BudgetPlan, Search, parse_bytes, parse_reserve
 from shardkit.memory.estimate import Measured, StrategyEstimate, base_plan, buffer_bytes, estimates
 from shardkit.memory.report import plot_timeline
 from shardkit.memory.speed import HARDWARE, scaling_table
@@ -30,7 +30,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
     parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
-    parser.add_argument("--budget", help="memory on each rank, such as 80GiB")
+    parser.add_argument("--budget", help="memory of each rank's GPU, such as 80GiB")
+    reserve = "what of the budget is left for fragmentation, NCCL and CUDA's context (default: 10%%), such as 6GiB"
+    parser.add_argument("--reserve", default="10%", help=reserve)
     parser.add_argument("--batch", type=_batch, metavar="BxS", help="token ids of one micro-batch, such as 2x4096")
     parser.add_argument("--param-dtype", type=_dtype, default=torch.bfloat16, help="computes in (default: bfloat16)")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
@@ -55,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
     shown: StrategyEstimate | BudgetPlan = rows["ZeRO-3"]
     hardware = replace(HARDWARE[options.hardware], ranks_per_node=options.ranks_per_node)
     if options.budget and measured:
-        choice = Search(measured, optimizer, hardware, parse_bytes(options.budget)).choose(keep_units=False)
+        budget = parse_bytes(options.budget)
+        reserved = parse_reserve(options.reserve, budget)
+        choice = Search(measured, optimizer, hardware, budget - reserved, reserved).choose(keep_units=False)
         plan, shown = choice.plan, choice
         print(choice, end="\n\n")
     if options.plot:

@@ -33,7 +33,7 @@ from shardkit import (
     shard_model,
 )
 from shardkit.memory import HARDWARE, estimate, plan_for_budget, scaling_table
-from shardkit.memory.budget import Search, parse_bytes
+from shardkit.memory.budget import Search, parse_bytes, parse_reserve
 from shardkit.memory.estimate import Measured, changed, fused, recompute, resharded
 from shardkit.memory.speed import Traffic
 from shardkit.memory.timeline import OptimizerBytes, timeline
@@ -260,7 +260,7 @@ def test_a_plan_for_a_budget_never_exceeds_it_when_it_runs(share: float):
     model = decoder(layers=6)
     most = estimate(model, world_size=8, batch=TOKENS, loss=mean, optimizer="none")["ZeRO-2"].peak.total
     budget = int(most * share)
-    choice = plan_for_budget(model, budget, world_size=8, batch=TOKENS, loss=mean, optimizer="none")
+    choice = plan_for_budget(model, budget, world_size=8, batch=TOKENS, loss=mean, optimizer="none", reserve=0)
     assert choice.chosen.peak.total <= budget
     if not any(unit.offloads for unit in choice.plan.units):
         assert peak_of(model, choice.plan) + TOKENS.nbytes <= budget * 1.001
@@ -271,7 +271,7 @@ def test_the_ladder_of_a_budget():
 
     def chosen(share: float) -> str:
         budget = int(sharded * share)
-        choice = plan_for_budget(model, budget, world_size=16, batch=TOKENS, loss=mean, keep_units=True)
+        choice = plan_for_budget(model, budget, world_size=16, batch=TOKENS, loss=mean, reserve=0, keep_units=True)
         return choice.chosen.what
 
     sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
@@ -335,7 +335,7 @@ def test_more_ranks_are_named_when_they_would_do():
 
 def test_a_budget_is_the_same_every_time():
     model = decoder(layers=6)
-    first, again = (plan_for_budget(model, "0.4MiB", world_size=16, batch=TOKENS, loss=mean) for _ in range(2))
+    first, again = (plan_for_budget(model, "0.45MiB", world_size=16, batch=TOKENS, loss=mean) for _ in range(2))
     assert first == again
     assert "not measurements" in str(first)
 
@@ -343,7 +343,9 @@ def test_a_budget_is_the_same_every_time():
 def test_secondary_shards_spend_what_is_left_where_a_node_is_smaller():
     model, hardware = decoder(layers=6), HARDWARE["h100"]
     sharded = estimate(model, world_size=16, batch=TOKENS, loss=mean)["ZeRO-3"].peak.total
-    choice = plan_for_budget(model, sharded + 6000, world_size=16, batch=TOKENS, loss=mean, hardware=hardware)
+    choice = plan_for_budget(
+        model, sharded + 6000, world_size=16, batch=TOKENS, loss=mean, hardware=hardware, reserve=0
+    )
     assert any("resharded within the node" in each.what for each in choice.weighed)
     assert {unit.reshard_after_forward for unit in choice.plan.units} == {False, True, 8}
 
@@ -359,12 +361,29 @@ def test_budgets_that_are_none(text):
         parse_bytes(text)
 
 
+@pytest.mark.parametrize(
+    ("reserve", "size"), [("10%", 10_000), ("2.5 %", 2500), ("6kB", 6000), (7, 7), (0, 0), ("0", 0)]
+)
+def test_reserves(reserve, size):
+    assert parse_reserve(reserve, 100_000) == size
+
+
+def test_what_is_reserved_is_not_used():
+    model, batch = decoder(layers=6), {"world_size": 16, "batch": TOKENS, "loss": mean}
+    choice, whole = (plan_for_budget(model, 500_000, reserve=reserve, **batch) for reserve in ("20%", 0))
+    assert (choice.budget, choice.reserved) == (500_000, 100_000)
+    assert choice.plan == plan_for_budget(model, 400_000, reserve=0, **batch).plan
+    assert choice.peak.total <= 400_000 < whole.peak.total
+    assert str(choice).startswith("fits 488.3 KiB less 97.7 KiB reserved: ")
+    assert str(whole).startswith("fits 488.3 KiB: ")
+
+
 @distributed(world_size=4)
 def test_shard_model_within_a_budget():
     torch.manual_seed(0)
     model = decoder()
     with mock.patch.object(api.logger, "info") as info, contextlib.redirect_stdout(io.StringIO()) as printed:
-        shard_model(model, memory_budget="235KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy())
+        shard_model(model, memory_budget="262KiB", example_batch=TOKENS, mp_policy=MixedPrecisionPolicy())
     assert printed.getvalue() == ""
     assert info.call_count == (dist.get_rank() == 0)
     assert all("fits" in str(call.args[1]) for call in info.call_args_list)

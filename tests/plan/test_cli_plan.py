@@ -22,6 +22,9 @@ TINY = {
 }
 
 
+TOO_LARGE = ["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5", "--reserve"]
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
@@ -31,17 +34,17 @@ def config(tmp_path):
 
 def test_what_fits_and_what_it_costs(config, tmp_path, capsys):
     picture = tmp_path / "step.png"
-    options = ["--world", "16", "--budget", "900KiB", "--batch", "2x64", "--scaling", "--plot", str(picture)]
+    options = ["--world", "16", "--budget", "1000KiB", "--batch", "2x64", "--scaling", "--plot", str(picture)]
     assert main(["plan", config, *options]) == 0
     assert picture.stat().st_size > 1000
     shown = capsys.readouterr().out
-    assert re.search(r"peak 8\d\d\.\d KiB \(9\d\.\d%\), \d+\.\d KiB free\n", shown)
-    assert shown.startswith("fits 900.0 KiB: ")
+    assert re.search(r"peak 8\d\d\.\d KiB, \d+\.\d KiB free\n", shown)
+    assert shown.startswith("fits 1000.0 KiB less 100.0 KiB reserved: ")
     assert "blocks recomputed" in shown
     assert "ShardingPlan: " in shown
     assert "kept gathered (ZeRO-2)" in shown
     assert "not measurements" in shown
-    assert "16,384  dp_shard=16384" in shown
+    assert re.search(r"^16,384  hpZ +dp_shard=16384 ", shown, re.MULTILINE)
 
 
 def test_states_of_a_factory_without_a_batch(capsys):
@@ -53,7 +56,12 @@ def test_states_of_a_factory_without_a_batch(capsys):
     ("arguments", "text"),
     [
         (["small_models:Decoder", "--budget", "1GiB"], "--budget: given without --batch."),
-        (["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5"], "budget: 1.0 KiB is too little: "),
+        (
+            ["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5"],
+            "budget: 1.0 KiB less 102 B reserved is too little: ",
+        ),
+        ([*TOO_LARGE, "2 KiB"], "reserve: is 2.0 KiB of a budget of 1.0 KiB."),
+        ([*TOO_LARGE, "much"], "reserve: is 'much'. A reserve is a positive number of bytes, or "),
         (["small_models:Absent"], "model: small_models:Absent cannot be built"),
     ],
 )
