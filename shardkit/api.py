@@ -21,7 +21,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import nbytes
 from shardkit.planning.build import Settings, build_plan
-from shardkit.planning.rules import Rule
+from shardkit.planning.rules import Rule, only_tiles, select
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
@@ -55,7 +55,7 @@ def plan_model(
         units: which modules share one all-gather: a rule or a list of rules (``by_class``, ``by_name``,
             ``by_size``, ``group``, a module class, an FQN glob, or a callable ``(fqn, module)`` that returns a bool
             or a dict of settings); the first matching rule wins, and the root takes the rest.
-            None is the default rule: blocks, the input embedding, and ``[norm, head]``.
+            None, or only rules with ``tiles=``, is the default rule: blocks, the input embedding, and ``[norm, head]``.
         mesh: one axis shards (FSDP), two replicate and shard (HSDP), ``(n, 1)`` only replicates; a MeshSpec, a
             DeviceMesh, a sub-mesh beside tensor-parallel axes, or None for all ranks in one axis.
         reshard_after_forward: True frees the gathered parameters of each unit after its forward and gathers them
@@ -200,7 +200,8 @@ def _decide(
         return make(), tree
     from shardkit.memory.dry_run import plan_checked
 
-    return plan_checked(tree, make, example_batch, is_default=units is None), tree
+    is_default = rules is None or only_tiles(select(tree, rules))
+    return plan_checked(tree, make, example_batch, is_default), tree
 
 
 def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any, *, keep_units: bool) -> ShardingPlan:

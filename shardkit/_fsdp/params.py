@@ -43,6 +43,11 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks of ``register_forward_hook``, in order. Local, pure."""
+    return list(module._forward_hooks.values())
+
+
 def slot_of(fsdp_param: Any) -> tuple[int, str]:
     """Return where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
     return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name

@@ -134,6 +134,7 @@ def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     missing = [fqn for unit in plan.units for fqn in unit.modules if fqn not in tree.places]
+    missing += [fqn for fqn, _ in plan.tiles if fqn not in tree.places]
     if missing:
         yield message("plan", f"the model has no module {listing(missing)}", *_OTHER_MODEL)
     named: dict[int, str] = {}

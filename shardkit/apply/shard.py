@@ -22,6 +22,7 @@ from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, un
 from shardkit.apply.recompute import recomputed
 from shardkit.apply.skips import watch_skipped_calls
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
+from shardkit.apply.tiles import tiled
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.skipping import callers
@@ -144,6 +145,8 @@ def carry_out(
                 ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
                 for module in [model.get_submodule(unit.modules[0]) for unit in ordered.intersection(units)]:
                     module.forward = in_order(module)
+                for fqn, number in plan.tiles if units[0] is plan.units[0] else ():
+                    model.get_submodule(fqn).forward = tiled(model.get_submodule(fqn), fqn, number)
                 for unit in units:
                     _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
                     if plan.mesh.parts(unit.mesh) > 1:

@@ -30,6 +30,7 @@ class ShardingPlan:
         prefetch: units ahead to all-gather explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
             names from the root.
+        tiles: modules that compute in tiles of tokens, as pairs ``(fqn, number)``; a mapping is converted.
         notes: what the reader should know about how the plan was made; not compared.
     """
 
@@ -40,10 +41,12 @@ class ShardingPlan:
     replicated: tuple[str, ...] = ()
     prefetch: int = 0
     forward_methods: tuple[str, ...] = ()
+    tiles: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", tuple(map(self._resolved, self.units)))
+        object.__setattr__(self, "tiles", tuple(dict(self.tiles).items()))
 
     def _resolved(self, unit: ShardUnit) -> ShardUnit:
         """Return the unit with the settings as torch understands them, the same in every version of torch."""

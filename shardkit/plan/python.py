@@ -22,6 +22,31 @@ def checkpoint_forward(module):
     )
 """
 
+TILES = """
+def tile_forward(module, tiles):
+    forward = module.forward
+
+    def in_tiles(*args, **kwargs):
+        # The first tensor is (..., tokens, features); all that have the same tokens are cut.
+        given = [*args, *kwargs.values()]
+        tokens = next(each.shape[:-1] for each in given if isinstance(each, torch.Tensor))
+        dims = len(tokens)
+
+        def has_tokens(each):
+            return isinstance(each, torch.Tensor) and each.shape[:dims] == tokens and each.ndim <= dims + 1
+
+        def tile(*given):
+            given = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in given]
+            return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
+
+        number = len(torch.empty(tokens[-1]).chunk(tiles))
+        columns = [each.chunk(tiles, dims - 1) if has_tokens(each) else [each] * number for each in given]
+        run = functools.partial(checkpoint, tile, use_reentrant=False) if torch.is_grad_enabled() else tile
+        return torch.cat([run(*row) for row in zip(*columns)], -2)
+
+    module.forward = functools.wraps(forward)(in_tiles)
+"""
+
 _ON_DIMS = """
 def on_dims(dims):
     # Called for each parameter; None for the others, which are sharded on dim 0.
@@ -71,10 +96,15 @@ def python(plan: ShardingPlan) -> str:
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
     recomputes = any(unit.checkpoint_activations for unit in plan.units)
     has_dims = any(unit.shard_dims for unit in plan.units)
-    parts = [*imports(names, recomputes=recomputes, uses_dist=bool(plan.replicated), shards=has_dims)]
+    checkpoints = recomputes or bool(plan.tiles)
+    parts = [*imports(names, recomputes=checkpoints, uses_dist=bool(plan.replicated), shards=has_dims)]
     parts += [*(["", CHECKPOINT] if recomputes else []), *(["", _ON_DIMS] if has_dims else [])]
+    parts += ["", TILES] if plan.tiles else []
     parts += [*(["", _DIVIDE] if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units) else [])]
     parts += [*_setup(plan), ""]
+    if plan.tiles:
+        parts += [f"for name, tiles in {dict(plan.tiles)}.items():"]
+        parts += ["    tile_forward(model.get_submodule(name), tiles)", ""]
     parts += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]

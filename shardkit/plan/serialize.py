@@ -40,9 +40,12 @@ def _plain(value: Any) -> Any:
 def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``ShardingPlan``; PlanError unless :func:`plan_to_dict` wrote ``data``."""
     try:
-        if data.keys() != {"version", "mesh", "units", "params", "prefetch", *_NAMES} or data["version"] != VERSION:
+        data = {"tiles": [], **data}  # which older files lack
+        keys = {"version", "mesh", "units", "params", "prefetch", "tiles", *_NAMES}
+        if data.keys() != keys or data["version"] != VERSION:
             raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
         fields: dict[str, Any] = {"prefetch": data["prefetch"], **{key: tuple(data[key]) for key in _NAMES}}
+        fields["tiles"] = dict(data["tiles"])
         fields["mesh"] = _read(MeshSpec, {"shard_axes": 0, **data["mesh"]}, shape=tuple, axis_names=tuple)
         readers = {"mp_policy": _mp_policy, "offload_policy": _offload_policy, "shard_dims": dict}
         fields["units"] = tuple(

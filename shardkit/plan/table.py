@@ -111,6 +111,8 @@ def _footer(plan: ShardingPlan) -> list[str]:
     lines += [f"prefetch: {plan.prefetch} units ahead"] * bool(plan.prefetch)
     skipped = [unit.name for unit in plan.units if unit.may_skip]
     lines += [f"ranks may skip: {listing(skipped, 6)}"] * bool(skipped)
+    for number in dict.fromkeys(dict(plan.tiles).values()):
+        lines.append(f"in {number} tiles of tokens: {listing((fqn for fqn, each in plan.tiles if each == number), 6)}")
     lines += [f"methods that gather: {listing(plan.forward_methods, 6)}"] * bool(plan.forward_methods)
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "
@@ -189,4 +191,5 @@ def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
             facts |= {f"unit {unit.name}: {key}": str(value) for key, value in fields.items()}
         else:
             facts[f"unit {unit.name}"] = f"{len(unit.params)} parameters"
+    facts |= {f"tiles of {fqn}": str(number) for fqn, number in plan.tiles}
     return facts | {f"parameter {spec.fqn}": repr(spec[1:]) for spec in plan.params}

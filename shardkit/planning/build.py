@@ -14,7 +14,7 @@ from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.ownership import assign, split_problem, unit_of_entries
 from shardkit.planning.repair import inseparable_dtypes
-from shardkit.planning.rules import Rule, Selection, check_settings, select
+from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
 from shardkit.planning.tree import ModelTree
 
 
@@ -46,8 +46,9 @@ def build_plan(
     check_settings("", vars(settings))
     left_alone = frozenset(ignored)
     replicated = tree.unshardable - left_alone
-    if rules is not None:
-        selections, notes = select(tree, rules), list[str]()
+    chosen = [] if rules is None else select(tree, rules)
+    if rules is not None and not only_tiles(chosen):
+        selections, notes = [new for new in chosen if new.tiles is None], list[str]()
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
@@ -57,7 +58,11 @@ def build_plan(
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
-    return plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
+    plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
+    tiles = ((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1"))
+    plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in sorted(tiles)))
+    plan.check()
+    return plan
 
 
 def plan_of(

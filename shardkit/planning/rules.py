@@ -24,6 +24,7 @@ class Overrides(TypedDict, total=False):
     checkpoint_activations: bool
     compile: bool
     may_skip: bool
+    tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
 
@@ -35,6 +36,11 @@ class Selection:
     entries: tuple[int, ...]  # their places in the ModelTree; several are torch's list form
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
+
+    @property
+    def tiles(self) -> int | None:
+        """In how many tiles its modules compute; None for a unit."""
+        return self.overrides.get("tiles")
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
         together: fuses this many consecutive modules into one unit, torch's ``fully_shard([a, b])``. For small blocks
             this saves CPU time, with fewer hooks and larger collectives. It costs memory, since they are gathered
             together.
-        overrides: settings for these units.
+        overrides: settings for these units. ``tiles=4``, alone, makes no units: the modules compute in tiles.
 
     Example:
         >>> by_class(nn.TransformerEncoderLayer, "MyBlock", reshard_after_forward=False).text
@@ -86,7 +92,7 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
             not ``layers.0.mlp``. ``""`` is the root.
         together: fuses this many consecutive modules into one unit, as for ``by_class``.
         overrides: settings for these units. ``mesh="efsdp"`` shards them on that axis of the mesh alone: experts that
-            the model has split, as DTensors, over the axes after it.
+            the model has split, as DTensors, over the axes after it. ``tiles=4`` as for ``by_class``.
     """
     patterns = [_compile_glob(glob) for glob in globs]
     text = f"by_name({', '.join(map(repr, globs))})"
@@ -152,7 +158,7 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
 
 
 def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
-    """Return the selections of all rules; the first match wins.
+    """Return the selections of all rules; the first match wins, for units and for tiles.
 
     Raises:
         PlanError: a rule matches nothing or nothing that is left, two rules claim one module for different
@@ -160,15 +166,20 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     """
     selections: list[Selection] = []
     taken: dict[int, str] = {}
+    cut: dict[int, str] = {}
+
+    def earlier(new: Selection) -> dict[int, str]:
+        return taken if new.tiles is None else cut
+
     for rule in map(as_rule, rules):
         found = rule.select(tree, frozenset(taken))
         found = [new for new in found if any(not entry or tree.has_params(entry) for entry in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
-        fresh = [new for new in found if not any(entry in taken for entry in new.entries)]
+        fresh = [new for new in found if not any(entry in earlier(new) for entry in new.entries)]
         if not fresh or (rule.together and fresh != found):
-            entries = [entry for new in found for entry in new.entries if entry in taken]
-            claims = [f"{tree.fqns[entry] or '(root)'} (by {taken[entry]})" for entry in entries]
+            claimed = [(entry, earlier(new)) for new in found for entry in new.entries if entry in earlier(new)]
+            claims = [f"{tree.fqns[entry] or '(root)'} (by {by[entry]})" for entry, by in claimed]
             problem = f"matches modules of earlier rules: {listing(claims)}"
             first_wins = "Each module is in one unit, and the first matching rule wins"
             fix = "Remove one of the rules, or put the narrower one first"
@@ -180,10 +191,24 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
                 fix = f'Select its children instead: by_name("{name}.*")'
                 raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
             check_settings(rule.text, new.overrides)
-            taken.update(dict.fromkeys(new.entries, rule.text))
+            _check_tiles(rule.text, new)
+            earlier(new).update(dict.fromkeys(new.entries, rule.text))
         _check_dim(rule, tree, fresh)
         selections += fresh
     return selections
+
+
+def only_tiles(selections: list[Selection]) -> bool:
+    """Return whether rules selected tiles and no units, so that the default rule makes the units."""
+    return bool(selections) and all(new.tiles is not None for new in selections)
+
+
+def _check_tiles(text: str, new: Selection) -> None:
+    others = sorted(new.overrides.keys() - {"tiles"})
+    if new.tiles is not None and (others or len(new.entries) > 1):
+        problem = f"tiles={new.tiles} with {listing(others)}" if others else f"tiles={new.tiles} for several modules"
+        rule = "A rule with tiles= makes no units: each module computes in tiles, in whichever unit it is"
+        raise PlanError(message(text, problem, rule, "Give tiles= a rule of its own, by_class or by_name"))
 
 
 def _check_dim(rule: UnitRule, tree: ModelTree, found: list[Selection]) -> None:
@@ -265,6 +290,7 @@ _SETTINGS: dict[str, type] = {
     "shard_dim": int,
     "mesh": str,
     "may_skip": bool,
+    "tiles": int,
 }
 
 

@@ -33,9 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "reach": set(),
     "shards": set(),
     "ranks": {"errors"},
+    "tiles": {"errors"},
     "sharded": {"errors", "_fsdp", "shards"},
-    "memory": DECIDING | {"_fsdp", "reach"},
-    "apply": DECIDING | {"ranks", "reach", "sharded", "_fsdp"},
+    "memory": DECIDING | {"_fsdp", "reach", "tiles"},
+    "apply": DECIDING | {"ranks", "reach", "sharded", "_fsdp", "tiles"},
     "api": DECIDING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"reach"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"sharded", "state"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
-    "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
+    "sequence": STATE | {"grads", "tiles"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"},
     "__init__": {"_torch"},

@@ -1,0 +1,137 @@
+"""A module in tiles of tokens, once its own values show that it works on each token alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._fsdp.params import forward_hooks
+from shardkit._torch import FakeTensor, version_of
+from shardkit.errors import ShardkitError, message
+from shardkit.tiles import Tokens, in_tiles
+
+SAMPLED = 8  # tokens of each sequence
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RULE = "A module with tiles= works on each token alone, since it is called with one tile of them after another"
+_FIX = "Leave the module out of the rule with tiles="
+
+
+def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
+    """Return the module's forward, computed in tiles as by :func:`shardkit.tiles.in_tiles`.
+
+    Its first call with several tokens, in each mode of training, tests on eight of them that it works on each alone.
+
+    Args:
+        module: its present ``forward`` is what runs.
+        fqn: its name, for errors.
+        tiles: the most tiles.
+
+    Raises:
+        ShardkitError: in forward, before anything is computed in tiles: the module mixes tokens, draws random numbers
+            other than those of dropout modules, changes buffers or attributes, does not return one tensor with a row
+            for each token, or has hooks inside.
+    """
+    forward, checked = module.forward, set[bool]()
+    run = in_tiles(forward, tiles, fqn)
+
+    @functools.wraps(forward)
+    def checked_once(*args: Any, **kwargs: Any) -> Tensor:
+        _refuse_hooks(module, fqn)
+        if module.training not in checked:
+            tokens = Tokens(fqn, args, kwargs)
+            has_values = not isinstance(tokens.first, FakeTensor) and not tokens.first.is_meta
+            if has_values and len(tokens) > 1 and tokens.first.numel() and _is_alike(module, fqn, forward, tokens):
+                checked.add(module.training)
+        return run(*args, **kwargs)
+
+    return checked_once
+
+
+def _refuse_hooks(module: nn.Module, fqn: str) -> None:
+    """Hooks such as those that collect a router's logits for a loss expect all tokens, once."""
+    for name, inner in module.named_modules():
+        found = (getattr(hook, "func", hook) for hook in forward_hooks(inner) if name)
+        if any(not str(getattr(hook, "__module__", "")).startswith("shardkit.") for hook in found):
+            problem = "has a forward hook, inside of a module with tiles="
+            rule = "It would be called for each tile, and again in backward"
+            fix = f"Remove the hook, such as transformers' for output_router_logits, or l{_FIX[1:]}"
+            raise ShardkitError(message(f"{fqn}.{name}", problem, rule, fix))
+
+
+@torch.no_grad()
+def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: Tokens) -> bool:
+    """Return whether a few tokens are computed alike alone and among others; False if their values cannot tell.
+
+    Raises:
+        ShardkitError: they are not, or the forward changes what it will be called with again.
+    """
+    with _without_dropout(module):
+        before = _state(module)
+        problem, can_tell = _difference(forward, tokens)
+        after = _state(module)
+    none = (None, 0)
+    changed = [name for name, (value, _) in after.items() if before.get(name, none)[0] is not value]
+    changed += [name for name, (_, version) in after.items() if before.get(name, none)[1] != version]
+    problem = f"its forward changes {changed[0]}" if changed else problem
+    if problem:
+        raise ShardkitError(message(fqn, problem, _RULE, _FIX))
+    return can_tell
+
+
+def _difference(forward: Callable[..., Any], tokens: Tokens) -> tuple[str, bool]:
+    """Return what differs, empty if nothing does, and whether the values can tell: not all are zero, none is NaN."""
+    few, dim = min(SAMPLED, len(tokens)), tokens.dim
+    middle = few // 2
+    places = torch.arange(few, device=tokens.first.device) * (len(tokens) - 1) // (few - 1)
+    sample = Tokens("", *tokens.calls(lambda each: [each.index_select(dim, places)])[0])
+
+    def others_changed(each: Tensor) -> list[Tensor]:
+        others = each.flip(dim) * 0.5 if each.is_floating_point() else each.flip(dim)
+        others.select(dim, middle).copy_(each.select(dim, middle))
+        return [others]
+
+    def run(cut: Callable[[Tensor], Any]) -> list[Any]:
+        return [forward(*args, **kwargs) for args, kwargs in sample.calls(cut)]
+
+    (whole,) = run(lambda each: [each])
+    if not isinstance(whole, Tensor) or whole.shape[:-1] != sample.first.shape[:-1]:
+        given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
+        return f"returns {given} for {tuple(sample.first.shape)}, not one tensor with a row for each token", True
+    among = run(others_changed)[0].select(dim, middle) - whole.select(dim, middle)
+    alone = torch.cat(run(lambda each: torch.split(each, 1, dim)), dim) - whole
+    moved, differs, largest = (each.double().norm(dim=-1).max().item() for each in (among, alone, whole))
+    eps = torch.finfo(whole.dtype).eps
+    if moved > 8 * eps * largest:  # the same shapes are computed by the same kernels, in the same order
+        return f"a token's output changes by {moved / largest:.1e} with the other tokens, or is random", True
+    if whole.dtype == torch.float32:  # other shapes may be computed in another order, and with TF32
+        eps = {"highest": eps, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7)
+    if differs > eps**0.5 * largest:
+        return f"a token's output differs by {differs / largest:.1e} when it is alone", True
+    return "", moved + differs <= largest and largest > 0
+
+
+def _state(module: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return what forward may change: attributes, and buffers with their versions."""
+    found: dict[str, tuple[Any, int]] = {}
+    for name, inner in module.named_modules(prefix="its"):
+        found |= {f"{name}.{key}": (value, 0) for key, value in vars(inner).items()}
+        found |= {f"{name}.{key}": (each, version_of(each)) for key, each in inner._buffers.items() if each is not None}
+    return found
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Switch dropout modules off: they work on each token alone, and with random numbers nothing could be compared."""
+    switched = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
+    for each in switched:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in switched:
+            each.training = True

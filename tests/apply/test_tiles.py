@@ -1,0 +1,284 @@
+"""Modules in tiles of tokens: gradients of the whole, collectives of the unit, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from small_moe import MoE
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import (
+    MeshSpec,
+    PlanError,
+    ShardingPlan,
+    ShardkitError,
+    accumulate,
+    by_class,
+    by_name,
+    group,
+    plan_model,
+    shard_model,
+)
+from shardkit.apply.tiles import tiled
+from shardkit.testing import comm_counts, distributed, fake_world
+
+TILES = by_name("**.mlp", tiles=4)
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 20), nn.Linear(6, 20), nn.Linear(20, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        y = F.silu(self.gate(x.view(-1, 6))) * self.up(x.view(-1, 6))  # view: tiles must be contiguous
+        y = self.down(self.dropout(y)).view(x.shape)
+        y = y if scale is None else y * scale[..., None]
+        return y if residual is None else y + residual
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(6), nn.Linear(6, 6), Mlp(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.square().mean(-1) + 1 if x.ndim > 2 else None
+        return self.mlp(self.norm(x + self.mix(x).cumsum(-2)), scale, residual=x)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).clone()
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens).square().sum()
+
+
+def distance(model: nn.Module, plain: nn.Module) -> float:
+    """The largest difference of a gradient, relative to the L2 norm of the plain one."""
+    expected = dict(plain.named_parameters())
+    pairs = [(param.grad, expected[name].grad) for name, param in model.named_parameters()]
+    found = [(grad.full_tensor() if isinstance(grad, DTensor) else grad, other) for grad, other in pairs]
+    assert all(other.any() for _, other in found)
+    return max(float((grad - other).norm() / other.norm()) for grad, other in found)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default units": {"units": TILES},
+    "blocks recomputed": {"units": TILES, "checkpoint_activations": True},
+    "a unit of its own": {"units": ["layers.*", "layers.0.mlp", TILES]},
+    "kept gathered": {"units": [TILES, "layers.*"], "reshard_after_forward": False},
+}
+# Of this rank's micro-batches: uneven, fewer tokens than tiles, one, none; and a batch without a dim of sequences.
+BATCHES = [(2, 13), (3, 3), (1, 1), (2, 0), (11,)]
+
+
+@distributed(world_size=2)
+def test_gradients_and_collectives_are_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    sharded = {name: copy.deepcopy(plain) for name in CASES}
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(17, size, generator=generator) for size in BATCHES]
+    batches += [torch.randint(17, (2, 5), generator=generator)]  # of the other rank, which has no others
+    mine = batches[:-1] if dist.get_rank() == 0 else batches[-1:]
+    mine += [torch.empty(1, 0, dtype=torch.long)] * (len(BATCHES) - len(mine))
+    sum(loss_of(plain, batch) for batch in batches).backward()  # type: ignore[union-attr]
+    for param in plain.parameters():
+        assert param.grad is not None
+        param.grad /= 2
+    for name, model in sharded.items():
+        plan = plan_model(model, mesh=MeshSpec.sharded(2), **CASES[name])
+        assert [fqn for fqn, _ in plan.tiles] == [f"layers.{index}.mlp" for index in range(3)]
+        shard_model(model, plan=plan)
+        for place, batch in enumerate(mine):
+            with accumulate(model, last=place == len(mine) - 1):
+                loss_of(model, batch).backward()
+        assert distance(model, plain) < 1e-15, name
+        model.zero_grad()
+        with comm_counts() as counts:
+            loss_of(model, mine[0]).backward()
+        assert counts == plan.collectives()
+
+
+class Mixing(nn.Module):
+    """A module that does not work on each token alone, in one of many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.norm = how, nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("seen", torch.zeros(()))
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        y: Tensor = self.linear(x)
+        if self.how == "the last token":
+            return y + 0.01 * F.pad(x, (0, 0, 1, -1))
+        if self.how == "all tokens":
+            return y * (1 + 1e-4 * torch.tanh(x.mean(-2, keepdim=True)))
+        if self.how == "batch statistics":
+            return self.norm(y.flatten(0, 1)).view(y.shape)
+        if self.how == "its place":
+            return y + torch.arange(x.shape[-2])[:, None]
+        if self.how == "few at most":
+            return torch.cat([y[:, :3], x[:, 3:]], 1)
+        if self.how == "noise":
+            return y + torch.randn_like(y)
+        if self.how == "two outputs":
+            return y, y.mean()
+        if self.how == "other rows":
+            return y[:, ::2]
+        if self.how == "a buffer":
+            self.seen += x.shape[1]
+        if self.how == "an attribute":
+            self.aux = y.mean()
+        return y
+
+
+MIXING = {
+    "the last token": "its: a token's output changes by",
+    "all tokens": "its: a token's output changes by",
+    "batch statistics": "its: its forward changes",  # running statistics
+    "its place": "its: a token's output differs by",
+    "few at most": "its: a token's output differs by",
+    "noise": "changes by .* with the other tokens, or is random",
+    "two outputs": "its: returns a tuple for",
+    "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 8, 6)"),
+    "a buffer": "its: its forward changes its.seen.",
+    "an attribute": "its: its forward changes its.aux.",
+}
+
+
+@pytest.mark.parametrize("how", MIXING)
+@pytest.mark.parametrize("without_grad", [False, True])
+def test_what_mixes_tokens_is_refused(how: str, without_grad: bool) -> None:
+    torch.manual_seed(0)
+    module = Mixing(how)
+    before = copy.deepcopy(module.state_dict())
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    with pytest.raises(ShardkitError, match=MIXING[how]), torch.set_grad_enabled(not without_grad):
+        module(torch.randn(2, 20, 6))
+    if how in ("the last token", "all tokens", "its place"):
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for module in (Mlp(dropout=0.5), MoE(layers=1, dim=6, experts=4).layers[0], Mixing("")):
+        module.to(dtype).forward = tiled(module, "its", 3)
+        for shape in ((2, 50, 6), (1, 2, 6), (0, 5, 6), (4, 0, 6)):
+            for training in (True, False):
+                module.train(training)
+                assert module(torch.randn(shape, dtype=dtype)).shape == shape
+
+
+def test_nothing_is_judged_by_values_that_tell_nothing() -> None:
+    module = Mixing("the last token")
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    x = torch.randn(2, 20, 6)
+    module(x * torch.nan)
+    with pytest.raises(ShardkitError, match="its: a token's output changes"):
+        module(x)
+
+
+def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
+    torch.manual_seed(0)
+    module = Mlp(dropout=0.5).double()
+    x, generator = torch.randn(2, 9, 6, dtype=torch.double), torch.random.get_rng_state()
+    parts = [module(part.contiguous()) for part in x.chunk(3, 1)]
+    torch.cat(parts, 1).square().sum().backward()
+    expected = [param.grad for param in module.parameters()]
+    module.zero_grad()
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    torch.random.set_rng_state(generator)
+    module(x).square().sum().backward()
+    for param, grad in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=1e-14, atol=1e-14)
+
+
+def test_hooks_inside_are_refused() -> None:
+    module = Mlp()
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    module.register_forward_hook(lambda *_: None)  # around all tiles
+    module(torch.randn(1, 8, 6))
+    handle = module.up.register_forward_hook(lambda *_: None)
+    with pytest.raises(ShardkitError, match=re.escape("its.up: has a forward hook, inside of a module with tiles=.")):
+        module(torch.randn(1, 8, 6))
+    handle.remove()
+    with pytest.raises(ShardkitError, match=re.escape("its: called with a tensor of shape (6,) first.")):
+        module(torch.randn(6))
+    with pytest.raises(ShardkitError, match="its: called with no tensor"):
+        module(3)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (by_name("layers.*", tiles=2, compile=True), "tiles=2 with compile. A rule with tiles= makes no units"),
+        (group("norm", "head", tiles=2), "group('norm', 'head'): tiles=2 for several modules."),
+        (by_class(Mlp, tiles=True), "layers.2.mlp: tiles=True. It is a number of tiles"),
+        (by_class(Mlp, tiles="4"), "tiles: is '4'."),  # type: ignore[arg-type]
+        ([by_class(Mlp), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),
+        ([by_class(Mlp, tiles=2), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),
+        ([by_class(Block, compile=True), TILES], "layers.0.mlp: has tiles=4, and layers.0 is compiled."),
+        ([TILES, by_class(Mlp, tiles=2)], "by_class(Mlp): matches modules of earlier rules"),
+        (by_name("layers", tiles=2), "layers: by_name('layers') matches it, a ModuleList without forward."),
+    ],
+)
+def test_rules_that_cannot_be_followed(rules: Any, text: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(text)):
+        plan_model(Model(), mesh=MeshSpec.sharded(8), units=rules)
+
+
+def test_tiles_in_the_plan() -> None:
+    model = Model()
+    whole = by_name("layers.1.mlp", tiles=1)
+    plan = plan_model(model, mesh=MeshSpec.sharded(8), units=[whole, TILES], example_batch=torch.ones(1, 4).long())
+    default = plan_model(model, mesh=MeshSpec.sharded(8))
+    assert plan.tiles == (("layers.0.mlp", 4), ("layers.2.mlp", 4))
+    assert plan.units == default.units
+    assert "in 4 tiles of tokens: layers.0.mlp, layers.2.mlp" in str(plan)
+    assert default.diff(plan) == "+ tiles of layers.0.mlp: 4\n+ tiles of layers.2.mlp: 4"
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+    assert plan.digest() != default.digest()
+    older = {key: value for key, value in default.to_dict().items() if key != "tiles"}
+    assert ShardingPlan.from_dict(older) == default
+    gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
+    with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
+        shard_model(model, plan=gone)
+
+
+def test_the_code_of_a_plan_computes_in_tiles() -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    model, tokens = copy.deepcopy(plain), torch.randint(17, (2, 9))
+    plan = plan_model(model, mesh=MeshSpec.sharded(1), units=TILES)
+    with fake_world(1):
+        exec(plan.to_python(), {"model": model})
+        calls = [0]
+        model.layers[0].mlp.up.register_forward_hook(lambda *_: calls.append(1))
+        loss_of(model, tokens).backward()
+    loss_of(plain, tokens).backward()
+    assert distance(model, plain) < 1e-15
+    assert sum(calls) == 2 * 3  # 9 tokens in 4 tiles are 3 of 3; forward and backward
