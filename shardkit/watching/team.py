@@ -40,12 +40,10 @@ class Team:
         self._silent = 3 * period + 0.5  # threads of a busy rank are late
         self._known = dict.fromkeys(ranks, (NOTHING, time.monotonic()))
         self._own = {"host": host(), "pid": os.getpid()}
-        self._beat = 0
 
     def publish(self, record: Record) -> None:
         """Publish this rank's record."""
-        self._beat += 1
-        self._store.set(str(self.rank), json.dumps({**record, **self._own, "beat": self._beat}))
+        self._store.set(str(self.rank), json.dumps({**record, **self._own, "beat": time.time_ns()}))
 
     def say(self, word: Mapping[str, Any]) -> None:
         """Publish what all ranks must know."""
@@ -71,12 +69,9 @@ class Team:
         age = time.monotonic() - at
         if record["left"]:
             return Seen(record, age)
-        gone = fate(record["host"], record["pid"]) if record is not NOTHING else "has not entered the watch"
-        if age < self._silent and gone != "ended":
-            gone = ""
-        elif age >= self._silent:
-            gone = gone or f"has said nothing for {age:.0f} s"
-        return Seen(record, age, gone)
+        silence = "has not entered the watch" if record is NOTHING else f"has said nothing for {age:.0f} s"
+        gone = "" if record is NOTHING else fate(record["host"], record["pid"])
+        return Seen(record, age, gone or silence * (age >= self._silent))
 
     def is_first(self) -> bool:
         """Whether all ranks before this one have left or are gone."""

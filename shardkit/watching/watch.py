@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 
@@ -112,7 +112,7 @@ class _Watch:
         self._period = min(max(1.0, len(ranks) / 256), after / 5)  # in each the first rank reads all records
         store = store_of_its_own(f"shardkit_watch_{next(_numbers)}")
         self.team = Team(ranks, dist.get_rank(), store, self._period)
-        self._calls = Calls()
+        self._calls, self._names = Calls(), set[str]()
         self._state = {"left": False, "failed": False, "error": "", "line": ""}
         self._user_thread = threading.get_ident()
         self._word: Mapping[str, object] = {"since": None, "report": ""}
@@ -138,6 +138,14 @@ class _Watch:
         # All ranks of a smaller team make a call that concerns a larger one, but not the other way around.
         if len(self.team.ranks) == min(len(each.team.ranks) for each in _running):
             self._note(call)
+            self._publish_new(call.partition("(")[0])
+
+    def _publish_new(self, name: str) -> None:
+        """Publish a kind of call at once where it is new: gloo may end a rank that makes it alone."""
+        if name not in self._names and not self._store_is_gone:
+            self._names.add(name)
+            with suppress(RuntimeError, OSError):
+                self.team.publish(self._record())
 
     def _note_unit(self, name: str, operation: str) -> None:
         self._note(f"{operation} of {name}", of_unit=True)
@@ -213,6 +221,9 @@ class _Watch:
         records = {rank: each.record for rank, each in seen.items()}
         same, differ = agreed(records)
         difference = first_difference(records)
+        some_are_late = any(
+            call is None and not seen[r].gone for r, call in (difference.calls if difference else {}).items()
+        )
         if difference is None or not difference.is_certain:  # what a lost rank called last is not known
             difference = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
         certain = differ or (difference is not None and difference.is_certain)
@@ -221,7 +232,7 @@ class _Watch:
         state = certain, lost, stalled and [each["base"] + len(each["calls"]) for each in records.values()]
         if not (certain or lost or stalled) or state == self._reported:
             return
-        if self._is_complete(same, seen, certain and difference is not None and None in difference.calls.values()):
+        if self._is_complete(same, seen, (certain or lost) and some_are_late):
             self._reported, self._incomplete_since, self._is_settled = state, 0.0, certain
             self._tell(compose(seen, difference))
 
