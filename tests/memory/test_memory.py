@@ -123,3 +123,22 @@ def test_attention_counts():
     plan = plan_model(model, mesh=MeshSpec.sharded(2))
     product = 2 * heads.numel() * 16  # queries by keys by width, 2 operations each
     assert trace(model, plan, heads).flops == (2 + 5) * product
+
+
+class Experts(nn.Module):
+    """A grouped matrix product, as transformers' experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        ends = torch.empty(4, dtype=torch.int32, device=tokens.device)
+        return torch._grouped_mm(tokens * self.weight.sum(), self.weight, offs=ends)
+
+
+def test_products_of_experts_count():
+    """Each of the tokens meets one expert, in forward and for both gradients."""
+    model, tokens = Experts(), torch.empty(24, 16, dtype=torch.bfloat16)
+    plan = plan_model(model, mesh=MeshSpec.sharded(2))
+    assert trace(model, plan, tokens).flops == 3 * 2 * 24 * 16 * 32
