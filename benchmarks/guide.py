@@ -86,10 +86,11 @@ def searches() -> Iterator[tuple[str, Search]]:
 class Stretched(Measured):
     """The traces of a Llama, made from those of one with ``TRACED`` blocks."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, tiles: tuple[tuple[str, int], ...] = ()) -> None:
         model, plan = planned(shape)
-        super().__init__(model, plan, None, None)
-        self._trace = partial(stretched, shape)
+        super().__init__(model, replace(plan, tiles=tiles), None, None)
+        self._trace = partial(stretched, shape, tiles=tiles)
+        self.of = lambda plan: Stretched(shape, plan.tiles)
 
 
 def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
@@ -99,9 +100,11 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
     return model, base_plan(model, None, NODE, None, POLICY)
 
 
-def stretched(shape: Shape, checkpointed: Collection[str]) -> Trace:
+def stretched(shape: Shape, checkpointed: Collection[str], tiles: tuple[tuple[str, int], ...] = ()) -> Trace:
     """The trace of one step of the whole model: each block between the first and the last one does what they all do."""
     model, plan = planned(replace(shape, layers=TRACED))
+    there = dict(model.named_modules())
+    plan = replace(plan, tiles=tuple(each for each in tiles if each[0] in there))
     names = {f"{BLOCKS}{number}": number for number in range(TRACED)}
     short = trace(model, plan, tokens(*TOKENS), checkpointed=names.keys() & checkpointed)
     added = shape.layers - TRACED

@@ -72,7 +72,11 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     """
     with _without_dropout(module):
         before = _state(module)
-        problem, can_tell = _difference(forward, tokens)
+        try:
+            problem, can_tell = _difference(forward, tokens)
+        except Exception as error:  # as of attention, which gets keys and positions of all tokens
+            problem = f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
+            raise ShardkitError(message(fqn, problem, _RULE, _FIX)) from error
         after = _state(module)
     none = (None, 0)
     changed = [name for name, (value, _) in after.items() if before.get(name, none)[0] is not value]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardkit.errors import PlanError, message
+from shardkit.errors import PlanError, listing, message
 from shardkit.memory.estimate import Measured, base_plan, changed, fused, offload, recompute, recomputed, resharded
 from shardkit.memory.speed import HARDWARE, Hardware, StepTime, step_time
 from shardkit.memory.timeline import OptimizerBytes, Point, timeline
@@ -22,6 +22,7 @@ from shardkit.planning.dims import on_mesh
 
 CLEAR_GAIN = 0.8  # of the step's time: fused blocks have to save a fifth of it
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+TILES = (2, 4, 8, 16)  # of MLPs, as weighed
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -103,8 +104,9 @@ def plan_for_budget(
     """Return the fastest plan whose peak fits on every rank, by the time model. Local, deterministic.
 
     Candidates, in order: as many units as fit kept gathered between forward and backward, the last ones first, which
-    saves an all-gather each; then as many as fit resharded within a node; else the fewest blocks recomputed; else
-    everything offloaded to the CPU, with the fewest blocks recomputed. Dtypes and mesh stay those of the plan, and
+    saves an all-gather each; then as many as fit resharded within a node; else the fewest blocks recomputed; else MLPs,
+    by the name of their class, in 2 to 16 tiles of tokens, with the fewest blocks recomputed; else everything offloaded
+    to the CPU, in the same order. A note says which modules are in tiles. Dtypes and mesh stay those of the plan, and
     so do units, unless FSDP2's hooks take the CPU longer than the step takes the device. Then 2, 4 or 8 small blocks
     become one unit, if that fits and saves a fifth of the step; a note of the plan says so.
 
@@ -211,6 +213,7 @@ class Search:
         """Fuse blocks if the hooks take longer than the device, and no memory has to be saved."""
         hooks, device = best.time.hooks, best.time.device
         saves = any(unit.offloads for unit in best.plan.units) or recomputed(best.plan) != self.measured.already
+        saves |= best.plan.tiles != self.measured.plan.tiles
         if saves or device > CLEAR_GAIN * hooks:
             return
         number = next((number for number in (2, 4, 8) if hooks <= number * device), 8)
@@ -244,10 +247,12 @@ class Search:
         if self.fits(sharded):
             yield from self.spend(sharded, "")
             return
-        saved = list(self._save(sharded, ""))
-        yield from saved
-        if saved[0].peak.total > self.limit:
-            yield from self._save(offload(sharded), "on the CPU, ")
+        for plan, prefix in ((sharded, ""), (offload(sharded), "on the CPU, ")):
+            for save in (self.save, self._tile):
+                saved = list(save(plan, prefix))
+                yield from saved
+                if self._fastest(saved) is not None:
+                    return
 
     def spend(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
         """Spend the memory that is left on saving all-gathers."""
@@ -273,7 +278,7 @@ class Search:
             prefix += f"{kept} units kept gathered, " if kept else ""
             yield self.weigh(f"{prefix}{near} of {len(names)} resharded within the node", keep_in_node(near))
 
-    def _save(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
+    def save(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
         """Recompute the fewest blocks that are enough, or all of them."""
         blocks, already = self.measured.blocks, self.measured.already
 
@@ -286,6 +291,20 @@ class Search:
         yield found
         if found.peak.total <= self.limit:
             yield from self.spend(found.plan, f"{prefix}{what}, ")
+
+    def _tile(self, sharded: ShardingPlan, prefix: str) -> Iterator[Candidate]:
+        """Compute MLPs in the fewest tiles that are enough, with the fewest blocks recomputed; or in most tiles."""
+        mlps = self.measured.mlps
+        others = max(point.total - point.activations for point in self._timeline(sharded))
+        for number in TILES if mlps and others <= self.limit else ():
+            note = f"{listing(mlps, 2)}: in {number} tiles, as MLPs by their class, which the first forward tests"
+            tiles = (*sharded.tiles, *((fqn, number) for fqn in mlps))
+            plan = replace(sharded, tiles=tiles, notes=(*sharded.notes, note))
+            search = Search(self.measured.of(plan), self._optimizer, self._hardware, self.limit)
+            found = list(search.save(plan, f"{prefix}MLPs in {number} tiles, "))
+            if self._fastest(found) is not None or number == TILES[-1]:
+                yield from found
+                return
 
     def _nothing_fits(self, least: Candidate) -> str:
         budget = _less(self.limit + self._reserved, self._reserved)

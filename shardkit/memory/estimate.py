@@ -14,9 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
-from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, ancestors
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.default import find_mlps
 from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
 
@@ -164,6 +165,7 @@ class Measured:
         self.already = recomputed(plan)
         self.blocks = [name for name in blocks(plan) if name not in self.already]
         self.buffers = buffer_bytes(model)
+        self.mlps = _may_tile(model, plan)
         self._trace = partial(trace, model, plan, batch, loss=loss)
         self.of = partial(Measured, model, batch=batch, loss=loss)  # the same of another plan's units
 
@@ -182,6 +184,16 @@ class Measured:
             return self._kept
         # Unmixed if it recomputes all: a block with units inside runs them again in backward, which cannot be mixed.
         return self._recomputed if names == set(self.blocks) else mixed(self._kept, self._recomputed, names)
+
+
+def _may_tile(model: nn.Module, plan: ShardingPlan) -> list[str]:
+    """Return the FQNs of the MLPs that may compute in tiles and do not: none around units or tiles, or compiled."""
+    tiled = dict(plan.tiles).keys()
+    inner = {fqn for unit in plan.units for fqn in unit.modules} | tiled
+    without = tiled | {outer for fqn in inner for outer in ancestors(fqn)}
+    around = tiled | {fqn for unit in plan.units if unit.compile for fqn in unit.modules}
+    mlps = (fqn for fqn in find_mlps(ModelTree(model)) if fqn not in without)
+    return [fqn for fqn in mlps if around.isdisjoint((fqn, *ancestors(fqn)))]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from shardkit.memory.moments import (
 )
 from shardkit.plan import ShardingPlan
 from shardkit.reach import undone
+from shardkit.tiles import in_tiles
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 
@@ -64,7 +65,7 @@ def trace(
 
     Args:
         model: not sharded, on any device, meta too.
-        plan: its units define the moments, and the dtypes that the model computes in.
+        plan: its units define the moments, and the dtypes that the model computes in; its tiles are computed as such.
         batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one.
             Shapes and dtypes count, values are not read.
         loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its first tensor. The
@@ -80,12 +81,15 @@ def trace(
         inputs = tensors_of((args, kwargs))
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             meter.ignore(tensor)
+        for fqn, tiles in plan.tiles:
+            module = model.get_submodule(fqn)  # restored with everything else
+            module.forward = in_tiles(module.forward, tiles, fqn)
         watched = []
         for unit in plan.units:
             modules = [model.get_submodule(fqn) for fqn in unit.modules]
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
             if unit.name in chosen:
-                for module in modules:  # restored with everything else
+                for module in modules:
                     module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         try:
             (loss or _default_loss)(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
@@ -112,6 +116,7 @@ def _check(model: nn.Module, plan: ShardingPlan) -> None:
         raise PlanError(message("model", problem, rule, "Build it again on the meta device: init_on_meta()"))
     missing = [fqn for unit in plan.units for fqn in unit.params if fqn not in params]
     missing += [fqn for unit in plan.units for fqn in unit.modules if fqn not in modules]
+    missing += [fqn for fqn, _ in plan.tiles if fqn not in modules]
     if missing:
         problem = f"names modules or parameters that the model does not have: {listing(missing)}"
         raise PlanError(

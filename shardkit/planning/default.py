@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import torch.nn as nn
 
+from shardkit.plan import ancestors
 from shardkit.planning.called import is_called
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
 from shardkit.planning.tree import ModelTree
 
+_MLP = re.compile(r"(MLP|Mlp|FeedForward)$")  # of a class
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -32,6 +35,21 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
     return selections, notes + more_notes
+
+
+def find_mlps(tree: ModelTree) -> list[str]:
+    """Return the FQNs of the modules that are MLPs by the name of their class, and so may compute in tiles.
+
+    Not those with convolutions or experts, nor experts themselves, which get few of the tokens.
+    """
+    found: dict[str, None] = {}
+    for entry in tree.first_entries:
+        fqn, names = tree.fqns[entry], [tree.fqns[below].lower() for below in tree.subtree(entry)]
+        is_mlp = _MLP.search(type(tree.modules[entry]).__name__) and found.keys().isdisjoint(ancestors(fqn))
+        dims = [tree.params[param].dim() for below in tree.subtree(entry) for param in tree.owned[below]]
+        if is_mlp and dims and max(dims) < 3 and not any("expert" in name for name in names):
+            found[fqn] = None
+    return list(found)
 
 
 def _find_blocks(tree: ModelTree) -> list[int]:

@@ -138,6 +138,8 @@ class Mixing(nn.Module):
             return y * (1 + 1e-4 * torch.tanh(x.mean(-2, keepdim=True)))
         if self.how == "batch statistics":
             return self.norm(y.flatten(0, 1)).view(y.shape)
+        if self.how == "a view of all":
+            return y.view(2, 20, 6)
         if self.how == "its place":
             return y + torch.arange(x.shape[-2])[:, None]
         if self.how == "few at most":
@@ -161,6 +163,7 @@ MIXING = {
     "batch statistics": "its: its forward changes",  # running statistics
     "its place": "its: a token's output differs by",
     "few at most": "its: a token's output differs by",
+    "a view of all": "its: fails when it is called with some of the tokens, RuntimeError: shape",
     "noise": "changes by .* with the other tokens, or is random",
     "two outputs": "its: returns a tuple for",
     "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 8, 6)"),

@@ -1,0 +1,108 @@
+"""Tiles in the prediction of memory, and in the search for a plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from memory_count import counted_peak
+from test_memory import mean, predicted_peak
+from torch import Tensor, nn
+
+from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, by_class, by_name, plan_model
+from shardkit.memory import plan_for_budget
+from shardkit.memory.estimate import Measured, recompute
+from shardkit.planning.default import find_mlps
+from shardkit.planning.tree import ModelTree
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(dim), nn.Linear(dim, dim), MLP(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x).cumsum(1)
+        return x + self.mlp(self.norm(x))
+
+
+def model(layers: int = 3, dim: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Embedding(31, dim), *[Block(dim) for _ in range(layers)], nn.Linear(dim, 31))
+
+
+TOKENS = torch.randint(31, (2, 150))
+TILES = by_name("*.mlp", tiles=5)
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {"units": [by_name("1", "2", "3")]},
+    "tiles": {"units": [TILES, by_name("1", "2", "3")]},
+    "recomputed": {"units": [by_name("1", "2", "3", checkpoint_activations=True)]},
+    "recomputed, tiles": {"units": [TILES, by_name("1", "2", "3", checkpoint_activations=True)]},
+    "half precision": {"units": [TILES, "1", "2", "3"], "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+    "a unit": {"units": [TILES, "*.mlp", "1"]},
+}
+
+
+def predicted(plan: ShardingPlan) -> int:
+    return predicted_peak(model(), plan, TOKENS)
+
+
+def test_predicted_is_counted_and_tiles_save() -> None:
+    peaks = {}
+    for name, arguments in CASES.items():
+        sharded = model()
+        plan = plan_model(sharded, mesh=MeshSpec.sharded(8), **arguments)
+        peaks[name] = counted_peak(sharded, plan, lambda m: mean(m(TOKENS)).backward())
+        assert peaks[name] == pytest.approx(predicted(plan), rel=0.001), name
+    assert peaks["tiles"] < 0.4 * peaks["whole"]  # the activations of one tile, not of three MLPs
+    assert peaks["recomputed, tiles"] < 0.6 * peaks["recomputed"]  # not of the MLP of one block
+
+
+def test_a_budget_that_only_tiles_meet() -> None:
+    plan = plan_model(model(), mesh=MeshSpec.sharded(8), units=by_class(Block))
+    search: dict[str, Any] = {"batch": TOKENS, "plan": plan, "loss": mean, "optimizer": "none", "reserve": 0}
+    frugal = predicted(recompute(plan, ["1", "2", "3"])) + TOKENS.nbytes
+    found = [plan_for_budget(model(), int(share * frugal), **search) for share in (1, 0.99, 0.6)]
+    assert [sorted(set(dict(each.plan.tiles).values())) for each in found] == [[], [2], [4]]
+    assert found[1].plan.notes[-1].startswith("1.mlp, 2.mlp and 1 more: in 2 tiles, as MLPs by their class")
+    for each in found:
+        assert each.peak.total == predicted(each.plan) + TOKENS.nbytes <= each.budget
+    with pytest.raises(PlanError, match=re.escape("is too little: on the CPU, MLPs in 16 tiles, 3 of 3 blocks")):
+        plan_for_budget(model(), frugal // 2, **search)
+
+
+def test_which_modules_are_mlps() -> None:
+    class ConvMlp(nn.Conv2d):
+        """Mixes neighbours."""
+
+    class SparseMLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([MLP(4)])
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.conv, self.sparse, self.feed = MLP(4), ConvMlp(2, 2, 1), SparseMLP(), FeedForward(4)
+
+    class FeedForward(MLP):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim)
+            self.inner = MLP(dim)
+
+    assert find_mlps(ModelTree(Two())) == ["mlp", "feed"]
+    found = model()
+    plan = plan_model(found, mesh=MeshSpec.sharded(8), units=[TILES, by_class(Block)])
+    assert Measured(found, plan, TOKENS, mean).mlps == []
+    plan = plan_model(found, mesh=MeshSpec.sharded(8), units=[by_name("1", compile=True), by_name("2.mlp.up"), Block])
+    assert Measured(found, plan, TOKENS, mean).mlps == ["3.mlp"]
