@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters, real_tensors
+from shardkit._torch import named_sharded_parameters, real_tensors, store_of_its_own
 from shardkit.errors import ShardkitError, listing, message
 
 logger = logging.getLogger("shardkit")
@@ -38,6 +38,22 @@ def note(call: str, **arguments: object) -> None:
         text = f"{call}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         for listen in list(listeners):
             listen(text)
+
+
+def announce(error: ShardkitError) -> None:
+    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local."""
+    for listen in list(listeners):
+        listen(f"raised {type(error).__name__}: {error}"[:200])
+    with suppress(RuntimeError):  # the process with the store has ended
+        store_of_its_own("shardkit_raised").set("error", f"rank {dist.get_rank()} raised {error}")
+
+
+def explain(failure: RuntimeError) -> None:
+    """Raise what another rank announced, if one did, as the cause of a collective that failed. Local."""
+    with suppress(RuntimeError):
+        store = store_of_its_own("shardkit_raised")
+        if store.check(["error"]):
+            raise ShardkitError(store.get("error").decode()) from failure
 
 
 def accelerator() -> str:

@@ -6,6 +6,7 @@ Private names of torch 2.11 to 2.15, like the rest of ``_fsdp``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,14 +81,22 @@ def trained_parameters(module: FSDPModule) -> list[Tensor]:
     return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
 
 
-def in_backward() -> bool:
-    """Whether a backward is running, as when it recomputes a forward."""
-    return torch._C._current_graph_task_id() != -1
+apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
 
 
-def replace_tensors(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the values with each tensor replaced, in the containers in which FSDP2 finds tensors."""
-    return _apply_to_tensors(function, values)
+def explain_errors(modules: Iterable[FSDPModule], explain: Callable[[RuntimeError], None]) -> None:
+    """Call ``explain``, which may raise a better error, where a collective of these units fails. Local, in place."""
+    for unit in dict.fromkeys(unit for module in modules for unit in units_of(module._get_fsdp_state())):
+        for name in ("pre_forward", "pre_backward", "post_backward"):
+            setattr(unit, name, partial(_explained, getattr(unit, name), explain))
+
+
+def _explained(call: Callable[..., Any], explain: Callable[[RuntimeError], None], *args: Any) -> Any:
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 def reduce_zeros(modules: Iterable[FSDPModule]) -> None:

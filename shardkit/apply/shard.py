@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection
 
@@ -14,26 +15,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from shardkit._fsdp.skipping import explain_errors
 from shardkit._torch import real_tensors
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.carry import Original
 from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.recompute import recomputed
-from shardkit.apply.skips import watch_skipped_calls
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.apply.tiles import tiled
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.plan.skipping import callers
+from shardkit.plan.skipping import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, together
+from shardkit.ranks import Groups, announce, device_type, explain, gather_by_rank, together
 from shardkit.sharded.entry import attend
 from shardkit.sharded.means import divide_further
 from shardkit.sharded.outside import refuse_calls_outside
 from shardkit.sharded.replicated import replicate
 from shardkit.sharded.root import answer_as_root
-from shardkit.sharded.skippable import in_order
+from shardkit.sharded.skippable import SkippableUnit, in_order, watch_calls
 from shardkit.sharded.statics import refuse_fsdp1_statics
 from shardkit.sharded.stepping import replacing
 
@@ -101,7 +102,7 @@ def apply_decided(
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     with replacing(model):
         carry_out(model, plan, mesh)
-    watch_skipped_calls(model, plan, mesh.get_all_groups())
+    _let_ranks_skip(model, plan, mesh.get_all_groups())
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
     answer_as_root(model)
@@ -215,6 +216,29 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         register_fsdp_forward_method(model.get_submodule(fqn), method)
+
+
+def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
+    inner, inside = callers(plan), skippable(plan)
+    if not inner:
+        return
+    exchange = functools.partial(gather_by_rank, groups=groups)
+    made = {
+        unit: SkippableUnit(
+            unit.name,
+            model.get_submodule(unit.modules[0]),  # type: ignore[arg-type]  # fully_shard has changed its class
+            unit.may_skip,
+            unit in inside,
+            unit.checkpoint_activations,
+            exchange,
+            announce,
+        )
+        for unit in plan.units
+    }
+    for unit, called in inner.items():
+        made[unit].calls.extend(made[each] for each in called)
+    watch_calls([made[unit] for unit in inner])
+    explain_errors([unit.module for unit in made.values()], explain)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

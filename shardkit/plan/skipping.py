@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 
-def calls(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
-    """Return for each unit the next units below it, in the model's order."""
+def inside_of(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
+    """Return for each unit the next units below it, in the model's order; nothing if none may be skipped."""
     around = {fqn: unit for unit in plan.units for fqn in unit.modules}
     found: dict[ShardUnit, list[ShardUnit]] = {unit: [] for unit in plan.units}
     for unit in plan.execution_order() if any(unit.may_skip for unit in plan.units) else ():
@@ -25,7 +25,7 @@ def calls(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
 
 def skippable(plan: ShardingPlan) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
-    inner, found = calls(plan), set[ShardUnit]()
+    inner, found = inside_of(plan), set[ShardUnit]()
     left = [unit for unit in plan.units if unit.may_skip]
     while left:
         found.add(unit := left.pop())
@@ -33,10 +33,10 @@ def skippable(plan: ShardingPlan) -> set[ShardUnit]:
     return found
 
 
-def callers(plan: ShardingPlan) -> list[ShardUnit]:
-    """Return the units that call those, in the order of the plan."""
+def callers(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
+    """Return the units that call those, in the order of the plan, with all units that they call."""
     inside = skippable(plan)
-    return [unit for unit, inner in calls(plan).items() if inside.intersection(inner)]
+    return {unit: inner for unit, inner in inside_of(plan).items() if inside.intersection(inner)}
 
 
 def problems(plan: ShardingPlan) -> Iterator[str]:

@@ -22,21 +22,19 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
+    apply_to_tensors,
     device_of,
-    in_backward,
     is_root,
     keep,
     modules_of,
     pass_through,
     reached_from,
     reduce_zeros,
-    replace_tensors,
     trained_parameters,
 )
-from shardkit._torch import tree_leaves
+from shardkit._torch import in_backward, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
 
-Exchange = Callable[[Any], "dict[int, Any]"]  # a JSON-ready value of each rank, by rank; collective
 _END = -1
 
 
@@ -55,15 +53,19 @@ class SkippableUnit:
     name: str
     module: FSDPModule
     may_skip: bool
+    within: bool  # runs only if a unit with may_skip=True does, or is one
     recomputes: bool
-    calls: list[SkippableUnit]  # the next units below it, in the order of registration
-    exchange: Exchange
+    exchange: Callable[[Any], dict[int, Any]]  # a JSON-ready value of each rank, by rank; collective
+    announce: Callable[[ShardkitError], object]  # tells ranks that wait for this one why it raises; local
+    calls: list[SkippableUnit] = field(default_factory=list)  # the next units below it, in the order of registration
     order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode, as of _mode
     settled: set[int] = field(default_factory=set)  # the modes for which the order is complete
-    latest: list[Call] = field(default_factory=list)  # of the last forward with grad, for its recomputation
+    latest: list[Call] = field(default_factory=list)  # made in the last forward with grad
 
 
 _UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which lives as long
+_MADE = "_shardkit_made_calls"  # an empty list for the calls of the next forward; of a recomputation those to repeat,
+# since it runs with the attributes that the forward began with
 _running: list[_Run] = []
 
 
@@ -72,23 +74,23 @@ def is_skippable(module: nn.Module) -> bool:
     return _UNIT in vars(module) and vars(module)[_UNIT].may_skip
 
 
-def watch_calls(callers: Sequence[SkippableUnit], within_skippable: set[SkippableUnit]) -> None:
+def watch_calls(callers: Sequence[SkippableUnit]) -> None:
     """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
 
     Args:
         callers: the units whose forwards, wrapped by :func:`in_order`, call units.
-        within_skippable: those that only run if a unit with ``may_skip=True`` does, with these units.
     """
     for caller in callers:
-        vars(caller.module)[_UNIT] = caller
+        vars(caller.module).update({_UNIT: caller, _MADE: []})
         for place, unit in enumerate(caller.calls):
             vars(unit.module)[_UNIT] = unit
             for module in modules_of(unit.module):
                 before = functools.partial(_before_call, caller, place)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                if unit in within_skippable:
+                if unit.within:
                     module.register_forward_hook(functools.partial(_after_call, caller))
-    reduce_zeros([unit.module for unit in {*callers, *within_skippable}])
+    called = [unit for caller in callers for unit in caller.calls if unit.within]
+    reduce_zeros([unit.module for unit in {*callers, *called}])
 
 
 def in_order(module: nn.Module) -> Callable[..., Any]:
@@ -100,15 +102,16 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         caller = vars(module).get(_UNIT)
         if caller is None:
             return forward(*args, **kwargs)
-        with _running_in(caller, (args, kwargs)) as run:
+        made, vars(module)[_MADE] = vars(module)[_MADE], []
+        with _running_in(caller, made, (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
     return ordered
 
 
 @contextmanager
-def _running_in(caller: SkippableUnit, inputs: Any) -> Iterator[_Run]:
-    run = _Run(caller, _mode(caller, inputs))
+def _running_in(caller: SkippableUnit, made: list[Call], inputs: Any) -> Iterator[_Run]:
+    run = _Run(caller, made, _mode(caller, inputs))
     _running.append(run)
     try:
         yield run
@@ -121,9 +124,8 @@ def _before_call(caller: SkippableUnit, place: int, module: nn.Module, args: Any
     run = _running[-1] if _running else None
     if run is None or run.caller is not caller or module in run.entered:
         return None  # called on its own, or another module of a unit that is gathered already
-    unit = caller.calls[place]
-    if len(modules_of(unit.module)) > 1:
-        run.entered.update(modules_of(unit.module))
+    if len(modules := modules_of(caller.calls[place].module)) > 1:
+        run.entered.update(modules)
     return run.enter(place, (args, kwargs))
 
 
@@ -139,28 +141,28 @@ def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any
 class _Run:
     """One forward of a unit that calls others, or what stands for it on a rank that skips it."""
 
-    def __init__(self, caller: SkippableUnit, mode: int) -> None:
+    def __init__(self, caller: SkippableUnit, made: list[Call], mode: int) -> None:
+        """``made`` is filled with the calls; one that is filled already is that of a forward to recompute."""
         self.caller = caller
         self.entered: set[nn.Module] = set()
         self.pending: list[Tensor] = []  # zeros from skipped units that no later unit or output depends on yet
         self.reached: list[Tensor] = []  # zeros from units that ran
         self._mode = mode
-        recomputation = in_backward()
-        self._learns = not recomputation and self._mode not in caller.settled
-        self._order = caller.latest if recomputation else caller.order[self._mode]
-        self._made: list[Call] = []
+        repeated = list(made) or (caller.latest if in_backward() else [])  # the latest: by a recomputation of others'
+        self._order = repeated or caller.order[mode]
+        self._learns = not repeated and mode not in caller.settled
+        self._made = [] if repeated else made
         self._next = 0  # in the order
 
     def enter(self, place: int, inputs: Any) -> Any:
         """Make up for what comes before a unit; return its inputs, from which backward reaches what was made up."""
         tracked = torch.is_grad_enabled()
         tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
-        agreed = self._reach(Call(place, tracked and any(each.requires_grad for each in tensors), tracked))
+        agreed = self.reach(Call(place, tracked and any(each.requires_grad for each in tensors), tracked))
         if not (tracked and agreed.grad):
             return None
-        if self.caller.calls[place].may_skip:
-            zeros = []
-        else:
+        zeros: list[Tensor] = []
+        if not self.caller.calls[place].may_skip:
             zeros, self.pending = self.pending, []
         if tensors and not any(each.requires_grad for each in (*tensors, *zeros)):
             zeros = [torch.zeros((), device=tensors[0].device, requires_grad=True)]  # as on the other ranks
@@ -168,7 +170,7 @@ class _Run:
 
     def leave(self, output: Any) -> Any:
         """Make up for what comes after the last unit; return the output, from which backward reaches everything."""
-        self._reach(Call(_END))
+        self.reach(Call(_END))
         zeros = [*self.pending, *self.reached]
         if any(each.requires_grad for each in zeros) and not _floating(output):
             problem = f"returns a {type(output).__name__} without a tensor"
@@ -177,45 +179,37 @@ class _Run:
             raise ShardkitError(message(f"{self.caller.name}.forward", problem, rule, fix))
         return _depends(output, zeros)
 
-    def pass_all(self) -> list[Tensor]:
-        """Make up for all units that the other ranks call; return the zeros to depend on."""
-        while (agreed := self._agree(None) if self._learns else self._following()).place != _END:
-            self.pending.append(self._make_up(agreed))
-        return self.pending
-
-    def _reach(self, mine: Call) -> Call:
-        if not self._learns and mine.place not in [_END, *(each.place for each in self._order[self._next :])]:
-            raise _unexpected(self.caller, self._order, mine)
-        while True:
-            agreed = self._agree(mine) if self._learns else self._following()
-            if agreed.place == mine.place:
-                return self._checked(agreed, mine)
-            if self._learns or self.caller.calls[agreed.place].may_skip:
+    def reach(self, mine: Call | None) -> Call:
+        """Make up for what the other ranks call before this rank's next call; for all they call if there is none."""
+        goal = _END if mine is None else mine.place
+        if not self._learns and goal not in [_END, *(each.place for each in self._order[self._next :])]:
+            raise self._unexpected(goal)
+        while (agreed := self._agree(mine) if self._learns else self._follow()).place != goal:
+            if self._learns or mine is None or self.caller.calls[agreed.place].may_skip:
                 self.pending.append(self._make_up(agreed))
-
-    def _following(self) -> Call:
-        """The next call of an order that is known."""
-        self._next += 1
-        return self._order[self._next - 1] if self._next <= len(self._order) else Call(_END)
-
-    def _checked(self, agreed: Call, mine: Call) -> Call:
-        if mine.place != _END and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
-            raise _unexpected(self.caller, self._order, mine)
+        if mine is not None and goal != _END and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
+            raise self._unexpected(goal)
         return agreed
+
+    def _follow(self) -> Call:
+        """Return the next call of an order that is known."""
+        agreed = self._order[self._next] if self._next < len(self._order) else Call(_END)
+        self._next += 1
+        return self._done(agreed)
 
     def _agree(self, mine: Call | None) -> Call:
         """Return which call comes next on all ranks; collective."""
-        given = self.caller.exchange([self.caller.name, mine])
-        agreed = _decide(self.caller, given)
-        order = self.caller.order[self._mode]
-        if agreed.place == _END:
-            if {n for n, unit in enumerate(self.caller.calls) if unit.may_skip} <= {each.place for each in order}:
-                self.caller.settled.add(self._mode)
-            if self._mode:
-                self.caller.latest = self._made
-            return agreed
+        agreed = _decide(self.caller, self.caller.exchange([self.caller.name, mine]))
+        if agreed.place != _END:
+            self._next = _insert(self._order, self._next, agreed, self.caller)
+        elif {n for n, unit in enumerate(self.caller.calls) if unit.may_skip} <= {each.place for each in self._order}:
+            self.caller.settled.add(self._mode)
+        return self._done(agreed)
+
+    def _done(self, agreed: Call) -> Call:
         self._made.append(agreed)
-        self._next = _insert(order, self._next, agreed, self.caller)
+        if agreed.place == _END and self._mode:
+            self.caller.latest = self._made
         return agreed
 
     def _make_up(self, call: Call) -> Tensor:
@@ -224,17 +218,29 @@ class _Run:
         with torch.set_grad_enabled(call.tracked and torch.is_grad_enabled()):
             grad = torch.is_grad_enabled()
             zero = torch.zeros((), device=device_of(unit.module), requires_grad=call.grad and grad)
-            body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit)
+            body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit, [])
             if unit.recomputes and unit.calls and grad:
                 body = functools.partial(checkpoint, body, use_reentrant=False)
             return pass_through(unit.module, zero, body)
 
+    def _unexpected(self, place: int) -> ShardkitError:
+        known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
+        problem = f"called in another way than ranks agreed on, which is {known}"
+        rule = f"All ranks must gather the units that {self.caller.name} calls in one order, each as often, on the same"
+        rule += " inputs that require grad, because ranks that skip one follow that order"
+        fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "
+        fix += "varies. Ranks that wait for this one fail when it ends, at the latest after the group's timeout"
+        error = ShardkitError(message(_text(self.caller, place), problem, rule, fix))
+        self.caller.announce(error)
+        return error
 
-def _stand_in(unit: SkippableUnit, zero: Tensor) -> Tensor:
+
+def _stand_in(unit: SkippableUnit, made: list[Call], zero: Tensor) -> Tensor:
     """What runs as the forward of a skipped unit."""
-    with _running_in(unit, zero) as run:
-        inner = run.pass_all() if unit.calls else []
-    return keep(zero, *inner, *trained_parameters(unit.module))
+    with _running_in(unit, made, zero) as run:
+        if unit.calls:
+            run.reach(None)
+    return keep(zero, *run.pending, *trained_parameters(unit.module))
 
 
 def _depends(values: Any, zeros: list[Tensor]) -> Any:
@@ -244,7 +250,7 @@ def _depends(values: Any, zeros: list[Tensor]) -> Any:
         return values
     tensors = _floating(values)
     chosen = {id(each) for each in [each for each in tensors if each.requires_grad] or tensors[:1]}
-    return replace_tensors(values, lambda each: keep(each, *zeros) if id(each) in chosen else each)
+    return apply_to_tensors(lambda each: keep(each, *zeros) if id(each) in chosen else each, values)
 
 
 def _mode(caller: SkippableUnit, inputs: Any) -> int:
@@ -259,37 +265,31 @@ def _mode(caller: SkippableUnit, inputs: Any) -> int:
 def _floating(values: Any) -> list[Tensor]:
     """The tensors that FSDP2 finds in the values, of floating-point dtypes."""
     found: list[Tensor] = []
-    replace_tensors(values, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+    apply_to_tensors(lambda each: found.append(each) or each, values)  # type: ignore[func-returns-value]
     return [each for each in found if each.is_floating_point()]
 
 
 def _decide(caller: SkippableUnit, given: dict[int, Any]) -> Call:
     """Return the call that comes next, from what each rank is about to call; the same on all ranks."""
-    calls = {rank: Call(*call) for rank, (_, call) in given.items() if call is not None}
-    places = sorted({call.place for call in calls.values()})
-    may_skip = [place for place in places if place != _END and caller.calls[place].may_skip]
-    same = {
-        call.place: {each.tracked for each in calls.values() if each.place == call.place} for call in calls.values()
-    }
-    if (
-        len({name for name, _ in given.values()}) > 1
-        or len(places) - len(may_skip) > 1
-        or any(len(each) > 1 for each in same.values())
-    ):
-        lines = [f"rank {rank} in {name}: {_text(caller, calls.get(rank))}" for rank, (name, _) in given.items()]
+    calls = [Call(*call) for _, call in given.values() if call is not None]
+    places = {call.place for call in calls}
+    may_skip = {place for place in places if place != _END and caller.calls[place].may_skip}
+    ways = {(call.place, call.tracked) for call in calls}
+    if len({name for name, _ in given.values()}) > 1 or len(places - may_skip) > 1 or len(ways) > len(places):
+        lines = [f"rank {rank} in {name}: {_text(caller, call and call[0])}" for rank, (name, call) in given.items()]
         problem = f"ranks call different units next: {listing(lines)}"
         rule = "Only a unit with may_skip=True may be skipped, and the others run in the same order on all ranks"
         fix = "Give the unit that only some ranks call may_skip=True, or call it on all"
         raise ShardkitError(message(caller.name, problem, rule, fix))
     place = min(may_skip or places, default=_END)
-    alike = [call for call in calls.values() if call.place == place]
+    alike = [call for call in calls if call.place == place]
     return Call(place, any(each.grad for each in alike), all(each.tracked for each in alike))
 
 
-def _text(caller: SkippableUnit, call: Call | None) -> str:
-    if call is None:
+def _text(caller: SkippableUnit, place: int | None) -> str:
+    if place is None:
         return "nothing"
-    return "the end of its forward" if call.place == _END else caller.calls[call.place].name
+    return "the end of its forward" if place == _END else caller.calls[place].name
 
 
 def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) -> int:
@@ -302,13 +302,3 @@ def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) ->
         start += 1  # skipped this time: experts run in the order of registration
     order.insert(start, call)
     return start + 1
-
-
-def _unexpected(caller: SkippableUnit, known: list[Call], call: Call) -> ShardkitError:
-    problem = f"called in another way than ranks agreed on, which is {listing([_text(caller, each) for each in known])}"
-    rule = f"All ranks must gather the units that {caller.name} calls in one order, each as often, on the same inputs "
-    rule += "that require grad, because ranks that skip one follow that order"
-    fix = (
-        "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order varies"
-    )
-    return ShardkitError(message(_text(caller, call), problem, rule, fix))

@@ -33,6 +33,7 @@ KINDS = {
     "frozen embedding": {"frozen": ("embed",), "checkpoint_activations": True},
     "hybrid": {"mesh": "hybrid"},
     "accumulated": {"micro_batches": 3},
+    "two forwards": {"micro_batches": 2, "at_once": True, "checkpoint_activations": True},
     "gathered": {"reshard_after_forward": False},
     "prefetched": {"prefetch": 2},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -74,22 +75,27 @@ def check(kind: str, steps: int, seed: int) -> float:
     plain = frozen(net(options.pop("tower", Tower)), options.pop("frozen", ()))
     micro_batches, evaluates = options.pop("micro_batches", 1), options.pop("evaluates", False)
     make = functools.partial(batch, require_grad=options.pop("pixels_require_grad", False))
+    at_once = options.pop("at_once", False)  # one backward for all
     model, plan = sharded(plain, options, world)
     source, worst, seen = random.Random(seed), 0.0, list[CommCounts]()
     for step in range(steps):
         likely = source.choice([0.0, 0.2, 0.5, 0.9])
         patterns = [[source.random() < likely for _ in range(world)] for _ in range(micro_batches)]
+        losses: list[torch.Tensor] = []
         model.zero_grad()
         plain.zero_grad()
         with comm_counts() as counts:
             for number, images in enumerate(patterns):
-                with accumulate(model, last=number == micro_batches - 1):
-                    loss = model(*make(step + 99 * number, rank, images[rank])).square().mean()
-                    if loss.requires_grad:  # with only the projector training, not before the first image
+                with accumulate(model, last=at_once or number == micro_batches - 1):
+                    loss = model(*make(1000 * seed + step + 99 * number, rank, images[rank])).square().mean()
+                    losses.append(loss)
+                    if loss.requires_grad and not at_once:  # with only the projector training, not before an image
                         loss.backward()
+            if at_once:
+                sum(losses).backward()
         for number, images in enumerate(patterns):
             for other in range(world):
-                loss = plain(*make(step + 99 * number, other, images[other])).square().mean() / world
+                loss = plain(*make(1000 * seed + step + 99 * number, other, images[other])).square().mean() / world
                 if loss.requires_grad:
                     loss.backward()
         worst = max(worst, largest_difference(model, plain))

@@ -22,6 +22,7 @@ from shardkit import (
     shard_model,
     take_part,
 )
+from shardkit._fsdp import fsdp_units
 from shardkit.testing import distributed
 
 TWO = MeshSpec.sharded(2)
@@ -91,6 +92,14 @@ def test_a_call_besides_the_agreed_order_is_an_error():
     for names in (["first", "first"], ["second", "first"], ["third"]):
         with pytest.raises(ShardkitError, match=r"called in another way than ranks agreed on, which is first, second"):
             model(torch.ones(2, 4), names)
+    for unit in fsdp_units(model):  # what gloo raises on ranks that wait when one ends
+        unit.unshard = connection_closed
+    with pytest.raises(ShardkitError, match=r"^rank \d raised third: called in another way"):
+        model(torch.ones(2, 4), ["first", "second"])
+
+
+def connection_closed(*_):
+    raise RuntimeError("Connection closed by peer")
 
 
 @distributed(world_size=2)
