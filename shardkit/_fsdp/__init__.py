@@ -216,7 +216,8 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """In this context FSDP2's hooks do nothing: forwards of these modules neither gather nor reshard nor cast.
 
     A hook is recognized by the state that it, or what it wraps (``fully_shard([a, b])``), is bound to, and keeps its
-    place. Methods registered by ``register_fsdp_forward_method`` call the state itself.
+    place. Methods registered by ``register_fsdp_forward_method`` call the state itself. After
+    ``load_state_dict`` torch 2.11 to 2.15 take what a module holds for its shard (``reset_sharded_param``).
     """
     states = states_of(modules)
     found = [
@@ -233,9 +234,14 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     for state in states:
         state._pre_forward = lambda module, args, kwargs: (args, kwargs)
         state._post_forward = lambda module, args, output: output
+    params = [param for state in states for unit in units_of(state) for param in unit.fsdp_params]
+    for param in params:
+        vars(param)["reset_sharded_param"] = lambda: None
     try:
         yield
     finally:
+        for param in params:
+            vars(param).pop("reset_sharded_param", None)  # the root lists those of inner units too
         for state, attributes in before:
             for name in ("_pre_forward", "_post_forward"):
                 vars(state).pop(name)

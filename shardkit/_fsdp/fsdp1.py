@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _flat_param
 
 # The type of FSDP1's training_state, which has no public name; FSDP2's enum has other members (torch 2.11 to 2.15).
 from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
 from shardkit._fsdp.params import has_gradient, post_accumulate_hooks, unsharded_parameter
 from shardkit._torch import units_of
+
+# Where this rank's part of a parameter is in a flat parameter; programs read it off FSDP1's (torch 2.11 to 2.15).
+ShardParamInfo = _flat_param._ShardParamInfo
 
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.

@@ -140,6 +140,7 @@ NAMES = (
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
     Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
+    Name("torch.distributed.fsdp._flat_param._ShardParamInfo", "FSDP1's flat parameters", _DROP_IN),
 )
 
 

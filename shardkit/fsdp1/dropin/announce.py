@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -43,22 +43,25 @@ def announce(root: nn.Module) -> None:
         return
     _shown = True
     try:
-        print(announcement(root), file=sys.stderr, flush=True)
+        print("", announcement(root), sep="\n", file=sys.stderr, flush=True)  # a progress bar may have begun a line
     except Exception:  # a program must not fail because of its announcement
         logger.debug("the drop-in's announcement failed", exc_info=True)
 
 
 def announcement(root: nn.Module) -> str:
     """Return the text; pure."""
-    notes = [f"- {note}" for note in record_of(root).translation.notes if note.fate not in ("mapped", "implied")]
+    record = record_of(root)
+    told = [note for note in record.translation.notes if note.argument.partition(".")[0] in record.given.changed()]
+    notes = [f"- {note}" for note in told if note.fate not in ("mapped", "implied")]
     code = "\n".join(f"    {line}".rstrip() for line in replacement(root))
     parts = [
         f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard. Shown once; set {QUIET}=1 to silence.",
         str(whole_plan(root)),
         *(["What differs in FSDP2:\n" + "\n".join(notes)] if notes else []),
         f"The same without the wrapper, before the optimizer is built:\n\n{code}",
-        "As plain torch code: print(shardkit.fsdp1.translate_fsdp1(model, ...).plan.to_python()), with the same "
-        "arguments. For the rest of the program: python -m shardkit audit FILES",
+        "As plain torch code: from shardkit.fsdp1 import translate_fsdp1, and with the same arguments "
+        "print(translate_fsdp1(model, ...).plan.to_python()). For the rest of the program: "
+        "python -m shardkit audit FILES",
     ]
     return "\n\n".join(parts)
 
@@ -117,10 +120,11 @@ def replacement(root: nn.Module) -> Iterator[str]:
     kinds = [name for name in ("CPUOffload", "MixedPrecision") if any(name in text for text in arguments.values())]
     yield from ["import torch"] * any("torch." in text for text in arguments.values())
     yield f"from shardkit.fsdp1 import {', '.join([*kinds, 'shard_like_fsdp1'])}"
+    if arguments.get("auto_wrap_policy", "").startswith("{"):
+        yield from _imports(_wrapped_classes(root))
     yield ""
-    if arguments.get("auto_wrap_policy") == "auto_wrap_policy":
-        named = [name for name, each in root.named_modules() if is_wrapper(each) and each is not root]
-        yield f"# auto_wrap_policy is one that wraps {listing(map(without_wrappers, named), MOST)}"
+    for name in (name for name, text in arguments.items() if text == name):
+        yield f"{name} = ...  # the program's own{_what_it_wraps(root) if name == 'auto_wrap_policy' else ''}"
     keywords = [f"{name}={text}" for name, text in arguments.items()]
     if len(keywords) < 2:
         yield f"model = shard_like_fsdp1({', '.join(['model', *keywords])})"
@@ -146,6 +150,8 @@ def _source(root: nn.Module, name: str, value: Any) -> str | None:
     if name == "device_id":
         device = device_of(value)
         return 'torch.device("cpu")' if device and device.type == "cpu" else "torch.accelerator.current_device_index()"
+    if name == "process_group" and value is dist.group.WORLD:
+        return "torch.distributed.group.WORLD"
     if isinstance(value, (CPUOffload, MixedPrecision)):
         fields = [(item, getattr(value, item.name)) for item in dataclasses.fields(value) if item.name[0] != "_"]
         changed = [f"{item.name}={found!r}" for item, found in fields if found != item.default]
@@ -164,16 +170,35 @@ def _members(root: nn.Module, values: Any) -> str | None:
     return f"[{', '.join(map(str, spelled))}]" if None not in spelled and len(spelled) <= MOST else None
 
 
+def _what_it_wraps(root: nn.Module) -> str:
+    named = [name for name, each in root.named_modules() if is_wrapper(each) and each is not root]
+    return f", which wraps {listing(map(without_wrappers, named), MOST)}" if named else ""
+
+
+def _wrapped_classes(root: nn.Module) -> list[type]:
+    """Return the classes of the modules that are wrapped below the root, by name."""
+    wrapped = dict.fromkeys(inner_of(wrapper) for wrapper in wrappers_of(root) if wrapper is not root)
+    # fully_shard makes a subclass of FSDPModule and of the program's class.
+    kinds = ([kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule)] for each in wrapped)
+    return sorted({own[0] for own in kinds}, key=lambda cls: cls.__name__)
+
+
+def _imports(classes: Iterable[type]) -> Iterator[str]:
+    """Yield the imports of classes, but for those of the program itself and those inside of functions."""
+    for cls in classes:
+        if cls.__module__ != "__main__" and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls:
+            yield f"from {cls.__module__} import {cls.__name__}"
+
+
 def _classes(root: nn.Module) -> str | None:
     """Return the policy as a set of classes; None where they would wrap other modules, or with other arguments."""
     wrapped = {inner_of(wrapper) for wrapper in wrappers_of(root) if wrapper is not root}
-    # fully_shard makes a subclass of FSDPModule and of the program's class.
-    kinds = ([kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule)] for each in wrapped)
-    classes = {own[0] for own in kinds}
+    classes = _wrapped_classes(root)
     would = {module for module in inner_of(root).modules() if isinstance(module, tuple(classes))} - {inner_of(root)}
     records = list(_calls(root).values())
     changed = [record.given.changed() | {"auto_wrap_policy": None} for record in records]
     by_policy = any(own for record in records for own in record.translation.wrapped.values())
-    if would != wrapped or by_policy or any(each != changed[0] for each in changed):
+    names = [cls.__name__ for cls in classes]
+    if would != wrapped or by_policy or any(each != changed[0] for each in changed) or len({*names}) < len(names):
         return None
-    return f"{{{', '.join(sorted(cls.__name__ for cls in classes))}}}"
+    return f"{{{', '.join(names)}}}"

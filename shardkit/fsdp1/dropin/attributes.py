@@ -15,6 +15,7 @@ from shardkit._fsdp import is_under_way, own_parameters
 from shardkit._fsdp.fsdp1 import TrainingState
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.dropin.errors import DropinValueError, ShardedUse, UnavailableAttribute
+from shardkit.fsdp1.dropin.flat import flat_params
 from shardkit.fsdp1.dropin.record import Record, in_full_precision, inner_of, record_of, sharded_of
 from shardkit.fsdp1.dropin.tensors import MIXED
 from shardkit.fsdp1.instead import ATTRIBUTES, INTERNALS
@@ -39,6 +40,7 @@ def attribute(wrapper: nn.Module, module: object, name: str) -> Any:
     except AttributeError:
         if name != "params":  # an attribute of FSDP1's that a model may have itself
             raise
+        return flat_params(wrapper)
     rule = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
     raise UnavailableAttribute(message(name, "is an internal of FSDP1", rule, ATTRIBUTES[name].fix()))
 

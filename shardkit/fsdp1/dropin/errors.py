@@ -35,6 +35,10 @@ class Unavailable(TranslationError, RuntimeError):
     """What FSDP2 cannot do, where FSDP1 or torch raised a RuntimeError."""
 
 
+class UnavailableHook(TranslationError, AssertionError):
+    """A communication hook, which FSDP1 refused with an AssertionError."""
+
+
 class UnavailableAttribute(TranslationError, AttributeError):
     """An attribute that only FSDP1 has, so that ``hasattr`` and ``getattr`` with a default keep working."""
 

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from shardkit import _fsdp, grads
 from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype
 from shardkit._torch import plain_attributes, sharded_stand_ins
-from shardkit.errors import TranslationError, message
+from shardkit.errors import message
 from shardkit.fsdp1.dropin import (
     attributes,
     guards,
@@ -30,7 +30,7 @@ from shardkit.fsdp1.dropin import (
     tensors,
 )
 from shardkit.fsdp1.dropin.construct import construct, copied
-from shardkit.fsdp1.dropin.errors import DropinRuntimeError
+from shardkit.fsdp1.dropin.errors import DropinRuntimeError, UnavailableHook
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
@@ -251,9 +251,9 @@ class FullyShardedDataParallel(nn.Module):
         return copied(self, memo, _around)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raise TranslationError: FSDP2 has other ways to change how gradients are reduced."""
+        """Raise a TranslationError, also an AssertionError as FSDP1: FSDP2 reduces gradients in other ways."""
         rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
-        raise TranslationError(message("register_comm_hook", "has no counterpart", rule, fix))
+        raise UnavailableHook(message("register_comm_hook", "has no counterpart", rule, fix))
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:

@@ -54,12 +54,14 @@ def load(
     from_rank0: bool = False,
     named: bool = False,
 ) -> dict[str, Any]:
-    """Return what the optimizer's ``load_state_dict`` takes, with as many groups as the dict has. Collective.
+    """Return what the optimizer's ``load_state_dict`` takes, with as many groups as the dict has.
 
     State is by name, full or sharded; ``from_rank0`` reads that of rank 0 alone, which must be full. ``named`` is for
-    optimizers that keep state by name.
+    optimizers that keep state by name. Collective, but for full state that every rank has, as in FSDP1: programs load
+    that one rank after another, to save memory.
     """
-    groups = groups_of(model)
+    is_shared = from_rank0 or any(map(is_sharded, tensor_leaves(given).values()))
+    groups = groups_of(model) if is_shared else []
     with together(groups, DropinValueError, call="optim_state_dict_to_load"):
         if optim is not None:
             optimizers.settle(optim)

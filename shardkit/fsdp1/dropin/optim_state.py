@@ -90,10 +90,11 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the same state as ``optim.load_state_dict`` takes it: by number, and sharded. **Collective**.
+    """Return the same state as ``optim.load_state_dict`` takes it: by number, and sharded.
 
-    Takes full tensors, DTensors of any layout and ShardedTensors. With ``rank0_only=True`` rank 0 has the dict, and
-    others pass ``{}`` or None. The dict is left unchanged, and shares no memory with the result.
+    **Collective**, unless the dict holds full tensors and ``rank0_only`` is False, as in FSDP1. Takes full tensors,
+    DTensors of any layout and ShardedTensors. With ``rank0_only=True`` rank 0 has the dict, and others pass ``{}`` or
+    None. The dict is left unchanged, and shares no memory with the result.
 
     Args:
         model: the model, or a module around it.
@@ -106,7 +107,7 @@ def optim_state_dict_to_load(
     Raises:
         TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
         ValueError: not the state of an optimizer, or one that does not fit.
-        KeyError: parameters that the optimizer does not have. All on every rank, with all names.
+        KeyError: parameters that the optimizer does not have. With all names; where collective, on every rank.
     """
     from_rank0 = getattr(_config(model), "rank0_only", False)
     result = optim_load.load(model, optim, None, optim_state_dict, from_rank0=from_rank0, named=is_named_optimizer)
@@ -121,7 +122,7 @@ def shard_full_optim_state_dict(
     optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """:func:`optim_state_dict_to_load` of a dict that every rank has. Ranks exchange only success or failure.
+    """:func:`optim_state_dict_to_load` of a dict that every rank has. Local.
 
     Without ``optim`` and ``optim_input`` the optimizer is taken to have ``model.parameters()``.
     """

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, message
+from shardkit.fsdp1.dropin.flat import flat_params
 from shardkit.fsdp1.dropin.record import is_wrapper, roots_of, wrappers_of
 from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
 from shardkit.fsdp1.instead import PRIVATE, private
@@ -90,7 +91,7 @@ class Handle:
     """The part of FSDP1's handle that programs read to average weights shard by shard, for one parameter.
 
     Attributes:
-        flat_param: this rank's shard, in the parameter's own memory: writes to its ``data`` stay.
+        flat_param: this rank's shard, as ``flat.flat_param`` returns it.
     """
 
     flat_param: Tensor
@@ -98,8 +99,8 @@ class Handle:
 
 def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
     """Return a handle for each parameter, not for each wrapper."""
-    params = [param for param in module.parameters() if isinstance(param, DTensor)]
-    return [Handle(param.to_local()) for param in params] if wrappers_of(module) else original(module)
+    wrappers = wrappers_of(module)
+    return [Handle(flat) for each in wrappers for flat in flat_params(each)] if wrappers else original(module)
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {

@@ -192,15 +192,17 @@ def test_what_is_said_is_the_plan_and_code_that_gives_the_same(wrapped):
         plan = announce.whole_plan(model)
         assert plan == translate_fsdp1(model_of_blocks(), auto_wrap_policy={Block}, **ARGUMENTS).plan
         text, code = announce.announcement(model), "\n".join(announce.replacement(model))
-        namespace = {"model": model_of_blocks(), "Block": Block}
+        namespace = {"model": model_of_blocks()}
         exec(code.replace("shard_like_fsdp1", "translate_fsdp1"), namespace)
         assert namespace["model"].plan == plan
     assert str(plan) in text
     assert "- limit_all_gathers=False: noted" in text
+    assert "use_orig_params" not in text  # a default
     assert "mapped" not in text
     assert code.splitlines() == [
         "import torch",
         "from shardkit.fsdp1 import MixedPrecision, shard_like_fsdp1",
+        f"from {__name__} import Block",
         "",
         "model = shard_like_fsdp1(",
         "    model,",
@@ -226,7 +228,8 @@ def test_what_cannot_be_written_is_named():
     own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
     some = CustomPolicy(lambda module: own if isinstance(module, Block) else False)
     code = code_for(model_of_blocks(), auto_wrap_policy=some, param_init_fn=nn.Module.eval)
-    assert "# auto_wrap_policy is one that wraps 1, 2" in code
+    assert "auto_wrap_policy = ...  # the program's own, which wraps 1, 2\n" in code
+    assert "\nparam_init_fn = ...  # the program's own\n" in code
     assert "    auto_wrap_policy=auto_wrap_policy,\n    param_init_fn=param_init_fn,\n" in code
 
 
@@ -243,7 +246,7 @@ def test_it_is_said_once_to_stderr(unsaid, capsys):
         roots.begin(model)
         first = capsys.readouterr()
         assert first.out == ""
-        assert first.err == announce.announcement(model) + "\n"
+        assert first.err == f"\n{announce.announcement(model)}\n"
         roots.begin(FSDP(nn.Linear(2, 2)))
     assert capsys.readouterr().err == ""
 

@@ -86,7 +86,7 @@ FULL = {
     "distill": ("--save-at 2 --out {at}/all.pt", "--resume {at}/all.pt --first 2"),
     "nano_gpt": ("--save-at 2 --out {at}/ckpt.pt", "--init-from {at}/ckpt.pt"),
     "contrastive": ("--save-at 2 --out {at}/epoch.pt", "--resume {at}/epoch.pt"),
-    "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at}"),
+    "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at} --by-flat-params"),
     "video_critic": ("--save-at 3 --out {at}/m.pt --max-grad-norm 1e9", "--resume {at}/m.pt --max-grad-norm 1e9"),
     "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
 }

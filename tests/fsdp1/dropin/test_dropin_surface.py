@@ -138,7 +138,7 @@ def test_internals_are_answered_or_say_what_to_use():
     model._assert_state([TrainingState.IDLE])
     with pytest.raises(ShardkitError, match="current state is"):
         model._assert_state(TrainingState.FORWARD_BACKWARD)
-    for name in ("_handles", "_unshard_stream", "params", "_sync_gradients"):
+    for name in ("_handles", "_unshard_stream", "_sync_gradients"):
         assert not hasattr(model, name)
         with pytest.raises(TranslationError, match=f"^{name}: is an internal of FSDP1.*[Uu]se |unshard"):
             getattr(model, name)

@@ -204,9 +204,31 @@ class Trainer:
             configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
             self.global_step = state["step"]
         with FSDP.state_dict_type(self.fsdp_model, kind, *configs):
-            self.fsdp_model.load_state_dict(model_state)
-            flattened = FSDP.optim_state_dict_to_load(self.fsdp_model, self.optim, optim_state)
+            if self.cfg.by_flat_params:
+                self.fill_flat_params(model_state)
+            else:
+                self.fsdp_model.load_state_dict(model_state)
+            for turn in range(dist.get_world_size()):  # one rank after another, to save memory
+                if turn == dist.get_rank() or self.cfg.sharded:
+                    flattened = FSDP.optim_state_dict_to_load(self.fsdp_model, self.optim, optim_state)
+                dist.barrier()
         self.optim.load_state_dict(flattened)
+
+    @torch.no_grad()
+    def fill_flat_params(self, full):
+        """Write this rank's parts of full tensors where FSDP keeps them."""
+        wrapped = [(name, module) for name, module in self.fsdp_model.named_modules() if isinstance(module, FSDP)]
+        flats = [(name, flat) for name, module in wrapped for flat in module.params]
+        for _, flat in flats:
+            flat.fill_(torch.nan)
+        for name, flat in flats:
+            assert flat._is_flat_param
+            for fqn, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
+                if info.in_shard:
+                    key = f"{name}.{fqn}".replace("_fsdp_wrapped_module.", "").removeprefix("_fsdp_wrapped_module")
+                    part = full[key.lstrip(".")].flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+                    flat[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard].copy_(part)
+        assert not any(flat.isnan().any() for _, flat in flats)
 
 
 def main(argv=None):
@@ -256,7 +278,7 @@ def parse(argv):
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--wrap", default="by_block")
-    for switch in ("--sharded", "--autocast", "--sync-once"):
+    for switch in ("--sharded", "--autocast", "--sync-once", "--by-flat-params"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--save-folder", default="")
