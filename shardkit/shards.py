@@ -30,14 +30,20 @@ def local_box(like: DTensor) -> Box:
 
 def box_at(like: DTensor, coordinate: tuple[int, ...], axes: Iterable[int] | None = None) -> Box:
     """Return the box of the rank at ``coordinate`` of the mesh if only ``axes`` shard (None: all of them)."""
-    box = [(0, size) for size in like.shape]
-    for axis in cutting_order(like, range(len(coordinate)) if axes is None else axes):
-        dim = getattr(like.placements[axis], "dim", None)
-        if dim is not None:
-            start, size = box[dim]
-            step = -(-size // like.device_mesh.size(axis))
-            skipped = min(step * coordinate[axis], size)
-            box[dim] = (start + skipped, min(step, size - skipped))
+    order = cutting_order(like, range(len(coordinate)) if axes is None else axes)
+    dims = {axis: getattr(like.placements[axis], "dim", None) for axis in order}
+    cuts = [(dim, like.device_mesh.size(axis), coordinate[axis]) for axis, dim in dims.items() if dim is not None]
+    return cut_box(like.shape, cuts)
+
+
+def cut_box(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """Return what is left of a full tensor by cuts of a dim into a number of parts, of which one is taken. Pure."""
+    box = [(0, size) for size in shape]
+    for dim, parts, index in cuts:
+        start, size = box[dim]
+        step = -(-size // parts)
+        skipped = min(step * index, size)
+        box[dim] = (start + skipped, min(step, size - skipped))
     return tuple(box)
 
 

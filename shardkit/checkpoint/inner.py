@@ -8,7 +8,9 @@ for each shard: its first dims are the mesh axes that shard the tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit import _torch
+from shardkit.checkpoint.own import Safetensors
+from shardkit.checkpoint.pieces import common, part_of, whole
 from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, gather_by_rank, together
-from shardkit.shards import around, as_sharded, local_value
+from shardkit.shards import Box, around, as_sharded, cut_box, local_value
 from shardkit.state.optimizer import tensor_leaves, with_leaves
+from shardkit.state.plan import Spec
+from shardkit.state.quantised import turns_into_values, values_of
 
 MARK = "__tensor_flatten__"  # the key of a subclass's description, next to its inner tensors
 _PLAIN = "plain"  # the inner name of a shard that is a plain tensor while others are not, such as a small one
@@ -268,19 +274,14 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
         like: the parameter.
         path: of the state, for messages.
 
+    The parameter must be sharded as it was, see :func:`lies_alike`.
+
     Raises:
-        CheckpointError: the parameter was sharded differently, or the description is damaged or of an unknown class.
+        CheckpointError: the description is damaged, or of an unknown class.
     """
-    try:
+    with _described(path):
         about = json.loads(value[MARK])
         grid = _grid(path, like)
-        is_whole = not any(size > 1 for size in (*grid.sizes, *about["grid"]))
-        lies_alike = (tuple(about["grid"]), tuple(about["cuts"])) == (grid.sizes, grid.cuts)
-        if about["shape"] != list(like.shape) or not (is_whole or lies_alike):
-            problem = f"saved as {_cuts_text(about['grid'], about['cuts'])}, here {grid}"
-            rule = "Quantised state depends on how it was sharded, so it can only be loaded in the same shards"
-            fix = "Load on the layout that saved, or load the model alone and start with a fresh optimizer"
-            raise CheckpointError(message(path, problem, rule, fix))
         text = next(text for text, numbers in about["shards"].items() if grid.number in numbers)
         context, specs = json.loads(text)
         if context is not None:
@@ -290,9 +291,91 @@ def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending,
             stored = value[key]
             row = torch.empty(stored.shape[len(about["grid"]) :], dtype=stored.dtype, device=local_value(like).device)
             rows[key] = row
-            targets.append((stored.key, row[(None,) * len(about["grid"])] if is_whole else _stacked(row, like, grid)))
+            alone = not any(size > 1 for size in grid.sizes)
+            targets.append((stored.key, row[(None,) * len(about["grid"])] if alone else _stacked(row, like, grid)))
+    return Pending(like, context, {key: spec[1] for key, spec in specs.items()}, rows), targets
+
+
+# ---- optimizers: in other shards ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """A shard that :func:`flattened_tree` described, of which this rank needs the values."""
+
+    box: Box  # in the full tensor
+    context: Any
+    keys: dict[str, str]  # in the checkpoint, by inner name
+    rows: dict[str, tuple[Spec, Box]]  # one row of the saved tensor, and where it lies in that
+    shapes: dict[str, torch.Size]  # of the inner tensors
+
+    def values(self, source: Safetensors) -> Tensor:
+        """Read the shard, on the CPU. Local."""
+        rows = {name: (torch.empty([n for _, n in at], dtype=spec.dtype), at) for name, (spec, at) in self.rows.items()}
+        source.read_parts((self.keys[name], row) for name, row in rows.items())
+        parts = {name: rows[name][0].reshape(-1)[: size.numel()].view(size) for name, size in self.shapes.items()}
+        return values_of(_rebuilt(self.context, parts))
+
+
+def lies_alike(value: Mapping[str, Any], like: Tensor, path: str) -> bool:
+    """Whether a parameter is sharded as it was when :func:`flattened_tree` described its state. Local."""
+    with _described(path):
+        about, grid = json.loads(value[MARK]), _grid(path, like)
+        if about["shape"] != list(like.shape):
+            raise ValueError(f"of shape {about['shape']}, here {list(like.shape)}")
+        is_whole = not any(size > 1 for size in (*grid.sizes, *about["grid"]))
+        return is_whole or (tuple(about["grid"]), tuple(about["cuts"])) == (grid.sizes, grid.cuts)
+
+
+def saved_shards(value: Mapping[str, Any], like: Tensor, path: str) -> list[SavedShard]:
+    """Return the saved shards that overlap this rank's part of a parameter. Local.
+
+    Raises a CheckpointError for a damaged description, and for a class that does not turn into values.
+    """
+    own, found = part_of(like)[1], []
+    with _described(path):
+        about = json.loads(value[MARK])
+        for text, numbers in about["shards"].items():
+            context, specs = json.loads(text)
+            if context is not None and not turns_into_values(_loaded_class(context[0])):
+                problem = f"saved as {_cuts_text(about['grid'], about['cuts'])}, here {_grid(path, like)}"
+                rule = f"State of {context[0]}, which has no dequantize(), can only be loaded in the same shards"
+                fix = "Load on the layout that saved, or load the model alone and start with a fresh optimizer"
+                raise CheckpointError(message(path, problem, rule, fix))
+            shapes = {name: torch.Size(shape) for name, (_, shape) in specs.items()}
+            for index in (_index(number, about["grid"]) for number in numbers):
+                box = _cut(about["shape"], about["grid"], about["cuts"], index)
+                if common(own, box) is None:
+                    continue
+                if [size for _, size in box] != (context[1] if context is not None else list(shapes[_PLAIN])):
+                    raise ValueError(f"shard {index} has another shape than its cuts")
+                at = tuple((each, 1) for each in index)
+                rows = {name: (value[name], at + whole(value[name].shape[len(at) :])) for name in specs}
+                found.append(SavedShard(box, context, {name: value[name].key for name in specs}, rows, shapes))
+    return found
+
+
+def _index(number: int, sizes: Sequence[int]) -> list[int]:
+    """Return where a shard lies in the grid."""
+    index: list[int] = []
+    for size in reversed(sizes):
+        number, at = divmod(number, size)
+        index.insert(0, at)
+    return index
+
+
+def _cut(shape: Sequence[int], sizes: Sequence[int], cuts: Sequence[str], index: Sequence[int]) -> Box:
+    """Return a shard's part of the full tensor; ``cuts`` are texts of placements, of which strided ones come last."""
+    found = [(int(re.findall(r"\d+", cut)[0]), size, at) for cut, size, at in zip(cuts, sizes, index, strict=True)]
+    return cut_box(shape, [found[axis] for axis in sorted(range(len(cuts)), key=lambda axis: cuts[axis][0] == "_")])
+
+
+@contextmanager
+def _described(path: str) -> Iterator[None]:
+    """Raise a CheckpointError where a description cannot be read."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, IndexError, StopIteration, AttributeError) as error:
         problem = f"its description cannot be read ({type(error).__name__}: {error})"
         rule = "A save does not write such a description, so it was changed"
         raise CheckpointError(message(path, problem, rule, "Use another checkpoint")) from None
-    return Pending(like, context, {key: spec[1] for key, spec in specs.items()}, rows), targets

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,16 @@ from shardkit.checkpoint.agreement import connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.inner import MARK, Flat, Pending, flattened, has_subclass, pending
+from shardkit.checkpoint.inner import Flat, flattened, has_subclass
+from shardkit.checkpoint.load_optimizer import plan_optimizer
 from shardkit.checkpoint.own import OwnDirectory, Safetensors
 from shardkit.checkpoint.read import locate
-from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, is_stored, read_values
+from shardkit.checkpoint.source import Contents, Source, Stored, check_stored_ties, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import agree, together
 from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
-from shardkit.state.optimizer import (
-    OptimizerState,
-    group_names,
-    optimizers_of,
-    renamed_state,
-    sharded_optimizer_state_dict,
-    with_leaves,
-)
-from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
 from shardkit.state.place import check_memory
 from shardkit.state.plan import (
     KeyMap,
@@ -48,7 +40,6 @@ from shardkit.state.plan import (
     check_key_map,
     exactly,
     plan_load,
-    raise_listed,
     rename,
 )
 
@@ -132,7 +123,7 @@ def load_checkpoint(
                 problem = f"it has no {' and no '.join(absent)}"
                 raise CheckpointError(message(request.where, problem, rule, "Leave the argument out"))
             targets, others, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
-            load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
+            load = None if optimizer is None else plan_optimizer(model, optimizer, source, request)
         if verify and isinstance(source, OwnDirectory):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError), torch.no_grad():
@@ -141,6 +132,8 @@ def load_checkpoint(
             # The optimizer first: quantised state in DCP files shows only when it is read, and nothing is changed yet.
             source.read([*(load.targets if load is not None else []), *targets], progress)
             progress.close()
+            if load is not None:
+                load.quantise(source, tells=rank == 0)
             if others:
                 model.load_state_dict(others, strict=False)
             if load is not None:
@@ -246,69 +239,3 @@ def _model_targets(
     targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
     others = {name: found[key] for name, key in plan.copies.items() if name not in state.tensors}
     return targets, read_values(source, others), partial(check_stored_ties, source, plan, state.tensors, request)
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _OptimizerLoad:
-    optimizers: list[Optimizer]
-    names: dict[nn.Parameter, str]  # the FQN of each parameter of the model
-    state: OptimizerState  # by FQN, with tensors that are to be filled
-    targets: list[tuple[str, Tensor]]  # these tensors, with their keys
-
-    def apply(self) -> None:
-        """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
-        state = with_leaves(self.state, lambda _, each: each.tensor(), lambda value: isinstance(value, Pending))
-        install(self.optimizers, self.names, state, exact=True)
-
-
-def _plan_optimizer(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], source: Source, request: Request
-) -> _OptimizerLoad:
-    """Match the stored state with an optimizer, which need not have stepped. Local; changes nothing.
-
-    Existing state of the same shape and dtype is filled in place. New state is placed as by
-    ``load_full_optimizer_state_dict``.
-    """
-    names, optimizers = parameter_names(model), optimizers_of(optimizer)
-    params = {fqn: param for param, fqn in names.items()}
-    stored = by_name(dict(source.contents.optimizer or {}), list(params))
-    found = renamed_state(stored, partial(rename, key_map=request.key_map))
-    current = sharded_optimizer_state_dict(model, optimizers)
-    problems = mismatches([fqns for each in optimizers for fqns in group_names(each, names)], found)
-    if not request.strict:
-        problems = {kind: names for kind, names in problems.items() if kind not in ("missing", "unexpected")}
-    rule = "The optimizer must have the parameters and groups that were saved; nothing was changed"
-    fix = "Build it as before, with the same parameters frozen, "
-    fix += "or pass strict=False to leave out parameters that only one side has"
-    raise_listed(f"{request.where}: optimizer", problems, rule, fix, CheckpointError)
-    targets: list[tuple[str, Tensor]] = []
-    misfits: dict[str, list[str]] = {}  # the FQNs that have each problem
-
-    def place(fqn: str, path: str, leaf: Any, present: Tensor | None) -> object:
-        if not isinstance(leaf, Stored):
-            try:
-                made, rows = pending(leaf, params[fqn], "")
-            except CheckpointError as error:
-                misfits.setdefault(str(error).lstrip(": "), []).append(fqn)
-                return None
-            targets.extend(rows)
-            return made
-        if present is None or (present.shape, present.dtype) != (leaf.shape, leaf.dtype):
-            present = room_for(params[fqn], path, leaf, present)
-        targets.append((leaf.key, present))
-        return present
-
-    own = {fqn for group in current["param_groups"] for fqn in group["params"]}
-    entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in own}
-    state = with_rooms(entries, current["state"], place, lambda v: is_stored(v) or (isinstance(v, dict) and MARK in v))
-    if misfits:
-        lines = [
-            f"{request.where}: optimizer state of {listing(dict.fromkeys(fqns))}: {text}"
-            for text, fqns in misfits.items()
-        ]
-        raise CheckpointError("\n".join(lines))
-    groups = read_values(source, found["param_groups"])
-    return _OptimizerLoad(optimizers, names, {"state": state, "param_groups": groups}, targets)

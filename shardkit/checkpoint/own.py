@@ -15,7 +15,7 @@ from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.manifest import CONFIG, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.owners import added
-from shardkit.checkpoint.pieces import MASK, part_of, run_sum
+from shardkit.checkpoint.pieces import MASK, Part, part_of, run_sum
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.source import Contents, Stored, checked_optimizer
@@ -51,6 +51,10 @@ class Safetensors:
         wanted = list(targets)
         read_parts([(self.located[key], part_of(tensor)) for key, tensor in wanted], progress)
         torch.autograd.graph.increment_version([tensor for _, tensor in wanted])
+
+    def read_parts(self, parts: Iterable[tuple[str, Part]]) -> None:
+        """Fill parts that need not be this rank's, as :meth:`read`. Local."""
+        read_parts([(self.located[key], part) for key, part in parts])
 
 
 class OwnDirectory(Safetensors):

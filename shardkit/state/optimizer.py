@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from shardkit._torch import make_adagrad_state
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import Groups, gather_by_rank, groups_of, together
 from shardkit.state.names import parameter_names, repeated
+from shardkit.state.quantised import is_quantised, values_of, written
 from shardkit.state.routes import Routes, routes_of
 from shardkit.state.transfer import Want, gathered
 
@@ -69,6 +70,9 @@ def full_optimizer_state_dict(
 ) -> OptimizerState:
     """Return :func:`sharded_optimizer_state_dict` with plain, full copies of the tensors.
 
+    Quantised state, such as torchao's, is gathered as float32 values, and quantised as the optimizer quantises the
+    state of the full parameter: what it would hold without sharding, up to one more rounding.
+
     **Collective**: every rank calls it. Messages and memory are as in :func:`full_state_dict`.
 
     Args:
@@ -83,15 +87,49 @@ def full_optimizer_state_dict(
     with together(groups_of(model), call="full_optimizer_state_dict") as poll:
         poll.same = {"rank0_only": rank0_only}
         sharded = sharded_optimizer_state_dict(model, optimizer)
+        poll.own = has_quantised(sharded)
+    if poll.any:
+        sharded = as_values(sharded, groups_of(model))
     routes = routes_of([*parameter_names(model), *tensor_leaves(sharded).values()])
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
-    return {} if rank0_only and not routes.is_root else full
+    if rank0_only and not routes.is_root:
+        return {}
+    return _quantised_whole(full, model, optimizer, torch.device(device)) if poll.any else full
 
 
 def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
     """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
     fulls = dict(gathered(sorted(tensor_leaves(tree).items()), routes, want))  # in one order on all ranks
     return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or routes.is_root else None
+
+
+def has_quantised(tree: object) -> bool:
+    """Whether any tensor in nested dicts is quantised on this rank. Local."""
+    return any(map(is_quantised, tensor_leaves(tree).values()))
+
+
+def as_values(tree: Any, groups: Groups) -> Any:
+    """Replace tensors that are quantised on any rank by their values. Collective over ``groups``."""
+    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantised(tensor)]
+    names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
+    return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)
+
+
+def written_entry(entry: Any, into: Mapping[str, Any]) -> Any:
+    """Return a parameter's state, quantised where it is in ``into``, the same parameter's, in its memory. Local."""
+    there = tensor_leaves(into)
+    return with_leaves(entry, lambda path, values: written(values, there.get(path)))
+
+
+def _quantised_whole(full: OptimizerState, model: nn.Module, optimizer: Any, device: torch.device) -> OptimizerState:
+    """Quantise full values as the optimizer would for the full parameters, one at a time. Local."""
+    names, entries = parameter_names(model), dict(full["state"])
+    for each in optimizers_of(optimizer):
+        for group in each.param_groups:
+            for fqn, param in ((names[param], param) for param in group["params"] if names[param] in entries):
+                whole = torch.zeros(param.shape, dtype=param.dtype, device=device)
+                entries[fqn] = written_entry(entries[fqn], _state_of(each, group, whole))
+    return {**full, "state": entries}
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
@@ -172,7 +210,7 @@ def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
         }
 
 
-def _state_of(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+def _state_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     stand_in = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     stand_in.grad = torch.zeros_like(stand_in)
     copy: Any = object.__new__(type(optimizer))
@@ -183,10 +221,11 @@ def _state_of(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) 
     copy.__setstate__({})
     make_adagrad_state(copy)
     try:
-        type(optimizer).step(copy)
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
+            type(optimizer).step(copy)
     except Exception as error:  # whatever its step needs besides gradients
         rule = "initialize=True makes state by a step of zero gradients on each parameter by itself"
         problem = f"{type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
-        fix = "Step it once, or load with load_checkpoint, which needs no state"
+        fix = "Step it once before, so that it has state"
         raise ShardkitError(message("optimizer", problem, rule, fix)) from error
     return dict(copy.state[stand_in])

@@ -18,12 +18,15 @@ from shardkit.shards import as_sharded, replicated
 from shardkit.state.names import clean_name, parameter_names
 from shardkit.state.optimizer import (
     OptimizerState,
+    as_values,
     group_names,
+    has_quantised,
     optimizers_of,
     renamed_state,
     sharded_optimizer_state_dict,
     tensor_leaves,
     with_leaves,
+    written_entry,
 )
 from shardkit.state.place import unwritten
 from shardkit.state.plan import Spec, is_spec, raise_listed
@@ -49,7 +52,8 @@ def load_full_optimizer_state_dict(
     before. The dict is not changed.
 
     State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
-    plain; if the optimizer has state already, its placements are kept.
+    plain; if the optimizer has state already, its placements are kept. If the dict or the optimizer has quantised
+    state, such as torchao's, values are quantised as the optimizer quantises the state of these shards.
 
     **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
 
@@ -70,15 +74,23 @@ def load_full_optimizer_state_dict(
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         routes = routes_of(names)
         given = _checked(state_dict) if src == "all" or routes.is_root else {}
+        poll.own = has_quantised([given, [list(each.state.values()) for each in optimizers]])
+    if poll.any:
+        given = as_values(given, groups)
+    present: dict[str, Any] = {}
 
     def placed(described: OptimizerState) -> OptimizerState:
         _check(optimizers, names, described)
         params = {name: param for param, name in names.items()}
-        present = sharded_optimizer_state_dict(model, optimizers)["state"]
+        present.update(sharded_optimizer_state_dict(model, optimizers, initialize=poll.any)["state"])
         room = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
         return described | {"state": room}
 
-    install(optimizers, names, distributed(given, placed, routes, src, groups))
+    made = distributed(given, placed, routes, src, groups)
+    if poll.any:
+        entries = {fqn: written_entry(entry, present.get(fqn, {})) for fqn, entry in made["state"].items()}
+        made = made | {"state": entries}
+    install(optimizers, names, made)
 
 
 def load_sharded_optimizer_state_dict(

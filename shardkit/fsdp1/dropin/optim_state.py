@@ -29,7 +29,7 @@ from shardkit.fsdp1.dropin.optim_load import OptimInput, check_is_optimizer_stat
 from shardkit.fsdp1.dropin.state import get_state_dict_type, no_local_state, state_name
 from shardkit.ranks import Groups, gather_by_rank, groups_of, together
 from shardkit.state.names import parameter_names
-from shardkit.state.optimizer import full_leaves, renamed_state, tensor_leaves, with_leaves
+from shardkit.state.optimizer import as_values, full_leaves, has_quantised, renamed_state, tensor_leaves, with_leaves
 from shardkit.state.routes import local_of, routes_of
 from shardkit.state.transfer import Want
 
@@ -230,11 +230,12 @@ def _save(
     config: OptimStateDictConfig,
 ) -> dict[str, Any]:
     groups = groups_of(model)
-    with together(groups, DropinValueError, call="optim_state_dict"):
+    with together(groups, DropinValueError, call="optim_state_dict") as poll:
         optimizers.settle(optim)
         packed = _pack(model, optim, optim.state_dict() if given is None else given, optim_input)
         leaves = tensor_leaves(packed["state"])
         routes = routes_of([*parameter_names(model), *leaves.values()])
+        poll.own = has_quantised(leaves)
     _check_same_on_all_ranks([path for path, leaf in leaves.items() if isinstance(leaf, DTensor)], groups)
     device = torch.device("cpu") if config.offload_to_cpu else None
 
@@ -245,7 +246,8 @@ def _save(
 
     rank0_only = getattr(config, "rank0_only", False)
     if isinstance(config, FullOptimStateDictConfig):
-        state = full_leaves(packed["state"], routes, Want(not rank0_only, device))
+        values = as_values(packed["state"], groups) if poll.any else packed["state"]
+        state = full_leaves(values, routes, Want(not rank0_only, device))
     else:
         state = with_leaves(packed["state"], copied)
     return {} if rank0_only and not routes.is_root else packed | {"state": state}
