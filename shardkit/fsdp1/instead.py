@@ -191,7 +191,7 @@ _TAKEN = "shard_like_fsdp1 takes it"
 _OURS = "of shardkit.state"
 _LOADS = f"it also loads, so remove the optimizer.load_state_dict that follows; {_OURS}"
 _EACH_CALL = "remove it: pass its settings to each call"
-_NO_FLAT = "FSDP2 has no flat parameters: save_checkpoint writes shards, and load_checkpoint reads local state dicts"
+NO_FLAT = "FSDP2 has no flat parameters: save_checkpoint writes shards, and load_checkpoint reads local state dicts"
 _NO_SETTING = "FSDP2 keeps no setting on the model; use full_state_dict(model) or sharded_state_dict(model)"
 
 NAMES: dict[str, Row] = {
@@ -233,7 +233,7 @@ NAMES: dict[str, Row] = {
         "noted", f"{_EACH_CALL}: full_optimizer_state_dict(model, optimizer, rank0_only=...), on the CPU"
     ),
     **dict.fromkeys(("ShardedStateDictConfig", "ShardedOptimStateDictConfig"), _State("mapped", _EACH_CALL)),
-    **dict.fromkeys(("LocalStateDictConfig", "LocalOptimStateDictConfig"), _State("refused", _NO_FLAT)),
+    **dict.fromkeys(("LocalStateDictConfig", "LocalOptimStateDictConfig"), _State("refused", NO_FLAT)),
     "OptimStateKeyType": _State("noted", "keys are always FQNs"),
 }
 

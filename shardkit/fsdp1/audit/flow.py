@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardkit.fsdp1.audit.names import PARTIAL, STATICS, bound, imported, public_name
+from shardkit.fsdp1.audit.names import PARTIAL, STATICS, bound, imported, public_name, wraps_otherwise
 from shardkit.fsdp1.audit.syntax import Function, is_decorated, leaves, parameters_of, parsed, place, read_by_getattr
-from shardkit.fsdp1.audit.values import NONE, WRAPPED, WRAPPER, Maybe, Narrowed, Scope, Value, Values, union
+from shardkit.fsdp1.audit.values import FOREIGN, NONE, WRAPPED, WRAPPER, Maybe, Narrowed, Scope, Value, Values, union
 from shardkit.fsdp1.instead import FSDP
 
 SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "half", "bfloat16", "float", "double", "requires_grad_", "compile"}
 SAME_ITEMS = {"list", "tuple", "reversed", "sorted"}
 HOLDERS = {"list", "List", "tuple", "Tuple", "dict", "Dict", "Sequence", "Iterable", "Iterator", "Mapping", "set"}
-MOST_READINGS = 16  # each reading passes a value through at least one more call
+MOST_READINGS = 16  # and one for each function: a reading passes a value through at least one more call
 
 
 class Flow(Values, ast.NodeVisitor):
@@ -31,7 +31,7 @@ class Flow(Values, ast.NodeVisitor):
         self.annotations: dict[ast.AST, ast.expr] = {}  # annotations written as strings, parsed
         self._bodies: deque[tuple[Function, Scope]] = deque()
         for self._is_settled in (False, True):
-            for _ in range(MOST_READINGS):
+            for _ in range(MOST_READINGS + sum(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))):
                 self._has_changed = False
                 self._scope = Scope(tree)
                 self.generic_visit(tree)
@@ -69,8 +69,9 @@ class Flow(Values, ast.NodeVisitor):
         names = dict(self._scope.names)
         for each in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]:
             if not isinstance(each, ast.Compare) or isinstance(each.ops[0], (ast.Is, ast.Eq)):
-                for text in map(place, self.checked(each)):
-                    narrowed = Narrowed([WRAPPED])
+                checked, excluded = self.checked(each), self.excluded(each)
+                for text in map(place, checked or excluded):
+                    narrowed = Narrowed([WRAPPED if checked else FOREIGN])
                     narrowed.before, names[text] = names.get(text), narrowed
         return names
 
@@ -370,7 +371,7 @@ class Flow(Values, ast.NodeVisitor):
         if path == "typing.cast":
             given = [*node.args[:1], *(each.value for each in node.keywords if each.arg == "typ")]
             return union(*map(self._annotated, given))
-        return ()
+        return (FOREIGN,) if wraps_otherwise(path) else ()
 
     def _call_builtin(self, node: ast.Call, name: str) -> Maybe:
         if name == "dict" and not node.args:
@@ -394,4 +395,4 @@ class Flow(Values, ast.NodeVisitor):
             if model is not None and place(model) and WRAPPED not in self.values(model):
                 self._bind(model, (WRAPPED,))  # the program treats it as a wrapped model
         is_same = function.attr in SAME_MODEL
-        return tuple(value for value in owners if is_same and value.kind in ("wrapped", "other"))
+        return tuple(value for value in owners if is_same and value.kind in ("wrapped", "ddp", "other"))

@@ -10,7 +10,7 @@ from shardkit.fsdp1.audit.flow import Flow
 from shardkit.fsdp1.audit.names import STATICS, bound, other_row, parameters, public_name
 from shardkit.fsdp1.audit.syntax import classes_of
 from shardkit.fsdp1.audit.uses import Use
-from shardkit.fsdp1.instead import ARGUMENTS, FIELDS, FSDP, Row, Topic
+from shardkit.fsdp1.instead import ARGUMENTS, FIELDS, FSDP, MEMBERS, NO_FLAT, Row, Topic
 
 Fate: TypeAlias = Literal["exact", "note", "decision", "impossible"]
 FATES: dict[Fate, str] = {  # from good to bad
@@ -33,7 +33,7 @@ _UNASKED = {
 }
 _MESHES = ("process_group", "device_mesh")
 _FULL_PARAMS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")  # which full_params takes as FSDP1 did
-_NO_FLAT = "FSDP2 has no flat local parameters; use the sharded state"
+_SPREAD = "its arguments are not in this call"
 
 
 class Verdict(NamedTuple):
@@ -92,7 +92,10 @@ class Judge:
             return self._check(use)
         name, row = use.name.removeprefix(f"{FSDP}."), use.row
         plain = Verdict(_OF_ROW[row.fate], self._filled(use), row.sentence, row.topic)
-        return _SPECIAL[name](self, use, plain) if name in _SPECIAL else plain
+        own = _SPECIAL[name](self, use, plain) if name in _SPECIAL else plain
+        if own.replacement and any(self.text(each) not in own.replacement for each in _spread(use.call)):
+            return own._replace(fate=worst([own.fate, "decision"]), why=_sentences([_SPREAD, own.why]))
+        return own
 
     # --- FullyShardedDataParallel(...) --------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Judge:
         everything = given | {name: value for name, value in hidden.items() if name not in given}
         judged: list[tuple[Fate, str]] = []
         if None in spread or any(isinstance(each, ast.Starred) for each in call.args):
-            judged = [("decision", "its arguments are not in this call: look them up in the table of arguments")]
+            judged = [("decision", f"{_SPREAD}: look them up in the table of arguments")]
         judged += [self._argument(name, self.text(value)) for name, value in everything.items()]
         strategies = self._members(everything.get("sharding_strategy"), "ShardingStrategy")
         if strategies & {"HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"} and everything.keys().isdisjoint(_MESHES):
@@ -111,6 +114,7 @@ class Judge:
         if _is_inner(use):
             judged.append(("decision", "a part of a model: do not wrap it; name it in units of a call on the model"))
         shown = [self._shown(name, value) for name, value in given.items() if not _is_unasked(name, self.text(value))]
+        shown[bool(given) :] = [*map(self.text, _starred(call)), *shown[bool(given) :]]
         shown += [f"**{self.text(each.value)}" for each in call.keywords if each.arg is None]
         line = f"shard_like_fsdp1({', '.join(shown)})"
         if use.kind == "partial" and isinstance(use.node, ast.Call):
@@ -163,7 +167,10 @@ class Judge:
         if use.name.removeprefix(f"{FSDP}.") in {*STATICS, "wrap"}:
             given = self.given(use)
             values |= {"model": given.get("module", "model"), **given}
-        return use.row.line(**values).replace("(, ", "(").replace(", )", ")")
+        method = use.name.removeprefix(f"{FSDP}.")
+        is_uncalled = use.kind == "mention" and use.receiver is not None and method in MEMBERS and method != "module"
+        row = use.row._replace(use=_uncalled(use.row.use)) if is_uncalled else use.row
+        return row.line(**values).replace("(, ", "(").replace(", )", ")")
 
     def _passed(self, call: ast.Call) -> dict[str, str]:
         """Return the arguments of a call on one line; for a method called on the class, the first is the model."""
@@ -188,6 +195,22 @@ class Judge:
         """Return FULL_STATE_DICT and so on, if a call of ``state_dict_type`` names it."""
         given = {} if call is None else bound(f"{FSDP}.state_dict_type", call)
         return self._members(given.get("state_dict_type"), "StateDictType")
+
+
+def _uncalled(template: str) -> str:
+    """Return a template for the function that a template calls, with the model as its first argument."""
+    function, _, given = template.partition("(")
+    is_method = not function or function.startswith("{")
+    return function if is_method else f"functools.partial({function}, {given.replace(', {args}', '')}"
+
+
+def _starred(call: ast.Call) -> list[ast.expr]:
+    return [each for each in call.args if isinstance(each, ast.Starred)]
+
+
+def _spread(call: ast.Call | None) -> list[ast.expr]:
+    """Return what a call passes by ``*`` and ``**``."""
+    return [] if call is None else [*_starred(call), *(each.value for each in call.keywords if each.arg is None)]
 
 
 def _is_unasked(name: str, text: str) -> bool:
@@ -222,7 +245,7 @@ def _state_type(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     """``state_dict_type``, ``set_state_dict_type``, and ``StateDictType`` itself."""
     kinds = {use.member.partition(".")[0]} if use.name == "StateDictType" else judge.state_types(use.call)
     if kinds == {"LOCAL_STATE_DICT"}:
-        return plain._replace(fate="impossible", why=_NO_FLAT)
+        return plain._replace(fate="impossible", why=NO_FLAT)
     if kinds and "LOCAL_STATE_DICT" not in kinds:
         return plain
     return plain._replace(fate="decision", why=f"the type is not in this call; {plain.why}")
@@ -232,7 +255,7 @@ def _state(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     """Saving and loading state, with the type that is set around it."""
     kinds = judge.state_types(use.state)
     if kinds == {"LOCAL_STATE_DICT"}:
-        return plain._replace(fate="impossible", why=_NO_FLAT)
+        return plain._replace(fate="impossible", replacement="", why=NO_FLAT)
     if kinds == {"SHARDED_STATE_DICT"} and "optim" in use.name:
         line = plain.replacement.replace("full_optimizer", "sharded_optimizer")
         return plain._replace(replacement=line.replace(", rank0_only=False", "").replace(', src="all"', ""))
@@ -273,8 +296,14 @@ def _precision(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     line = f"MixedPrecisionPolicy({', '.join(kept)})" if use.call else "MixedPrecisionPolicy"
     rows = {name: FIELDS.get(f"mixed_precision.{name}") for name in given if given[name] != "False"}
     worse = {name: row for name, row in rows.items() if row is not None and _OF_ROW[row.fate] != "exact"}
-    why = "; ".join(f"{name}: {row.sentence}" for name, row in worse.items())
-    return Verdict(worst(_OF_ROW[row.fate] for row in worse.values()), line, why or plain.why, plain.topic)
+    whys = [f"{name}: {row.sentence}" for name, row in worse.items()]
+    fate = worst(_OF_ROW[row.fate] for row in worse.values())
+    if use.call is not None and not use.is_kept:  # the line is for shard_model; what the policy lacks gets lost
+        lost = [name for name in given if name not in ("param_dtype", "reduce_dtype", *worse)]
+        casts = ["FSDP1's casts of the root's inputs only"] * ("cast_forward_inputs" not in given)
+        whys = [f"the policy leaves out {' and '.join([*lost, *casts])}; shard_like_fsdp1 takes all of it", *whys]
+        fate = worst([fate, "note"])
+    return Verdict(fate, line, _sentences(whys) or plain.why, plain.topic)
 
 
 def _units(judge: Judge, use: Use, plain: Verdict) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_sharded_data_parallel, sharded_grad_scaler, wrap
@@ -66,6 +67,12 @@ def public_name(dotted: str) -> tuple[str, str] | None:
     return (name, member) if name in NAMES else None
 
 
+def wraps_otherwise(dotted: str) -> bool:
+    """Return whether it is a class that wraps models, and is not FSDP's: DDP's, or another package's."""
+    package = dotted.partition(".")[0]
+    return dotted.endswith(".DistributedDataParallel") or (package in NOT_TORCH and package != "fairscale")
+
+
 def is_fsdp2(dotted: str) -> bool:
     """Return whether it is a name of FSDP2."""
     local = local_path(dotted)
@@ -116,4 +123,5 @@ def parameters(name: str) -> Mapping[str, inspect.Parameter]:
 def bound(name: str, call: ast.Call) -> dict[str, ast.expr]:
     """Return the arguments of a call by their parameter names in torch."""
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    return dict(zip(parameters(name), call.args, strict=False)) | named
+    known = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), call.args)
+    return dict(zip(parameters(name), known, strict=False)) | named

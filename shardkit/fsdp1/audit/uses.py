@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from shardkit.fsdp1.audit.flow import Flow
@@ -21,7 +22,7 @@ from shardkit.fsdp1.audit.names import (
     public_name,
 )
 from shardkit.fsdp1.audit.syntax import arguments_of, classes_of, read_by_getattr
-from shardkit.fsdp1.audit.values import OTHER, WRAPPED, WRAPPER, Value
+from shardkit.fsdp1.audit.values import FOREIGN, OTHER, WRAPPED, WRAPPER, Value
 from shardkit.fsdp1.instead import ATTRIBUTES, FSDP, MEMBERS, NAMES, Row
 
 Kind: TypeAlias = Literal["call", "partial", "mention", "check", "subclass", "configuration", "string"]
@@ -30,6 +31,22 @@ LIGHTNING = re.compile(r"fsdp(_native)?(_cpu_offload|_full_shard_offload)?$")
 CONFIGURES = re.compile(r"(Arguments|Config|Trainer|Args)$")
 
 _UNNAMED = Row("decision", "not a public name of FSDP1", topic="internals")
+_NORM = Row(
+    "decision",
+    "a gradient is a DTensor, whose norm is that of the full gradient: do not add it up over ranks. With inf, "
+    "clip_grad_norm_ of shardkit returns the norm of all and clips nothing",
+    'clip_grad_norm_(model, float("inf"))',
+    "loop",
+)
+INITIALISERS = ("reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+_INITIALISER = Row(
+    "decision",
+    "call it before sharding, or by materialize: after sharding, values depend on the number of ranks",
+    topic="wrapping",
+)
+_FILTER = Row(
+    "decision", "FSDP2 adds no prefix to names, so all names give the same: remove the condition", topic="names"
+)
 _SUBCLASS = Row(
     "decision",
     "FSDP2 has no class to derive from: turn overridden methods into functions, or methods of the model",
@@ -54,6 +71,7 @@ class Use:
         parts: the uses in its arguments that are reported with it.
         state: the ``state_dict_type`` call of the ``with`` around it.
         around: the enclosing nodes, outermost first.
+        is_kept: it is reported with the use that it is an argument of.
     """
 
     node: ast.expr
@@ -68,6 +86,7 @@ class Use:
     parts: list[Use] = field(default_factory=list)
     state: ast.Call | None = None
     around: tuple[ast.AST, ...] = ()
+    is_kept: bool = False
 
     @property
     def wraps(self) -> bool:
@@ -91,6 +110,7 @@ class Uses:
         self._flow = flow
         self._around: list[ast.AST] = []
         self._state: ast.Call | None = None
+        self._wraps = any(WRAPPED in flow.values(node) for node in ast.walk(tree))
         self._walk(tree, None)
 
     def _walk(self, node: ast.AST, parts: list[Use] | None) -> None:
@@ -106,6 +126,7 @@ class Uses:
             for child in use.children:
                 self._walk(child, use.parts)
             if parts is not None and use.is_part:
+                use.is_kept = True
                 parts += [use, *use.parts]
             else:
                 self.found.append(use)
@@ -141,7 +162,7 @@ class Uses:
         if isinstance(node, ast.Compare) and (checked := self._flow.checked(node)):
             return Use(node, FSDP, NAMES[FSDP], "check", children=checked)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in self._flow.annotations:
-            return _string(node, node.value)
+            return _string(node, node.value, self._around[-1])
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node)
         return None
@@ -224,7 +245,23 @@ class Uses:
             return Use(node, "configuration", CONFIGURED, "configuration", children=[node.func, *arguments_of(node)])
         read = read_by_getattr(node)
         use = self._mention(node, read) if read is not None else None
-        return use and replace(use, children=[node.args[0], *node.args[2:]])
+        return replace(use, children=[node.args[0], *node.args[2:]]) if use else self._of_sharded(node)
+
+    def _of_sharded(self, node: ast.Call) -> Use | None:
+        """Return the use if a call computes with, or sets, values of which each rank of FSDP2 has a shard."""
+        children = [node.func, *arguments_of(node)]
+        if self._wraps and _is_norm_of_gradients(node) and not any(map(_is_norm_of_gradients, self._around)):
+            return Use(node, "norm of gradients", _NORM, "call", likely=True, children=children)
+        function = node.func
+        if not isinstance(function, ast.Attribute) or function.attr not in INITIALISERS:
+            return None
+        model = function.value
+        if isinstance(model, ast.Attribute) and model.attr in ("module", "_fsdp_wrapped_module"):
+            model = model.value
+        items = [item for each in self._around if isinstance(each, ast.With) for item in each.items]
+        if WRAPPED not in self._flow.values(model) or any("summon" in ast.unparse(each) for each in items):
+            return None
+        return Use(node, f"{FSDP}.{function.attr}", _INITIALISER, "call", children=children)
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Use | None:
         """Return the use if this calls a method of a wrapped model, or one that only FSDP1 has."""
@@ -232,11 +269,12 @@ class Uses:
         if name not in MEMBERS or name == "module" or any(self._flow.defines(value, name) for value in owner):
             return None
         is_known = WRAPPED in owner
-        is_unique = name in UNIQUE_CALLS and not any(value.kind == "path" for value in owner)
+        is_other = FOREIGN in owner or _is_for_xla(self._around)
+        is_unique = name in UNIQUE_CALLS and not is_other and not any(value.kind == "path" for value in owner)
         if not is_known and (not is_unique or (name == "clip_grad_norm_" and not _is_clipping_by_norm(node))):
             return None
         receiver = None if name in STATICS else function.value
-        is_likely, children = not is_known or OTHER in owner, [function.value, *arguments_of(node)]
+        is_likely, children = not is_known or OTHER in owner or FOREIGN in owner, [function.value, *arguments_of(node)]
         return Use(node, f"{FSDP}.{name}", MEMBERS[name], "call", "", receiver, is_likely, node, children)
 
 
@@ -271,9 +309,26 @@ def _is_configuration(node: ast.Call) -> bool:
     return False
 
 
-def _string(node: ast.Constant, text: str) -> Use | None:
+def _is_norm_of_gradients(node: ast.AST) -> bool:
+    """Return whether it is ``p.grad.norm()``, ``torch.norm(p.grad)``, or a norm of several of them."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in ("norm", "vector_norm"):
+        return False
+    inner = [each for part in (node.func, *node.args[:1]) for each in ast.walk(part)]
+    return any(isinstance(each, ast.Attribute) and each.attr == "grad" for each in inner)
+
+
+def _is_for_xla(around: list[ast.AST]) -> bool:
+    """Return whether it is in the body of an ``if`` that names XLA, whose FSDP has methods of the same names."""
+    pairs = pairwise(around)
+    return any(isinstance(a, ast.If) and b in a.body and "xla" in ast.unparse(a.test).lower() for a, b in pairs)
+
+
+def _string(node: ast.Constant, text: str, around: ast.AST) -> Use | None:
     found = next((name for name in UNIQUE_ATTRIBUTES if name in text), None)
     if found is None:
         return None
+    asks = getattr(getattr(around, "func", None), "attr", "") in ("startswith", "endswith")
+    if found == "_fsdp_wrapped_module" and (asks or isinstance(around, ast.Compare)):
+        return Use(node, f"{FSDP}.{found}", _FILTER, "string")
     why = "FSDP2 adds no prefix to names" if found == "_fsdp_wrapped_module" else ATTRIBUTES[found].sentence
     return Use(node, f"{FSDP}.{found}", Row("noted", why, topic="names"), "string")

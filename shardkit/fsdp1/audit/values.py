@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from shardkit.fsdp1.audit.names import public_name
+from shardkit.fsdp1.audit.names import public_name, wraps_otherwise
 from shardkit.fsdp1.audit.syntax import classes_of, is_decorated, place
 from shardkit.fsdp1.instead import FSDP
 
 Kind: TypeAlias = Literal[
-    "path", "class", "instance", "function", "method", "group", "setting", "wrapped", "wrapper", "none", "other"
+    "path", "class", "instance", "function", "method", "group", "setting", "wrapped", "wrapper", "ddp", "none", "other"
 ]
 
 
@@ -26,8 +26,8 @@ class Value(NamedTuple):
 
     Attributes:
         kind: something imported; a class, an instance, a function or a bound method of the file; a tuple, list or dict;
-            an object of one of FSDP1's other classes; a model that it wrapped; a partial of its class; None; or, on
-            another path through the program, something else.
+            an object of one of FSDP1's other classes; a model that it wrapped; a partial of its class; a model that DDP
+            or another package wrapped; None; or, on another path through the program, something else.
         of: the dotted path, the node of the class or function, the ``Group``, or the call that made the object.
         likely: only the name of what is imported says that it is FSDP1's.
         kept: it went through a variable, so it was reported where it was assigned.
@@ -39,7 +39,8 @@ class Value(NamedTuple):
     kept: bool = False
 
 
-WRAPPED, WRAPPER, NONE, OTHER = Value("wrapped"), Value("wrapper"), Value("none"), Value("other")
+WRAPPED, WRAPPER, FOREIGN = Value("wrapped"), Value("wrapper"), Value("ddp")
+NONE, OTHER = Value("none"), Value("other")
 Maybe: TypeAlias = tuple[Value, ...]  # all that something may be, each once; empty where it is of no concern
 
 
@@ -129,6 +130,13 @@ class Values:
                 return left.args[:1]
             return [left.value] if isinstance(left, ast.Attribute) and left.attr == "__class__" else []
         return []
+
+    def excluded(self, node: ast.expr) -> list[ast.expr]:
+        """Return the ``x`` of ``isinstance(x, DistributedDataParallel)`` and the like, of other wrappers only."""
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "isinstance" or len(node.args) != 2:
+            return []
+        classes = [[value for value in self.values(each) if value.kind == "path"] for each in classes_of(node)]
+        return node.args[:1] * all(any(wraps_otherwise(value.of) for value in each) for each in classes)
 
     # --- Cells --------------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ LINES = [
     ("FSDP(net, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)", "shard_like_fsdp1(net)"),
     ("FSDP(module=net, device_id=rank)", "shard_like_fsdp1(net, device_id=rank)"),
     ("FSDP(net, **kwargs)", "shard_like_fsdp1(net, **kwargs)"),
+    ("FSDP(net, *args, use_orig_params=x)", "shard_like_fsdp1(net, *args, use_orig_params=x)"),
     (
         "FSDP(net, None, limit_all_gathers=True, sync_module_states=False)",
         "shard_like_fsdp1(net)",
@@ -60,6 +61,9 @@ LINES = [
     ("FSDP.clip_grad_norm_(m, 1.0, norm_type=2)", "clip_grad_norm_(m, 1.0, norm_type=2)"),
     ("model.clip_grad_norm_()", "clip_grad_norm_(model)"),
     ("model.no_sync()", "no_sync(model)"),
+    ("model.no_sync", "functools.partial(no_sync, model)"),
+    ("model.clip_grad_norm_", "functools.partial(clip_grad_norm_, model)"),
+    ("model.forward", "model"),
     ("model.module", "model"),
     ("isinstance(model, FSDP)", "isinstance(model, FSDPModule)"),
     ("isinstance(model, (A, FSDP))", "isinstance(model, (A, FSDPModule))"),
@@ -130,6 +134,17 @@ FATES = [
     ("FSDP(net, flatten_parameters=True)", "decision", "not an argument of torch's FSDP1"),
     ("FSDP(net, **unknown)", "decision", "not in this call"),
     ("FSDP(*arguments)", "decision", "not in this call"),
+    ("FSDP.optim_state_dict(model, *rest)", "decision", "not in this call"),
+    ("model.clip_grad_norm_(*limits)", "exact", ""),
+    ("MixedPrecision(torch.float16, buffer_dtype=x)", "note", "leaves out buffer_dtype and FSDP1's casts"),
+    ("MixedPrecision(**precision)", "decision", "not in this call"),
+    ("FSDP(net, mixed_precision=MixedPrecision(torch.float16))", "exact", ""),
+    ("sum(p.grad.data.norm(2) for p in ps)", "decision", "do not add it up over ranks"),
+    ("torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in ps]))", "decision", "do not add it up"),
+    ("model.reset_parameters()", "decision", "before sharding"),
+    ("model._init_weights()", "decision", "before sharding"),
+    ('"_fsdp_wrapped_module" not in name', "decision", "all names give the same"),
+    ('name.startswith("_fsdp_wrapped_module.")', "decision", "all names give the same"),
     ("layers[i] = FSDP(layers[i])", "decision", "part of a model"),
     ("setattr(parent, name, FSDP(child))", "decision", "part of a model"),
     ("BackwardPrefetch.BACKWARD_PRE", "exact", ""),
@@ -151,6 +166,8 @@ def test_arguments_decide_what_becomes_of_a_call(code, fate, why):
     assert why in found.why
 
 
+DDP = "from torch.nn.parallel import DistributedDataParallel as DDP"
+RETURNS = "\n".join(f"def f{n}(): return f{n + 1}()" for n in range(40)) + "\ndef f40(): return model"
 SEEN = [
     # code, and the names found in it
     ("kwargs = dict(device_id=0)\nFSDP(net, **kwargs)", [("FSDP", "exact")]),
@@ -181,6 +198,15 @@ SEEN = [
     ),
     ("x.clip_grad_norm_(1.0)", [("clip_grad_norm_", "exact")]),
     ("x.clip_grad_norm_(y.parameters(), 1.0)\ntorch.nn.utils.clip_grad_norm_(p, 1.0)", []),
+    ("from torch.nn.parallel import DistributedDataParallel as DDP\nd = DDP(net)\nd.clip_grad_norm_(1.0)", []),
+    (f"{DDP}\nif isinstance(model, DDP):\n    model.no_sync()\nmodel.no_sync()", [("no_sync", "exact")]),
+    (f"{DDP}\nif isinstance(x, (DDP, FSDP)):\n    x.module", [("FSDP", "exact"), ("module", "exact")]),
+    ("from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as X\nX(net).clip_grad_norm_(1.0)", []),
+    ("if is_torch_xla_available():\n    x.clip_grad_norm_(1.0)", []),
+    ("if is_torch_xla_available():\n    pass\nelse:\n    x.clip_grad_norm_(1.0)", [("clip_grad_norm_", "exact")]),
+    (f"{RETURNS}\nf0().no_sync()", [("no_sync", "exact")]),
+    ("with FSDP.summon_full_params(model):\n    model.reset_parameters()", [("summon_full_params", "exact")]),
+    ("other.reset_parameters()\n(g.norm() for g in grads)", []),
     ("'no _fsdp_wrapped_module here'", []),
     ("kept = '_fsdp_wrapped_module'", [("_fsdp_wrapped_module", "note")]),
     ("from mine import FSDP as Own\nOwn(net)", [("import", "exact"), ("FSDP", "exact")]),
@@ -202,7 +228,7 @@ SEEN = [
 ]
 
 
-@pytest.mark.parametrize(("code", "expected"), SEEN, ids=[code for code, _ in SEEN])
+@pytest.mark.parametrize(("code", "expected"), SEEN, ids=[code[:80] for code, _ in SEEN])
 def test_names_are_followed_as_python_would(code, expected):
     found = [(finding.name.replace("FullyShardedDataParallel", "FSDP"), finding.fate) for finding in findings(code)]
     assert [(name.removeprefix("FSDP."), fate) for name, fate in found] == expected

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullOptimStateDic
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # audit: exact import
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy, size_based_auto_wrap_policy  # audit: exact import
 
-bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # audit: exact MixedPrecision
+bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # audit: note MixedPrecision
 save_policy = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)  # audit: note FullStateDictConfig
 
 
