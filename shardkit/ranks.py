@@ -43,7 +43,7 @@ def note(call: str, **arguments: object) -> None:
 def announce(error: ShardkitError) -> None:
     """Tell the ranks that wait for this one, and ``watch``, that it raises. Local."""
     for listen in list(listeners):
-        listen(f"raised {type(error).__name__}: {error}"[:200])
+        listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
     with suppress(RuntimeError):  # the process with the store has ended
         store_of_its_own("shardkit_raised").set("error", f"rank {dist.get_rank()} raised {error}")
 

@@ -8,10 +8,10 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ from shardkit.watching.where import line_of_error, line_of_thread
 
 logger = logging.getLogger("shardkit")
 
-_numbers = count()  # of the watches of this process, by which ranks find each other's
+_entered = Counter[int]()  # watches of this process so far, by team: by these numbers ranks find each other's
 _running: list[_Watch] = []
 
 
@@ -110,7 +110,9 @@ class _Watch:
         self.report = ""
         self._after, self._ends = after, end
         self._period = min(max(1.0, len(ranks) / 256), after / 5)  # in each the first rank reads all records
-        store = store_of_its_own(f"shardkit_watch_{next(_numbers)}")
+        team = code_of(repr(ranks))
+        _entered[team] += 1
+        store = store_of_its_own(f"shardkit_watch_{team}_{_entered[team]}")
         self.team = Team(ranks, dist.get_rank(), store, self._period)
         self._calls, self._names = Calls(), set[str]()
         self._state = {"left": False, "failed": False, "error": "", "line": ""}

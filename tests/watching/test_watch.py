@@ -11,10 +11,14 @@ from types import SimpleNamespace
 import disagreements
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
 from shardkit import ShardkitError, shard_model, watch
+from shardkit.apply.mesh import build_mesh
+from shardkit.plan import MeshSpec
 from shardkit.ranks import listeners, note
 from shardkit.testing import distributed, fake_world
 from shardkit.watching.calls import NOTHING, Calls, agreed, code_of, first_difference
@@ -71,6 +75,29 @@ def test_a_rank_whose_process_group_is_destroyed_has_left():
         patch.setattr(running, "dist", SimpleNamespace(is_initialized=lambda: False))
         assert own._gone.wait(10.0)
         assert own.team.look(own.team.rank).has_left
+
+
+@distributed(world_size=4)
+def test_watches_of_other_teams_and_tensor_parallel_models_run_at_once():
+    mesh, rank = build_mesh(MeshSpec.hybrid(2, 2)), dist.get_rank()  # FSDP over the first axis, TP over the second
+    whole = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    parallelize_module(whole, mesh[mesh.mesh_dim_names[1]], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    rows = mesh[mesh.mesh_dim_names[0]]
+    shard_model(whole, mesh=rows, units=nn.Linear)
+    part = shard_model(nn.Linear(4, 4), mesh=rows)
+    with watch(part, after=60), watch(whole, part, after=60):
+        stage, both = (listen.__self__ for listen in listeners)
+        for _ in range(2):
+            (whole(torch.ones(2, 4)).sum() + part(torch.ones(2, 4)).sum()).backward()
+        assert (stage.team.ranks, both.team.ranks) == ([rank % 2, rank % 2 + 2], [0, 1, 2, 3])
+        calls = both._calls.record(0)["calls"]
+        assert calls.count("all-gather of model 1: (root)") == len(stage._calls.record(0)["calls"]) / 2 == 2
+        assert "reduce-scatter of 0" in calls
+        note("global_token_count" if rank == 3 else "full_state_dict")
+        for each in (stage, both):
+            each._poll(), dist.barrier(), each._poll(), dist.barrier(), each._poll(), dist.barrier()
+        assert ("ranks differ in call 5" in stage.report) == (rank % 2 == 1)
+        assert both.report == ""  # calls of shardkit itself concern the smaller team
 
 
 # --- Without ranks --------------------------------------------------------------------------------------------------
