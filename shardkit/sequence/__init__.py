@@ -1,4 +1,5 @@
-"""Long sequences: each rank computes a part of every sequence (Ulysses). The core never imports this package."""
+"""Long sequences: each rank computes a part (Ulysses), and losses in tiles. The core never imports this package."""
 
 from shardkit.sequence.exchange import ulysses as ulysses
+from shardkit.sequence.loss import tiled_loss as tiled_loss
 from shardkit.sequence.split import split_sequence as split_sequence
