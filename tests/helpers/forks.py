@@ -84,6 +84,7 @@ def _run(command: list[str], cwd: Path, environment: dict[str, str], folder: Pat
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         setattr(sys, name, open(file, "w", buffering=1))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup, pytest ignores it
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
