@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, hypothesis without a deadline, and two processes for the whole suite."""
+"""What holds for every test: one thread, hypothesis without a deadline, and several processes for the whole suite."""
 
 import gc
 import os
@@ -6,6 +6,8 @@ import sys
 
 # One thread for each process: ranks and tests share the cores, and a process that has started threads must not fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The first interpreter that a test starts compiles the package for all others.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import forks
 import pytest

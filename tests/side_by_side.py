@@ -1,4 +1,4 @@
-"""The whole suite in two processes, as one that waits for its ranks leaves a core idle.
+"""The whole suite in several processes, as one that waits for its ranks leaves a core idle.
 
 ``pytest_runtestloop`` forks once everything is collected and imported. Each process takes one file after the other,
 those with ranks first: they take long, and what is short ends together. Each has pools of its own. The parent reports
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 WORTH_IT = 10  # files, beside the first with ranks
+FORKS = min(os.cpu_count() or 1, 3)  # beside the parent: one process more than cores, as each waits at times
 Group = list[pytest.Item]  # of one file
 
 
@@ -34,7 +35,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     # Made before the fork, so that only the parent cleans up; the fork ends without that.
     folder = Path(session.config._tmp_path_factory.mktemp("side_by_side"))
-    _Two(session, groups, others, folder).run(first)
+    _Several(session, groups, others, folder).run(first)
     return True
 
 
@@ -42,11 +43,11 @@ def _has_ranks(group: Group) -> bool:
     return any(hasattr(getattr(item, "module", None), "distributed") for item in group)
 
 
-class _Two:
-    """Both processes' common knowledge.
+class _Several:
+    """The processes' common knowledge.
 
-    The numbers of the files that either may run stand in a pipe, which gives each number to one of them. What the
-    fork has to say about file 7 is the file ``7`` in the folder.
+    The numbers of the files that any may run stand in a pipe, which gives each number to one of them. What a fork has
+    to say about file 7 is the file ``7`` in the folder.
     """
 
     def __init__(self, session: pytest.Session, groups: list[Group], others: list[int], folder: Path) -> None:
@@ -57,31 +58,38 @@ class _Two:
         os.close(end)
 
     def run(self, first: int) -> None:
-        """Be the parent: fork, run the first file, then others, and report the fork's."""
-        child = os.fork()
-        if not child:
-            _end_as_a_fork(self._serve)
+        """Be the parent: fork, run the first file, then others, and report the forks'."""
+        children = [self._fork() for _ in range(FORKS)]
+        codes = []
         try:
             for number in itertools.chain([first], self._claimed()):
                 self.unread.discard(number)
                 _run(self.session, self.groups[number])
                 self._report()
-            _, status = os.waitpid(child, 0)
-            child = 0
-            self._report()
-            self._report_lost(os.waitstatus_to_exitcode(status))
+            while children:
+                _, status = os.waitpid(children[0], 0)
+                codes.append(os.waitstatus_to_exitcode(status))
+                del children[0]
+                self._report()
+            self._report_lost(codes)
         finally:
             os.close(self.queue)
-            if child:  # stopped by -x or Ctrl-C
+            for child in children:  # stopped by -x or Ctrl-C
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+    def _fork(self) -> int:
+        child = os.fork()
+        if not child:
+            _end_as_a_fork(self._serve)
+        return child
 
     def _claimed(self) -> Iterator[int]:
         while number := os.read(self.queue, 4):
             yield int.from_bytes(number, "little")
 
     def _serve(self) -> None:
-        """Be the fork: run files, and write down what became of them."""
+        """Be a fork: run files, and write down what became of them."""
         parent, plugins = os.getppid(), self.session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
         capture = plugins.getplugin("capturemanager")  # its files are the parent's
@@ -94,26 +102,27 @@ class _Two:
                 _run(self.session, self.groups[number])
             finally:  # also what -x stops
                 plugins.unregister(recorder)
-                (self.folder / "unfinished").write_bytes(pickle.dumps(recorder.reports))
-                (self.folder / "unfinished").rename(self.folder / str(number))
+                unfinished = self.folder / f"{number}.unfinished"
+                unfinished.write_bytes(pickle.dumps(recorder.reports))
+                unfinished.rename(self.folder / str(number))
             if os.getppid() != parent:
                 return
 
     def _report(self) -> None:
-        """Report the files that the fork has finished."""
+        """Report the files that the forks have finished."""
         for number in sorted(self.unread):
             file = self.folder / str(number)
             if file.exists():
                 self.unread.discard(number)
                 reports = pickle.loads(file.read_bytes())
                 for item in self.groups[number]:
-                    self._log(item, reports.get(item.nodeid, []))  # none where the fork was stopped before it
+                    self._log(item, reports.get(item.nodeid, []))  # none where a fork was stopped before it
 
-    def _report_lost(self, code: int) -> None:
-        """Fail what the fork has taken and not finished."""
+    def _report_lost(self, codes: list[int]) -> None:
+        """Fail what a fork has taken and not finished."""
         for number in sorted(self.unread):
             for item in self.groups[number]:
-                said = f"the process that ran this file's tests ended with {code}"
+                said = f"the process that ran this file's tests ended; exit codes of all: {codes}"
                 lost = pytest.TestReport(item.nodeid, item.location, {}, "failed", said, "call")
                 self._log(item, [item.config.hook.pytest_report_to_serializable(config=item.config, report=lost)])
 

@@ -1,4 +1,4 @@
-"""The suite in two processes says what it says in one."""
+"""The suite in several processes says what it says in one."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, 
 def test_what_the_fork_runs_is_reported_here(run):
     code, said = run("-vv", other5a=FAILING)
     assert code == 1
-    assert len(run.pids()) == 2
+    assert 1 < len(run.pids()) <= 1 + side_by_side.FORKS
     assert "1 failed, 11 passed, 10 skipped, 1 error in" in said
     for words in (
         "words before",
@@ -85,11 +85,12 @@ def test_no_test_is_lost_with_the_fork(run):
     code, said = run(before_others=DYING)
     assert code == 1
     assert "FAILED test_before_others.py::test_dies - the process that ran this file" in said
-    assert "this file's tests ended with 7" in said
+    assert "exit codes of all: [" in said
+    assert "7" in said.split("exit codes of all: [")[1].split("]")[0]
     assert "1 failed, 11 passed, 10 skipped in" in said
 
 
-def test_the_first_failure_stops_both(run):
+def test_the_first_failure_stops_all(run):
     code, said = run("-x", before_others=FAILING)
     assert code == 1
     assert "stopping after 1 failures" in said
