@@ -129,6 +129,7 @@ NAMES = (
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "list the registered collectives", _PRETEND),
     *_names("torch.ops.aten", "_copy_from _to_copy", "copies to and from the pretended device", _PRETEND),
     Name("torch.ops.aten._local_scalar_dense", "count host syncs", _PRETEND),
+    Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
