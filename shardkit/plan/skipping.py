@@ -12,31 +12,21 @@ if TYPE_CHECKING:
     from shardkit.plan.plan import ShardingPlan
 
 
-def inside_of(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
-    """Return for each unit the next units below it, in the model's order; nothing if none may be skipped."""
-    around = {fqn: unit for unit in plan.units for fqn in unit.modules}
-    found: dict[ShardUnit, list[ShardUnit]] = {unit: [] for unit in plan.units}
-    for unit in plan.execution_order() if any(unit.may_skip for unit in plan.units) else ():
-        outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
-        if outer is not None:
-            found[outer].append(unit)
-    return found
-
-
 def skippable(plan: ShardingPlan) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
-    inner, found = inside_of(plan), set[ShardUnit]()
-    left = [unit for unit in plan.units if unit.may_skip]
-    while left:
-        found.add(unit := left.pop())
-        left += inner[unit]
-    return found
+    fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
+    return {unit for unit in plan.units if fqns.intersection([unit.modules[0], *ancestors(unit.modules[0])])}
 
 
 def callers(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
-    """Return the units that call those, in the order of the plan, with all units that they call."""
-    inside = skippable(plan)
-    return {unit: inner for unit, inner in inside_of(plan).items() if inside.intersection(inner)}
+    """Return the units that call those, in the order of the plan, each with all units that it calls."""
+    inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
+    around = {fqn: unit for unit in plan.units for fqn in unit.modules}
+    for unit in plan.execution_order() if inside else ():
+        outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
+        if outer is not None:
+            found[outer].append(unit)
+    return {unit: called for unit, called in found.items() if inside.intersection(called)}
 
 
 def problems(plan: ShardingPlan) -> Iterator[str]:

@@ -160,11 +160,8 @@ def compare_ranks(model: nn.Module, optimizer: Optimizer | None = None) -> Diver
     for name, param in named_sharded_parameters(model):
         held[f"{name}.requires_grad"] = param.requires_grad
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        for suffix, value in {
-            "": param,
-            ".grad": param.grad,
-            **{f".{key}": each for key, each in state.items()},
-        }.items():
+        tensors = {"": param, ".grad": param.grad} | {f".{key}": each for key, each in state.items()}
+        for suffix, value in tensors.items():
             _hold(held, name + suffix, value)
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else []):
         held |= {f"group {number}.{key}": repr(value) for key, value in group.items() if key != "params"}
