@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
+from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.params import before_reductions, has_gradient
 from shardkit._torch import units_of
 
@@ -41,12 +42,6 @@ def keep(value: Tensor, *others: Tensor) -> Tensor:
     """Return ``value``, from which backward also reaches ``others``, with zeros. Local."""
     tracked = [each for each in others if each.requires_grad] if torch.is_grad_enabled() else []
     return Keep.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
-
-
-def reached_from(outputs: Iterable[Tensor]) -> Tensor:
-    """Return a zero from which backward reaches what a unit returned, with zeros. Local."""
-    nothing = [each.reshape(1)[:0] if each.dim() == 0 else each[..., :0] for each in outputs]
-    return torch.stack([each.sum(dtype=torch.float32) for each in nothing]).sum()
 
 
 def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
@@ -84,9 +79,9 @@ def trained_parameters(module: FSDPModule) -> list[Tensor]:
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
 
 
-def explain_errors(modules: Iterable[FSDPModule], explain: Callable[[RuntimeError], None]) -> None:
-    """Call ``explain``, which may raise a better error, where a collective of these units fails. Local, in place."""
-    for unit in dict.fromkeys(unit for module in modules for unit in units_of(module._get_fsdp_state())):
+def explain_errors(model: nn.Module, explain: Callable[[RuntimeError], None]) -> None:
+    """Call ``explain``, which may raise a better error, where a collective of a unit fails. Local, in place."""
+    for unit in fsdp_units(model):
         for name in ("pre_forward", "pre_backward", "post_backward"):
             setattr(unit, name, partial(_explained, getattr(unit, name), explain))
 

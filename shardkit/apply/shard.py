@@ -238,7 +238,7 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
     for unit, called in inner.items():
         made[unit].calls.extend(made[each] for each in called)
     watch_calls([made[unit] for unit in inner])
-    explain_errors([unit.module for unit in made.values()], explain)
+    explain_errors(model, explain)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

@@ -28,7 +28,6 @@ from shardkit._fsdp.skipping import (
     keep,
     modules_of,
     pass_through,
-    reached_from,
     reduce_zeros,
     trained_parameters,
 )
@@ -135,7 +134,7 @@ def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any
     run = _running[-1] if _running else None
     if run is not None and run.caller is caller:
         outputs = [each for each in _floating(output) if each.requires_grad]
-        run.reached += [reached_from(outputs)] if outputs else []
+        run.reached += [keep(outputs[0].new_zeros(()), *outputs)] if outputs else []
 
 
 class _Run:

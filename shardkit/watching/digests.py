@@ -28,7 +28,7 @@ from shardkit.watching.compare import Divergence, distance
 _WRAPPERS = re.compile(r"^module\.|\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 
 
-def digest(tensor: Tensor, scale: float = 1.0, copies: int | None = None, weighted: bool = False) -> Tensor:
+def digest(tensor: Tensor, scale: float = 1.0, copies: int | None = None, weighted: bool = True) -> Tensor:
     """Return number, sum, weighted sum and sum of squares of a tensor's elements: 4 float64 on its device. Local.
 
     They add up over shards, and over the batches of ranks. The weights depend on the index in the last dim only, which
@@ -106,19 +106,16 @@ class _Recorder:
             return
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.is_floating_point():
-                self._add(name, "forward", each, digest(each, weighted=True))
+                self._add(name, "forward", each)
                 if each.requires_grad:
-                    each.register_hook(  # type: ignore[no-untyped-call]
-                        partial(self._backward, name)
-                    )
+                    add = partial(self._add, name, "backward", scale=self._scale)
+                    each.register_hook(add)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _backward(self, name: str, gradient: Tensor) -> None:
-        self._add(name, "backward", gradient, digest(gradient, self._scale, weighted=True))
-
-    def _add(self, name: str, what: str, tensor: Tensor, found: Tensor) -> None:
+    def _add(self, name: str, what: str, tensor: Tensor, **options: Any) -> None:
         self._calls[name, what] += 1
-        self._rows[f"{name}|{what}|{self._calls[name, what]}"] = str(tensor.dtype).removeprefix("torch."), found
+        found = str(tensor.dtype).removeprefix("torch."), digest(tensor, **options)
+        self._rows[f"{name}|{what}|{self._calls[name, what]}"] = found
 
     def parameters(self, what: str) -> None:
         """Add the gradients of all parameters, or the parameters."""
@@ -126,7 +123,7 @@ class _Recorder:
             tensor = param.grad if what == "gradient" else param
             if tensor is not None:
                 copies = None if isinstance(tensor, DTensor) else self._copies
-                self._add(_plain(name), what, tensor, digest(tensor, copies=copies))
+                self._add(_plain(name), what, tensor, copies=copies, weighted=False)
 
     def end_step(self) -> None:
         """Add up the digests of all ranks, and write them."""
