@@ -49,8 +49,8 @@ _STRATEGY: Table = {
     "apply_expert_patch": switch(
         "mapped: may_skip=True for the experts, so the patch may go. Files written for others need it."
     ),
-    "apply_tiled_mlp": switch("noted: For the model's code."),
-    "tiled_num_shards model_type": "elsewhere: For apply_tiled_mlp.",
+    "apply_tiled_mlp": switch("mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."),
+    "model_type": "elsewhere: For apply_tiled_mlp, where the model says it.",
     "async_save_ckpt": "elsewhere: Use save_checkpoint.",
     "use_batched_model_update": "elsewhere: For weight updates of ROLL's inference engine.",
 }
@@ -91,6 +91,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         checkpoint_activations="disable_gradient_checkpointing" in section
         and not model["disable_gradient_checkpointing"],
         state_dict_type="sharded",
+        tiles=_tiles(inside, values["apply_tiled_mlp"]),
         axes={"sp": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},
     )
 
@@ -157,6 +158,13 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
     section.note("efsdp_size", f"mapped: {mesh.shard_size // size} ranks with the same experts shard them.")
     shape, names = (mesh.shard_size // size, size), ("efsdp", "ep")
     return MeshSpec((*mesh.shape[:-1], *shape), (*mesh.axis_names[:-1], *names), len(shape))
+
+
+def _tiles(section: Reader, apply: bool) -> int:
+    """Return the number of tiles of each MLP."""
+    number = section.get("tiled_num_shards", NUMBER, 4)
+    section.note("tiled_num_shards", "mapped: Tiles of each MLP." if apply else "implied: Only with apply_tiled_mlp.")
+    return number if apply else 1
 
 
 def _wrap(policy: Reader, patched: bool) -> Wrap:

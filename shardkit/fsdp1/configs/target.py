@@ -23,7 +23,9 @@ from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
+from shardkit.planning.default import find_mlps
 from shardkit.planning.rules import Overrides, Rule, by_class, by_name
+from shardkit.planning.tree import ModelTree
 from shardkit.ranks import accelerator
 
 
@@ -71,6 +73,7 @@ class Target:
     pin_memory: bool | None = None  # None pins where there is an accelerator
     checkpoint_activations: bool = False  # of blocks
     compile: bool = False  # of blocks
+    tiles: int = 1  # of tokens, of each MLP
     prefetch: int = 0  # units ahead to gather explicitly
     sync_module_states: bool = False  # whether the first rank's parameters and buffers are broadcast before sharding
     rank0_loads: bool = False  # whether only the first rank loads the weights, and the others start from meta
@@ -181,10 +184,10 @@ def _offload_policy(target: Target) -> OffloadPolicy:
 
 
 def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
-    wrap = target.wrap
+    wrap, tiles = target.wrap, list(_tiles(target, model))
     if wrap.by == "default":
-        return None
-    rules = list(_ends(wrap, model))
+        return tiles or None
+    rules = [*tiles, *_ends(wrap, model)]
     if wrap.experts is not None:
         rules.insert(0, _experts_in_one_parameter)
     if wrap.skipped:
@@ -240,6 +243,16 @@ def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
         return replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False)) if inside else unit
 
     return replace(plan, units=tuple(map(settled, plan.units)))
+
+
+def _tiles(target: Target, model: nn.Module) -> Iterator[Rule]:
+    mlps = find_mlps(ModelTree(model)) if target.tiles > 1 else []
+    if target.tiles > 1 and not mlps:
+        classes = listing(sorted({type(module).__name__ for module in model.modules()}))
+        problem, rule = "no class of the model is named as an MLP", f"Its classes are {classes}"
+        raise TranslationError(message("tiles", problem, rule, "Turn tiles off, and use by_name(..., tiles=4)"))
+    if mlps:
+        yield by_name(*mlps, tiles=target.tiles)
 
 
 def _ends(wrap: Wrap, model: nn.Module) -> Iterator[Rule]:

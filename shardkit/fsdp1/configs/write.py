@@ -73,6 +73,7 @@ def _differences(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
     yield unpinned, "noted", "pin_memory=False", "accelerate pins what it offloads."
     ends = target.wrap.embeddings or target.wrap.head
     yield ends, "noted", "embedding and head are units", "Name their classes beside those of the blocks."
+    yield target.tiles > 1, "noted", f"MLPs in {target.tiles} tiles", "accelerate computes them whole."
     alike = "accelerate broadcasts only with fsdp_cpu_ram_efficient_loading: set it, or seed all ranks alike."
     yield target.sync_module_states and not target.rank0_loads, "noted", "sync_module_states", alike
     dtypes = f"parameters in {precision.param}, gradients in {precision.reduce}"
@@ -162,6 +163,8 @@ def notes_on_script(target: Target) -> Iterator[Note]:
     where = "Only a model says where they are: use --model."
     if target.wrap.embeddings or target.wrap.head:
         yield Note("--to torch", "embedding and head are units", "noted", where)
+    if target.tiles > 1:
+        yield Note("--to torch", f"MLPs in {target.tiles} tiles", "noted", where)
     if target.wrap.experts:
         yield Note("--to torch", f"experts on {target.wrap.experts}", "refused", where)
     if target.casts == "text":

@@ -33,6 +33,10 @@ class Expert(nn.Linear):
     pass
 
 
+class MLP(nn.Linear):
+    pass
+
+
 # --- The example files ----------------------------------------------------------------------------------------------
 
 
@@ -58,10 +62,11 @@ def test_refused_examples_raise_and_others_are_read_whole():
 def test_the_examples_are_plans_that_can_be_applied(file):
     world = WORLD.get(file.stem)
     model = Declaring()
-    model.layers[1].up = Expert(8, 16)
+    model.layers[1].up, model.layers[2].up = Expert(8, 16), MLP(8, 16)
     translation = from_config(file, model, world_size=world, ranks_per_node=8 if world else None)
     plan = translation.plan
     assert plan.mesh == read(file, world, 8 if world else None).target.mesh
+    assert plan.tiles == ((("layers.2.up", 8),) if file.stem == "roll_pipeline" else ())
     with fake_world(plan.mesh.size):
         apply_plan(model, plan)
         for _ in range(2):  # in the first, ranks tell each other in which order experts run

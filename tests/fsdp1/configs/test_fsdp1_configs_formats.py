@@ -61,6 +61,16 @@ def test_a_sequence_axis_shards_parameters_too():
     assert "parallelism_config_sp_size: 2" in accelerate2(reading.target)
 
 
+def test_rolls_tiles_are_of_mlps():
+    reading = read(roll(apply_tiled_mlp=True))
+    assert reading.target.tiles == 4
+    assert read(roll(apply_tiled_mlp=False, tiled_num_shards=8)).target.tiles == 1
+    for notes in (notes_on_script, notes_on_accelerate):
+        assert "MLPs in 4 tiles" in [note.value for note in notes(reading.target)]
+    with pytest.raises(TranslationError, match="tiles: no class of the model is named as an MLP"):
+        from_config(roll(apply_tiled_mlp=True), Decoder(), world_size=16)
+
+
 def test_rolls_dtypes_are_its_defaults():
     assert read(roll()).target.precision == Precision(BF16, FP32)
     assert read(roll(param_dtype="fp16", reduce_dtype="fp16")).target.precision == Precision(FP16, FP16)
