@@ -44,13 +44,13 @@ def announce(error: ShardkitError) -> None:
     """Tell the ranks that wait for this one, and ``watch``, that it raises. Local."""
     for listen in list(listeners):
         listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
-    with suppress(RuntimeError):  # the process with the store has ended
+    with suppress(RuntimeError, ValueError):  # the process with the store has ended, or the group is destroyed
         store_of_its_own("shardkit_raised").set("error", f"rank {dist.get_rank()} raised {error}")
 
 
 def explain(failure: RuntimeError) -> None:
     """Raise what another rank announced, if one did, as the cause of a collective that failed. Local."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, ValueError):  # no process group any more
         store = store_of_its_own("shardkit_raised")
         if store.check(["error"]):
             raise ShardkitError(store.get("error").decode()) from failure

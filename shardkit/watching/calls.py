@@ -82,8 +82,9 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """Return the first difference among the published calls, if there is one."""
     start = max(each["base"] for each in records.values())
     end = max(each["base"] + len(each["calls"]) for each in records.values())
+    made = {rank: dict(enumerate(each["calls"], each["base"])) for rank, each in records.items()}
     for number in range(start, end):
-        calls = {rank: dict(enumerate(each["calls"], each["base"])).get(number) for rank, each in records.items()}
+        calls = {rank: each.get(number) for rank, each in made.items()}
         if len(set(calls.values())) > 1:
             return Difference(number, calls)
     return None
