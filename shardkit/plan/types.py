@@ -35,6 +35,7 @@ class Collectives:
     all_gathers: int = 0
     reduce_scatters: int = 0
     all_reduces: int = 0
+    all_to_alls: int = 0
 
 
 class ParamSpec(NamedTuple):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,39 +21,44 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
-from shardkit.sequence.whole import counted, mask_of_whole
+from shardkit.sequence.whole import counted, current, mask_of_whole
 
 PREFIX = "ulysses_"
 
 
-@dataclass(frozen=True)
-class Call:
-    """One attention call: ``elements`` sent and kept per token by its four all-to-alls, and their dtype."""
+class Call(NamedTuple):
+    """One attention call: its module's FQN, ``elements`` of a token in its four all-to-alls, and their dtype."""
 
+    layer: str
     elements: int
     dtype: torch.dtype
 
 
 @dataclass
 class Attention:
-    """What one model's attention shares, and what was found of the model.
+    """What a split model's attention shares, and what was found of the model.
 
     Attributes:
         group: the ranks that share a sequence.
         pad: the id of padding.
-        place: the position ids that the model takes where a batch has none, of inputs, mask and ``pad``.
+        cuts_inputs: whether batches are cut, or by the model's text part, when images are in their places.
+        takes_positions: whether the model takes ``position_ids``.
+        place: the position ids that it takes where a batch has none, of inputs, mask and ``pad``.
         packs: whether masks keep documents apart.
-        calls: each module's last.
+        calls: of the last forward, in order.
     """
 
     group: dist.ProcessGroup
     pad: int
+    cuts_inputs: bool
+    takes_positions: bool
     place: Callable[[Tensor, Tensor | None, int], Tensor] = counted
     packs: bool | None = None
-    calls: WeakKeyDictionary[nn.Module, Call] = field(default_factory=WeakKeyDictionary)
+    calls: list[Call] = field(default_factory=list)
 
 
-known: WeakKeyDictionary[nn.Module, Attention] = WeakKeyDictionary()  # of the modules of split models
+# Of the modules of split models, with their FQNs.
+known: WeakKeyDictionary[nn.Module, tuple[Attention, str]] = WeakKeyDictionary()
 # From a part's position ids to the whole's: flash attention reads documents from them, also when a block is recomputed.
 positions: Any = WeakIdKeyDictionary()
 
@@ -60,14 +66,40 @@ positions: Any = WeakIdKeyDictionary()
 def register(inner: str) -> str:
     """Register Ulysses around the implementation ``inner``; return the name to set. Models not split are unaffected."""
     name = PREFIX + inner
-    AttentionInterface.register(name, functools.partial(_attend, inner))
+    AttentionInterface.register(name, functools.partial(_registered, inner))
     make = ALL_MASK_ATTENTION_FUNCTIONS[inner]
     AttentionMaskInterface.register(name, functools.partial(mask_of_whole, make))
     return name
 
 
+def _registered(inner: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    if "position_ids" in kwargs and "flash" not in inner:
+        kwargs["position_ids"] = None  # others read documents from the mask
+    return _attend(functools.partial(_call, inner), module, *args, **kwargs)
+
+
+def has_method(module: nn.Module) -> bool:
+    """Return whether a module computes attention by a method of its own, ``_attn(query, key, value, mask)``."""
+    method = getattr(type(module), "_attn", None)
+    return method is not None and list(inspect.signature(method).parameters)[1:4] == ["query", "key", "value"]
+
+
+def wrap_method(module: nn.Module) -> Callable[[], None]:
+    """Exchange heads around a module's own ``_attn(query, key, value, mask)``; return what undoes it."""
+    own: Any = module._attn
+
+    def inner(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return own(*args, **kwargs)[0].transpose(1, 2), None
+
+    def attn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        return _attend(inner, module, query, key, value, mask)[0].transpose(1, 2), None
+
+    module._attn = attn  # type: ignore[assignment]
+    return functools.partial(module.__dict__.pop, "_attn")
+
+
 def _attend(
-    inner: str,
+    inner: Callable[..., tuple[Tensor, Any]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -76,7 +108,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend to all tokens with this rank's heads; (batch, heads, tokens, dim) to (batch, tokens, heads, dim)."""
-    attention = known.get(module)
+    attention, fqn = known.get(module, (None, ""))
     if attention is None:
         rule = "A copy of a split model is not split"
         problem = f"{type(module).__name__} has the attention of a split model, and was not split"
@@ -85,15 +117,14 @@ def _attend(
     _check_tokens(module, query, key)
     heads = deal(total, key.shape[1], group.size())
     rank = dist.get_rank(group)
-    if "position_ids" in kwargs and "flash" not in inner:
-        kwargs["position_ids"] = None  # others read documents from the mask
     arguments = {name: _argument(name, given, total, heads, rank) for name, given in kwargs.items()}
-    dims = total * (query.shape[-1] + value.shape[-1])  # of the output too
-    dims += heads.keys * group.size() * (key.shape[-1] + value.shape[-1])
-    attention.calls[module] = Call(dims, query.dtype)
+    if current.get() is not None:  # not recomputed
+        elements = total * (query.shape[-1] + value.shape[-1])  # of the output too
+        elements += heads.keys * group.size() * (key.shape[-1] + value.shape[-1])
+        attention.calls.append(Call(fqn, elements, query.dtype))
     query, key, value = to_heads(query, key, value, group, heads=1, sequence=2)
     with _share_of_heads(module, total, heads, rank):
-        out, _ = _function(inner, module)(module, query, key, value, attention_mask, **arguments)
+        out, _ = inner(module, query, key, value, attention_mask, **arguments)
     return exchange(out, group, split=1, concat=2), None
 
 
@@ -134,14 +165,22 @@ def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> I
             module.num_key_value_groups = groups
 
 
-def _function(inner: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    """Return the attention function that the module would call without us; eager ones are each modeling file's own."""
-    for base in type(module).__mro__:
-        modeling: ModuleType | None = sys.modules.get(base.__module__)
-        registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
+def _call(inner: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Call the attention function that the module would call without us; eager ones are each modeling file's own."""
+    for modeling in files_of(module):
         eager = getattr(modeling, "eager_attention_forward", None)
-        if registry is not None and (eager is not None or inner != "eager"):
-            return registry.get_interface(inner, eager)  # type: ignore[no-any-return]
+        if uses_registry(modeling) and (eager is not None or inner != "eager"):
+            return modeling.ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)(module, *args, **kwargs)  # type: ignore[no-any-return]
     problem = f"{type(module).__name__} has no eager_attention_forward beside it"
     rule = "Eager attention is a function of the file that defines the module"
     raise PlanError(message("attention", problem, rule, 'Call model.set_attn_implementation("sdpa") first'))
+
+
+def files_of(module: nn.Module) -> list[ModuleType]:
+    """Return the Python modules of a module's class and its bases; FSDP2's class is the first."""
+    return [sys.modules[base.__module__] for base in type(module).__mro__ if base.__module__ in sys.modules]
+
+
+def uses_registry(modeling: ModuleType) -> bool:
+    """Return whether the attention of a file goes through transformers' registry."""
+    return hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")

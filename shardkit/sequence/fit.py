@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.sequence.attention import PREFIX
+from shardkit.sequence.attention import PREFIX, files_of, has_method, uses_registry
 
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,6 +55,16 @@ def decoder_of(inner: PreTrainedModel) -> nn.Module:
     return decoder
 
 
+def takes_positions(inner: PreTrainedModel) -> bool:
+    """Return whether the model takes ``position_ids``, itself or by passing them to the part that is split."""
+    return takes(inner, "position_ids") or takes(decoder_of(inner), "position_ids")
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    """Return whether a module's forward has an argument of that name."""
+    return argument in inspect.signature(module.forward).parameters
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, without FSDP2's prefix."""
     return type(module).__name__.removeprefix("FSDP")
@@ -66,6 +76,8 @@ def check(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) ->
 
 
 def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
+    if dist.get_backend(group) == "fake":  # nothing runs
+        return
     needed = set(dist.get_process_group_ranks(group))
     params = dict(named_sharded_parameters(model))
     meshes = {p.device_mesh for p in params.values() if isinstance(p, DTensor)}
@@ -89,9 +101,9 @@ def _kind(inner: PreTrainedModel, ranks: int) -> Iterator[str]:
         yield message(name, "is split already", "A model is split once", "Use what the first call returned")
     if getattr(inner.config, "is_encoder_decoder", False):
         yield message(name, "has an encoder and a decoder", "Only decoders and encoders alone can be split", ADVICE)
-    if "position_ids" not in inspect.signature(inner.forward).parameters:
+    if not takes_positions(inner) and not takes(inner, "past_key_values"):
         rule = "Each rank must tell the model the positions of its tokens"
-        yield message(name, "forward takes no position_ids", rule, ADVICE)
+        yield message(name, "forward takes neither position_ids nor past_key_values", rule, ADVICE)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads % ranks:
         rule = "Each rank computes attention for the same number of heads"
@@ -110,3 +122,13 @@ def _layers(inner: PreTrainedModel) -> Iterator[str]:
             rule = "Only attention may combine tokens; state and convolutions cross the parts' borders"
             yield message(fqn or kind, f"a {kind}", rule, ADVICE)
             return  # one of many layers says it
+        if "Attention" in kind and _own(module):
+            rule = "Heads are exchanged around attention functions: those of AttentionInterface, or a method _attn"
+            yield message(fqn, f"a {kind}, which computes attention inside of its forward", rule, ADVICE)
+            return
+
+
+def _own(module: nn.Module) -> bool:
+    """Return whether no attention function of the module can be exchanged for another."""
+    inside = any("Attention" in class_name(child) for child in module.modules() if child is not module)
+    return not (inside or has_method(module) or any(map(uses_registry, files_of(module))))

@@ -4,60 +4,74 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from shardkit.errors import PlanError, ShardkitError, message
-from shardkit.sequence.attention import Attention, known, positions, register
-from shardkit.sequence.fit import ADVICE, class_name, decoder_of, text_config
+from shardkit._torch import tree_map
+from shardkit.errors import ShardkitError, message
+from shardkit.sequence.attention import Attention, has_method, known, positions, register, wrap_method
+from shardkit.sequence.fit import class_name, decoder_of
 from shardkit.sequence.whole import current, running
 
 
-def attach(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) -> tuple[Attention, Callable[[], None]]:
-    """Split ``inner`` in place; return what its attention shares, and what undoes all of it."""
-    before, loss = text_config(inner)._attn_implementation, inner.loss_function
-    attention = Attention(group, getattr(text_config(inner), "pad_token_id", None) or 0)
-    set_attention(inner, register(before))
-    inner.loss_function = functools.partial(_loss, loss)
-    known.update((module, attention) for module in inner.modules())
-    handles = [
-        model.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True),
-        model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
-    ]
-    if text_config(inner) is not inner.config:
-        cut = functools.partial(_cut, group)
-        handles.append(decoder_of(inner).register_forward_pre_hook(cut, with_kwargs=True))
-
-    def undo() -> None:
+def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Callable[[], None]:
+    """Split ``inner`` in place; return what undoes all of it."""
+    decoder = decoder_of(inner)
+    with ExitStack() as undo:
+        known.update((module, (attention, name)) for name, module in model.named_modules())
+        configs: dict[int, Any] = {
+            id(each.config): each.config for each in decoder.modules() if hasattr(each, "config")
+        }
+        for config in configs.values():
+            name = config._attn_implementation
+            undo.callback(setattr, config, "_attn_implementation", {"": name})  # without the configs inside
+            config._attn_implementation = {"": register(name)}
+        undo.callback(setattr, inner, "loss_function", inner.loss_function)
+        inner.loss_function = functools.partial(_loss, inner.loss_function)
+        enter, cut = functools.partial(_enter, attention), functools.partial(_cut, attention.group)
+        handles = [
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(_leave, with_kwargs=True, always_call=True),
+        ]
+        if not attention.cuts_inputs:
+            handles.append(decoder.register_forward_pre_hook(cut, with_kwargs=True))
+        for module in decoder.modules():
+            if has_method(module):
+                undo.callback(wrap_method(module))
+            if re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))):
+                handles.append(module.register_forward_pre_hook(_add_highest, with_kwargs=True))
+                handles.append(module.register_forward_hook(_drop_highest))
         for handle in handles:
-            handle.remove()
-        inner.loss_function = loss
-        set_attention(inner, before)
-
-    return attention, undo
+            undo.callback(handle.remove)
+        return undo.pop_all().close
 
 
-def set_attention(inner: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of the part that is split.
+class Preceding(DynamicCache):
+    """Tells a model without ``position_ids`` how many tokens come before those of a part, and keeps nothing."""
 
-    Raises:
-        PlanError: the model does not use transformers' registry.
-    """
-    config = text_config(inner)
-    keys = [key for key in inner.config.sub_configs if getattr(inner.config, key, None) is config]
-    inner.set_attn_implementation(dict.fromkeys(keys, name) if keys else name)
-    if config._attn_implementation != name:
-        problem = f"its attention stays {config._attn_implementation!r}"
-        rule = "Attention must go through transformers' AttentionInterface"
-        raise PlanError(message(class_name(inner), problem, rule, ADVICE))
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens that come before."""
+        return self.tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are."""
+        return key_states, value_states
 
 
-def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _enter(
+    attention: Attention, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take ``sequence`` out of a part, before FSDP gathers anything."""
     kwargs = dict(kwargs)
     current.set(kwargs.pop("sequence", None))
@@ -68,7 +82,28 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         raise ShardkitError(message("past_key_values", "given to a split model", rule, fix))
     if isinstance(kwargs.get("position_ids"), Tensor):
         positions[kwargs["position_ids"]] = whole.positions
+    if not attention.takes_positions:
+        kwargs["past_key_values"] = Preceding(whole.padded // attention.group.size() * dist.get_rank(attention.group))
+    attention.calls.clear()
     return args, kwargs | {"use_cache": False}
+
+
+def _add_highest(
+    rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Show the whole's highest position to rotary embeddings whose frequencies depend on it, behind those of a part."""
+    highest = running().highest
+
+    def more(x: Any) -> Any:
+        if highest is None or not isinstance(x, Tensor) or x.is_floating_point():
+            return x
+        return torch.cat([x, highest.to(x).expand(*x.shape[:-1], 1)], -1)
+
+    return tuple(map(more, args)), {name: more(x) for name, x in kwargs.items()}
+
+
+def _drop_highest(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return output if running().highest is None else tree_map(lambda x: x[..., :-1, :], output)
 
 
 def _leave(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -103,6 +138,7 @@ def _cut(
     if kwargs.get("position_ids") is None:
         embeds = kwargs["inputs_embeds"]
         kwargs["position_ids"] = torch.arange(whole.padded, device=embeds.device).expand(len(embeds), -1)
+    whole.highest = kwargs["position_ids"][..., : whole.length].max()
 
     def part(name: str, x: Any) -> Any:
         dims = [-1] if name == "position_ids" else [1, 0] if name != "inputs_embeds" else [1]

@@ -16,18 +16,17 @@ from shardkit.sequence.fit import ADVICE, class_name
 from shardkit.sequence.whole import counted, masked, offset
 
 if TYPE_CHECKING:
-    from shardkit.sequence.attention import Attention
     from shardkit.sequence.split import SplitSequence
 
-Split = tuple["SplitSequence", "Attention", Callable[[], None]]
 TOKENS = 6  # of each rank
 MOST_WRONG = 0.2  # of a rank's tokens, since a router's ties may fall otherwise for a few
 
 
-def batches_of(config: Any, ranks: int) -> list[dict[str, Tensor]]:
-    """Return two batches of two rows, the same on all ranks, of a length that needs padding.
+def batches_of(config: Any, ranks: int, positions: bool) -> list[dict[str, Tensor]]:
+    """Return batches of two rows, the same on all ranks, of a length that needs padding.
 
-    In the first the second row is padded on the left; the second is of documents, of which each part has two.
+    In the first the second row is padded on the left; the second, for models that take ``position_ids``, is of
+    documents, of which each part has two.
     """
     length, device = TOKENS * ranks - 1, device_type()
     configs = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))]
@@ -38,7 +37,8 @@ def batches_of(config: Any, ranks: int) -> list[dict[str, Tensor]]:
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     documents = torch.arange(length, device=device).remainder(TOKENS - 2).repeat(2, 1)
-    return [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids, "position_ids": documents}]
+    batches = [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids, "position_ids": documents}]
+    return batches if positions else batches[:1]
 
 
 def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -65,74 +65,72 @@ def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
             reset_after_error(model)
 
 
-def wrong_part(sequence: SplitSequence, attention: Attention, found: Tensor, expected: Tensor, mask: Tensor) -> float:
+def wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: Tensor) -> float:
     """Return the part of this rank's tokens whose logits are not ``expected``, of 1; local."""
-    if not attention.calls or found.shape[1] != TOKENS:
+    calls = sequence.attention.calls
+    if not calls or found.shape[1] != TOKENS:
         return 1.0
     wanted = sequence.cut(expected)
     # Eager attention in float64 gives rows that are padded on the left nan, split or not (transformers 5).
     real = sequence.cut(mask).bool() & wanted.isfinite().all(-1)
-    precision = max(torch.finfo(call.dtype).eps for call in attention.calls.values())
+    precision = max(torch.finfo(torch.float32).eps, *(torch.finfo(call.dtype).eps for call in calls))
     error = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)
-    wrong = ~(error <= max(precision, torch.finfo(torch.float32).eps) ** 0.5)
-    return float((wrong & real).sum() / real.sum().clamp(min=1))
+    wrong = ~(error <= precision**0.5) & real
+    if (wrong.any(0) & (wrong | ~real).all(0)).any():  # at the parts' border, in all rows
+        return 1.0
+    return float(wrong.sum() / real.sum().clamp(min=1))
 
 
-def wrong_anywhere(
-    model: nn.Module, sequence: SplitSequence, attention: Attention, batch: dict[str, Tensor], expected: Tensor
-) -> float:
+def wrong_anywhere(model: nn.Module, sequence: SplitSequence, batch: dict[str, Tensor], expected: Tensor) -> float:
     """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over all ranks."""
     part = sequence.split(batch)
     found = logits_of(model, part)
     if "position_ids" in batch:
-        attention.packs = part["sequence"].packs
+        sequence.attention.packs = part["sequence"].packs
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    wrong = torch.tensor(wrong_part(sequence, attention, found, expected, mask))
+    wrong = torch.tensor(wrong_part(sequence, found, expected, mask))
     for group in [sequence.group, *groups_of(model)]:
         wrong = wrong.to(collective_device(group))
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
     return float(wrong)
 
 
-def check(model: nn.Module, config: Any, group: dist.ProcessGroup, split: Callable[[], Split]) -> SplitSequence:
+def check(model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]) -> None:
     """Split a model by ``split``, and undo that if its logits change. Collective, unless values are fake."""
-    real = group.size() > 1 and dist.get_backend(group) != "fake"
-    batches = batches_of(config, group.size()) if real else []
+    ranks, takes_positions = sequence.group.size(), sequence.attention.takes_positions
+    real = ranks > 1 and dist.get_backend(sequence.group) != "fake"
+    batches = batches_of(config, ranks, takes_positions) if real else []
     expected = [logits_of(model, batch) for batch in batches]
-    sequence, attention, undo = split()
+    undo = split()
     try:
         if real:
-            compare(model, sequence, attention, batches, expected)
+            compare(model, sequence, batches, expected)
     except BaseException:
         undo()
         raise
-    return sequence
 
 
 def compare(
-    model: nn.Module,
-    sequence: SplitSequence,
-    attention: Attention,
-    batches: list[dict[str, Tensor]],
-    expected: list[Tensor],
+    model: nn.Module, sequence: SplitSequence, batches: list[dict[str, Tensor]], expected: list[Tensor]
 ) -> None:
     """Find how the model counts positions, and raise PlanError on all ranks if its logits are not ``expected``."""
-    tables = [module for name, module in model.named_modules() if "position" in name.rpartition(".")[2]]
-    roberta = any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables)
-    below = any(getattr(table, "offset", 0) for table in tables)  # else -1 is in no table, on some ranks only
-    for place in (offset,) if roberta else (counted, masked) if below else (counted,):
-        attention.place = place
-        wrong = wrong_anywhere(model, sequence, attention, batches[0], expected[0])
+    for place in places_of(model):
+        sequence.attention.place = place
+        wrong = wrong_anywhere(model, sequence, batches[0], expected[0])
         if wrong <= MOST_WRONG:
             break
-    else:
-        _refuse(model, wrong)
-    wrong = wrong_anywhere(model, sequence, attention, batches[1], expected[1])
+    for batch, logits in zip(batches[1:], expected[1:], strict=True):
+        wrong = max(wrong, wrong_anywhere(model, sequence, batch, logits))
     if wrong > MOST_WRONG:
-        _refuse(model, wrong)
+        shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
+        rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
+        raise PlanError(message(class_name(model), shown, rule, ADVICE))
 
 
-def _refuse(model: nn.Module, wrong: float) -> None:
-    shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
-    rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
-    raise PlanError(message(class_name(model), shown, rule, ADVICE))
+def places_of(model: nn.Module) -> list[Callable[[Tensor, Tensor | None, int], Tensor]]:
+    """Return how the model may count positions where a batch has none, as its table of positions shows."""
+    tables = [module for name, module in model.named_modules() if "position" in name.rpartition(".")[2]]
+    if any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables):
+        return [offset]
+    below = any(getattr(table, "offset", 0) for table in tables)  # else -1 is in no table, on some ranks only
+    return [counted, masked] if below else [counted]

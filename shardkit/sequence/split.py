@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,16 +29,16 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
     """Let each rank of ``mesh`` compute a part of every sequence, in place, by exchanging heads for tokens (Ulysses).
 
     For models of transformers whose attention goes through its registry, alone or inside of another module (PEFT),
-    with sdpa or eager attention; flash and flex attention take the same path, and are untested. Vision-language
-    models split the text; each rank encodes all images. The model must be sharded over these ranks too, since
-    gradients are summed by FSDP's reduction.
+    with sdpa or eager attention; flash and flex attention take the same path, and are untested. A module's own method
+    ``_attn(query, key, value, mask)`` serves too. Vision-language models split the text; each rank encodes all images.
+    The model must be sharded over these ranks too, since gradients are summed by FSDP's reduction.
 
     **Collective** over all ranks of the model. Two short forwards without gradients, one whole and one split, compare
     logits, so a model that mixes tokens elsewhere than in attention is refused. Each forward of the split model then
     runs four all-to-alls an attention layer, and each backward four more, or eight where the layer is recomputed.
 
     Args:
-        model: sharded, with its weights loaded.
+        model: sharded, with its weights loaded; in a fake world, for estimates, as it is.
         mesh: one axis, such as ``training_mesh(sp=2)["sp"]``. Its size must divide the number of query heads; key
             heads may be fewer than ranks.
 
@@ -50,17 +51,18 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
             model is unchanged.
     """
     from shardkit.sequence import fit, hooks, probe
+    from shardkit.sequence.attention import Attention
 
     group = fit.group_of(mesh)
     inner = fit.pretrained(model)
     fit.check(model, inner, group)
 
-    def split() -> tuple[SplitSequence, Attention, Callable[[], None]]:
-        attention, undo = hooks.attach(model, inner, group)
-        sequence = SplitSequence(group, attention, cuts_inputs=fit.text_config(inner) is inner.config)
-        return sequence, attention, undo
-
-    return probe.check(model, inner.config, group, split)
+    config = fit.text_config(inner)
+    pad = getattr(config, "pad_token_id", None) or 0
+    attention = Attention(group, pad, config is inner.config, fit.takes_positions(inner))
+    sequence = SplitSequence(attention)
+    probe.check(model, inner.config, sequence, partial(hooks.attach, model, inner, attention))
+    return sequence
 
 
 class SplitSequence:
@@ -68,12 +70,12 @@ class SplitSequence:
 
     Attributes:
         group: the ranks that share each sequence.
+        attention: what was found of the model.
     """
 
-    def __init__(self, group: dist.ProcessGroup, attention: Attention, cuts_inputs: bool) -> None:
-        self.group = group
-        self._attention, self._cuts_inputs = attention, cuts_inputs
-        self._ranks, self._rank = group.size(), dist.get_rank(group)
+    def __init__(self, attention: Attention) -> None:
+        self.group, self.attention = attention.group, attention
+        self._ranks, self._rank = self.group.size(), dist.get_rank(self.group)
 
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of ``batch``, for ``model(**part)``; pure.
@@ -106,8 +108,9 @@ class SplitSequence:
         self._check_batch(batch, inputs)
         by = -length % self._ranks
         full = {name: value for name, value in batch.items() if value is not None}
-        if self._cuts_inputs and "position_ids" not in full:
-            full["position_ids"] = self._attention.place(inputs, full.get("attention_mask"), self._attention.pad)
+        attention = self.attention
+        if attention.cuts_inputs and attention.takes_positions and "position_ids" not in full:
+            full["position_ids"] = attention.place(inputs, full.get("attention_mask"), attention.pad)
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
         full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
@@ -117,9 +120,10 @@ class SplitSequence:
         labels = full.get("labels")
         targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
         positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
-        packs = self._attention.packs if batch.get("position_ids") is not None else False
-        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, packs)
-        cut = set(PADDING) if self._cuts_inputs else {"labels", "shift_labels"}
+        packs = attention.packs if batch.get("position_ids") is not None else False
+        highest = None if ids is None else ids.max()
+        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, highest, packs)
+        cut = set(PADDING) if attention.cuts_inputs else {"labels", "shift_labels"}
         part = {name: self._part(x, _dim(name)) if name in cut else x for name, x in full.items()}
         return part | {"sequence": whole}
 
@@ -145,19 +149,23 @@ class SplitSequence:
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    def traffic(self, tokens: int) -> tuple[int, int]:
-        """Return the all-to-alls of one forward, and the bytes that each rank sends in them; local.
+    @property
+    def layers(self) -> list[str]:
+        """FQNs of the attention modules that the last forward ran, in order, for ``plan.collectives``."""
+        return [call.layer for call in self.attention.calls]
 
-        ``4 * layers`` all-to-alls; a layer sends ``(ranks - 1) / ranks * tokens / ranks`` times the elements of a
-        token's query, key, value and output, with keys and values repeated where their heads are fewer than ranks.
-        A backward costs as much, and a recomputed forward once more.
+    def traffic(self, tokens: int) -> int:
+        """Return the bytes that each rank sends in one forward's all-to-alls, four for each of :attr:`layers`; local.
+
+        A layer sends ``(ranks - 1) / ranks * tokens / ranks`` times the elements of a token's query, key, value and
+        output, with keys and values repeated where their heads are fewer than ranks. A backward costs as much, and a
+        recomputed forward once more.
 
         Args:
             tokens: of the whole batch with padding: rows times a multiple of the ranks.
         """
-        calls = self._attention.calls.values()
-        sizes = [call.elements * call.dtype.itemsize for call in calls]
-        return 4 * len(sizes), sum(sizes) * tokens * (self._ranks - 1) // self._ranks**2
+        sizes = sum(call.elements * call.dtype.itemsize for call in self.attention.calls)
+        return sizes * tokens * (self._ranks - 1) // self._ranks**2
 
     def _part(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self._ranks, dim)[self._rank].contiguous()

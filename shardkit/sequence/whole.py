@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Whole:
         positions: position ids of all tokens, (batch, padded); None if the model computes them.
         mask: the attention mask of all tokens, (batch, padded); None if there was none.
         targets: labels of all ranks that count in the loss, divided by the number of ranks; None without labels.
+        highest: the highest position id of all tokens; None if the model has none.
         packs: whether the model's masks keep documents apart; None until a part with several shows it.
         loss_called: whether the model's own loss went through ``loss_function``.
     """
@@ -37,15 +38,14 @@ class Whole:
     positions: Tensor | None
     mask: Tensor | None
     targets: Tensor | None
+    highest: Tensor | None
     packs: bool | None
     loss_called: bool = False
 
     def to(self, *args: Any, **kwargs: Any) -> Whole:
         """Return a copy on another device, as for a tensor; so a loop may move each value of a part."""
-        positions, mask, targets = (
-            None if x is None else x.to(*args, **kwargs) for x in (self.positions, self.mask, self.targets)
-        )
-        return Whole(self.length, self.padded, positions, mask, targets, self.packs)
+        moved: dict[str, Any] = {name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 current: ContextVar[Whole | None] = ContextVar("whole", default=None)  # of the forward that runs

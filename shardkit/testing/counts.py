@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,8 @@ KINDS = {
     "_reduce_scatter": "reduce_scatters",
     "allreduce": "all_reduces",
     "all_reduce": "all_reduces",
+    "alltoall": "all_to_alls",
+    "all_to_all": "all_to_alls",
 }
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -68,7 +70,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @dataclass
 class CommCounts(Collectives):
-    """Counts of collectives; equal to any ``Collectives`` with the same three numbers.
+    """Counts of collectives; equal to any ``Collectives`` with the same numbers.
 
     Attributes:
         other: every other collective by its operator's name, such as ``{"broadcast_": 1}``. Not compared, because
@@ -78,8 +80,8 @@ class CommCounts(Collectives):
     other: dict[str, int] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Compare the three numbers, also with a plain ``Collectives``."""
-        names = ("all_gathers", "reduce_scatters", "all_reduces")
+        """Compare the numbers, also with a plain ``Collectives``."""
+        names = [each.name for each in fields(Collectives)]
         return isinstance(other, Collectives) and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def add(self, operator: str) -> None:

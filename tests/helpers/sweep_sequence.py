@@ -1,9 +1,12 @@
-"""Split sequences against one process, on every causal LM of transformers: losses and gradients in float64.
+"""Split sequences against one process, on every causal LM of transformers: losses and gradients.
 
-Run by hand: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``. One step of
-micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them unsplit. A
-model is equal within 1e-12, refused by name, or a line of its own; "rounds" where float32 inside the model makes one
-process differ as much from itself, row by row. CI runs a choice of models, in ``tests/sequence``.
+Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [--dtype float64] [name ...]``.
+One step of micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them
+unsplit. In float64 a model is equal within 1e-12, refused by name, or a line of its own. Models that compute in float32
+inside are run a second time with float32 replaced by float64, and must then be equal too ("float32").
+
+In other dtypes its distance from one process in float64 is at most 1.5 times that of one process in that dtype
+("within"). CI runs a choice of models, in ``tests/sequence``.
 """
 
 from __future__ import annotations
@@ -25,38 +28,53 @@ import transformers
 from sequence_parity import Batch, difference, kinds, plain_step, split, split_step
 from sweep_meta import FIXES, builder, causal_lms
 from sweep_parity import is_large
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardkit.errors import PlanError
 
 SECONDS = 240
 # Sizes that the small values of sweep_meta do not fit.
+LATENT = {"head_dim": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "qk_head_dim": 8}
 FIXES.update(
     {
-        **{
-            f"{name}ForCausalLM": {"head_dim": 4}
-            for name in ("AXK1", "AXK2", "DeepseekV2", "DeepseekV3", "DeepseekV32")
-        },
+        **{f"{name}ForCausalLM": LATENT for name in ("AXK1", "AXK2", "DeepseekV3", "DeepseekV32", "Dots3Note")},
+        **{f"{name}ForCausalLM": LATENT for name in ("Glm4MoeLite", "GlmMoeDsa", "HYV4", "MiniCPM3", "Youtu")},
+        "DeepseekV2ForCausalLM": {**LATENT, "num_experts_per_tok": 2},
+        "LongcatFlashForCausalLM": {**LATENT, "zero_expert_num": 2, "moe_topk": 2},
         "CodeGenForCausalLM": {"rotary_dim": 4},
+        "GPTJForCausalLM": {"rotary_dim": 4},
+        "DbrxForCausalLM": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0},
         "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "XmodForCausalLM": {"default_language": "en_XX"},
     }
 )
 KINDS = ("odd", "left", "right", "packed")
 
 
-def build(name: str) -> nn.Module:
-    """The tiny model in float64; grouped matmuls of experts have no float64."""
+class OnlyFloat64(TorchFunctionMode):
+    """Replaces float32 by float64 where a model asks for it, so that nothing but the order of sums can differ."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func`` with other dtypes."""
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The tiny model; grouped matmuls of experts have no float64."""
     torch.manual_seed(0)
-    model = builder(name)().double().eval()
+    model = builder(name)().to(dtype).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.set_experts_implementation("eager")
     return model
 
 
-def plain(name: str, dp: int) -> tuple[nn.Module, list[str], dict[str, float]]:
-    """The model with its gradients, the kinds of batches that it runs in one process, and its losses."""
-    runs, losses = [], {}
+def runs_of(name: str) -> list[str]:
+    """The kinds of batches that the model runs in one process."""
+    runs = []
     for index, kind in enumerate(KINDS):
         try:
             loss = float(plain_step(build(name), [kinds(0)[index]]))
@@ -65,19 +83,7 @@ def plain(name: str, dp: int) -> tuple[nn.Module, list[str], dict[str, float]]:
             continue
         if loss == loss:
             runs.append(kind)
-    model = build(name)
-    if runs:
-        losses["all"] = float(plain_step(model, [batch for rank in range(dp) for batch in chosen(rank, runs)]))
-    return model, runs, losses
-
-
-def reordered(name: str, runs: list[str], dp: int) -> nn.Module:
-    """The model with gradients of the same batches in one process, row by row."""
-    model = build(name)
-    batches = [batch for rank in range(dp) for batch in chosen(rank, runs)]
-    rows = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
-    plain_step(model, [{key: x[i : i + 1] for key, x in batch.items()} for batch, i in rows])
-    return model
+    return runs
 
 
 def chosen(rank: int, runs: list[str]) -> list[Batch]:
@@ -85,16 +91,60 @@ def chosen(rank: int, runs: list[str]) -> list[Batch]:
     return [batch for kind, batch in zip(KINDS, kinds(rank), strict=True) if kind in runs]
 
 
-def outcome(name: str, reference: nn.Module, runs: list[str], loss: float, sp: int) -> tuple[str, Any]:
-    """What splitting gives. Collective."""
-    model = build(name)
+def plain(
+    name: str, runs: list[str], dp: int, dtype: torch.dtype = torch.float64, rows: bool = False
+) -> tuple[nn.Module, float]:
+    """The model with the gradients of one process, also row by row, and its loss."""
+    model = build(name, dtype)
+    batches = [batch for rank in range(dp) for batch in chosen(rank, runs)]
+    if rows:
+        each = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
+        batches = [{key: x[i : i + 1] for key, x in batch.items()} for batch, i in each]
+    loss = float(plain_step(model, batches)) if batches else 0.0
+    return model, loss
+
+
+def outcome(
+    name: str, reference: nn.Module, loss: float, runs: list[str], sp: int, dtype: torch.dtype
+) -> tuple[str, Any]:
+    """What splitting gives: refused, or how far from the reference it is. Collective."""
+    model = build(name, dtype)
     try:
         sequence = split(model, sp)
     except PlanError as error:
         return "refused", str(error)
     found = float(split_step(model, sequence, chosen(dist.get_rank() // sp, runs)))
-    apart = max(abs(found - loss) / abs(loss), difference(model, reference))
-    return "equal" if apart < 1e-12 else "near" if apart < 1e-5 else "wrong", apart
+    return "", max(abs(found - loss) / abs(loss), difference(model, reference))
+
+
+def in_float64(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
+    """The verdict on a model in float64."""
+
+    def apart() -> tuple[str, Any]:
+        reference, loss = plain(name, runs, dp)
+        return ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp, torch.float64))
+
+    kind, detail = apart()
+    if kind or detail < 1e-12:
+        return kind or "equal", str(detail)
+    torch.set_default_dtype(torch.float64)
+    with OnlyFloat64():
+        again, proof = apart()
+    torch.set_default_dtype(torch.float32)
+    equal = detail < 1e-5 and not again and proof < 1e-12
+    return "float32" if equal else "wrong", f"{detail}; without float32 inside {again}{proof}"
+
+
+def in_low_precision(name: str, runs: list[str], sp: int, dp: int, dtype: torch.dtype) -> tuple[str, str]:
+    """The verdict on a model in a dtype of fewer digits, by distances from one process in float64."""
+    reference, loss = plain(name, runs, dp)
+    own = [difference(plain(name, runs, dp, dtype, rows)[0], reference) for rows in (False, True)]
+    kind, detail = ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp, dtype))
+    if kind:
+        return kind, str(detail)
+    return "within" if detail < 2 * max(
+        own
+    ) else "wrong", f"{detail:.1e}; one process {own[0]:.1e}, row by row {own[1]:.1e}"
 
 
 def ranks(world: int, body: Any) -> tuple[str, Any]:
@@ -126,30 +176,32 @@ def ranks(world: int, body: Any) -> tuple[str, Any]:
     return (failed or results or [("hangs", f"after {SECONDS} s")])[0]
 
 
-def main(names: list[str], sp: int, dp: int) -> None:
+def verdict(name: str, sp: int, dp: int, dtype: torch.dtype) -> tuple[str, str]:
+    """What splitting the model's sequences gives, in a word, and how far it is from one process."""
+    try:
+        if is_large(name):
+            raise ValueError("over 30 million parameters")
+        build(name)
+    except Exception as error:
+        return "not built", f"{type(error).__name__}: {str(error)[:100]}"
+    runs = runs_of(name)
+    if dtype == torch.float64 or not runs:
+        kind, detail = in_float64(name, runs, sp, dp)
+    else:
+        kind, detail = in_low_precision(name, runs, sp, dp, dtype)
+    if not runs and "does not run on" in detail:
+        return "does not run in one process", ""
+    return kind, detail + ("" if len(runs) == len(KINDS) else f" (only {', '.join(runs)})")
+
+
+def main(names: list[str], sp: int, dp: int, dtype: torch.dtype) -> None:
     """Print one line for each model, and the counts."""
     counts, begin = Counter[str](), time.perf_counter()
     for name in names or causal_lms():
-        try:
-            if is_large(name):
-                raise ValueError("over 30 million parameters")
-            reference, runs, losses = plain(name, dp)
-        except Exception as error:
-            print(f"{name}: not built: {type(error).__name__}: {str(error)[:100]}", flush=True)
-            counts["not built"] += 1
-            continue
-        if not runs:
-            counts["does not run in one process"] += 1
-            continue
-        kind, detail = ranks(sp * dp, lambda: outcome(name, reference, runs, losses["all"], sp))  # noqa: B023  run at once
-        if kind == "near":
-            detail, own = (f"{each:.1e}" for each in (detail, difference(reordered(name, runs, dp), reference)))
-            kind = "rounds" if float(detail) < 10 * float(own) else kind
-            detail = f"{detail}; one process row by row {own}"
+        kind, detail = verdict(name, sp, dp, dtype)
         counts[kind] += 1
-        missing = "" if len(runs) == len(KINDS) else f" (only {', '.join(runs)})"
-        print(f"{name}: {kind}{missing}: {detail}", flush=True)
-    print(f"sp {sp}, dp {dp}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+        print(f"{name}: {kind}: {detail}", flush=True)
+    print(f"sp {sp}, dp {dp}, {dtype}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
@@ -159,6 +211,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--sp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--dtype", default="float64")
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    main(given.names, given.sp, given.dp)
+    main(given.names, given.sp, given.dp, getattr(torch, given.dtype))

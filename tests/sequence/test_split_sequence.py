@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from unittest import mock
 
 import peft
 import pytest
@@ -10,32 +12,50 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as tf
+from memory_count import counted_peak
 from meshes import mesh_of
-from sequence_parity import difference, kinds, parity, pictures, split, vision_language
+from sequence_parity import difference, kinds, loss_of, parity, pictures, split, vision_language
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
 from zoo_transformers import SIZES
 
-from shardkit import shard_model
+from shardkit import MeshSpec, accumulate, plan_model, shard_model, training_mesh
 from shardkit.errors import PlanError, ShardkitError
+from shardkit.memory import estimate
 from shardkit.sequence import split_sequence, ulysses
 from shardkit.sequence.exchange import Heads, deal
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import comm_counts, distributed, fake_world
 
 SIZE = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
 LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 SINKS = {"head_dim": 8, "num_local_experts": 4, "experts_implementation": "eager", **LOCAL}
+LONG = {
+    "original_max_position_embeddings": 13,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [8.0] * 4,
+    },
+}
 MODELS = {
     "Llama": {"num_key_value_heads": 2},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 5},
     "Qwen3": {"num_key_value_heads": 1, "head_dim": 16},  # fewer key heads than ranks
     "GptOss": {"num_key_value_heads": 2, **SINKS},  # eager attention, a parameter for each head
+    "Phi3": {"num_key_value_heads": 4, "pad_token_id": 0, **LONG},  # long frequencies from 14 tokens on: not in a part
 }
-for _name in (*MODELS, "Qwen3VL", "Mamba"):  # here, so that no rank imports them
+OWN = {
+    "Bart": {"d_model": 32, "decoder_attention_heads": 4, "decoder_layers": 2, "init_std": 0.3},  # counts positions
+    "GPTNeo": {"num_layers": 2, "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 1]]},
+}
+for _name in (*MODELS, *OWN, "Qwen3VL", "Mamba", "Bloom", "MiniMax", "Lfm2"):  # here, so that no rank imports them
     getattr(tf, f"{_name}ForConditionalGeneration" if _name == "Qwen3VL" else f"{_name}ForCausalLM")
 
 
 def build(name, **more):
     torch.manual_seed(0)
-    config = getattr(tf, f"{name}Config")(**{**SIZE, **MODELS.get(name, {}), **more})
+    config = getattr(tf, f"{name}Config")(**{**SIZE, **MODELS.get(name, {}), **OWN.get(name, {}), **more})
     return getattr(tf, f"{name}ForCausalLM")(config).double()
 
 
@@ -50,6 +70,13 @@ def adapted(model):
 def test_parity(name):
     apart = parity(build(name), [kinds(0), kinds(1)], sp=2)
     assert max(apart) < 1e-14
+
+
+@distributed(world_size=2, backend="gloo")
+def test_positions_and_attention_of_their_own():
+    for name in OWN:
+        loss, grads = parity(build(name).eval(), [kinds(0)], sp=2)
+        assert max(loss, grads) < (1e-14 if name == "Bart" else 1e-7)  # GPTNeo's scores are float32
 
 
 @distributed(world_size=4, backend="gloo")
@@ -81,16 +108,55 @@ def test_the_models_own_loss_is_the_mean_of_the_whole():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_collectives_bytes_and_scores():
-    model, batch = build("GptOss"), kinds(0)[0]
-    whole = model(input_ids=batch["input_ids"]).logits.detach()
+def test_scores_and_embeddings():
+    model, ids = build("GptOss"), kinds(0)[0]["input_ids"]
+    whole = model(input_ids=ids).logits.detach()
+    embeddings = model.get_input_embeddings()(ids).detach()
     sequence = split(model, 2)
-    with torch.no_grad(), comm_counts() as counts:
-        logits = model(**sequence.split({"input_ids": batch["input_ids"]})).logits
-    calls, sent = sequence.traffic(2 * 14)
-    assert counts.other == {"alltoall_base_": calls}
-    assert (calls, sent) == (8, 2 * (32 + 16 + 16 + 32) * 8 * 14 // 2)
-    assert (sequence.gather(logits)[:, :13] - whole).abs().max() < 1e-12
+    for batch in ({"input_ids": ids}, {"inputs_embeds": embeddings}):
+        with torch.no_grad():
+            logits = model(**sequence.split(batch)).logits
+        assert (sequence.gather(logits)[:, :13] - whole).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@distributed(world_size=2, backend="gloo")
+def test_collectives_and_bytes_are_predicted(recomputed):
+    model = build("Qwen3")
+    plan = plan_model(model, checkpoint_activations=recomputed)
+    sequence = split(model, 2, checkpoint_activations=recomputed)
+    parts = [sequence.split(batch) for batch in kinds(0)[:2]]
+    exchange = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    with comm_counts() as counts, exchange as sent:
+        for part in parts:
+            with accumulate(model, last=part is parts[-1]):
+                loss_of(model(**part).logits, part["labels"]).backward()
+    assert counts == plan.collectives(2, split_layers=sequence.layers)
+    assert sequence.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert sequence.traffic(2 * 14) == 2 * (64 + 32 + 32 + 64) * 8 * 14 // 2  # both ranks get the one key head
+    assert sum(call.args[1].nbytes // 2 for call in sent.call_args_list) == (2 + recomputed) * sequence.traffic(2 * 30)
+
+
+def test_memory_is_predicted():
+    """Half the tokens, and inside of attention all tokens of half the heads; counted on the sharded model."""
+    models = [build("Llama", attn_implementation="eager") for _ in range(3)]
+    plan, batch, parts = plan_model(models[0], mesh=MeshSpec.sharded(4)), {"input_ids": torch.ones(2, 100).long()}, []
+
+    def split_batch(model):
+        return split_sequence(model, training_mesh(sp=2)["sp"]).split(batch)
+
+    def step(model):
+        parts.extend([] if parts else [split_batch(model)])
+        model(**parts[0]).logits.mean().backward()
+
+    def peak(model, batch):
+        mean = {"loss": lambda output: output.logits.mean(), "optimizer": 0.0}
+        return estimate(model, plan=plan, batch=batch, **mean)["ZeRO-3"].peak.total
+
+    with fake_world(4):
+        predicted = peak(models[0], split_batch(models[0]))
+    assert counted_peak(models[1], plan, step) == pytest.approx(predicted, rel=0.01)
+    assert predicted < 0.6 * peak(models[2], batch | {"use_cache": False})
 
 
 @distributed(world_size=2, backend="gloo")
@@ -113,12 +179,24 @@ def test_bad_batches_are_errors_on_both_ranks():
     assert torch.equal(part["input_ids"], sequence.cut(ids))
 
 
+class Marked(tf.LlamaForCausalLM):
+    """A model whose mask depends on the tokens."""
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        def seen(batch, head, query, key):
+            return input_ids[batch, key] % 2 == 0
+
+        make = functools.partial(masking_utils.create_causal_mask, and_mask_function=seen)
+        with mock.patch.object(modeling_llama, "create_causal_mask", make):
+            return super().forward(input_ids, attention_mask, **kwargs)
+
+
 class Neighbours(tf.LlamaForCausalLM):
     """A model that mixes tokens where no name shows it."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-        output.logits = output.logits + output.logits.roll(1, 1)
+        output.logits[:, 1:] += output.logits[:, :-1].clone()
         return output
 
 
@@ -127,7 +205,11 @@ REFUSED = {
         lambda: build("Llama", num_attention_heads=3, hidden_size=48, num_key_value_heads=3),
         "3 attention heads",
     ),
-    "mamba": (lambda: build("Mamba"), "a MambaModel|has linear_attention"),
+    "mamba": (lambda: build("Mamba"), "a MambaModel"),
+    "linear": (lambda: build("MiniMax"), "layers.1.self_attn: a MiniMaxLightningAttention"),
+    "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv: a Lfm2ShortConv"),
+    "own attention": (lambda: build("Bloom", n_layer=1), "a BloomAttention, which computes attention inside"),
+    "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what the model knows"),
     "hidden": (lambda: Neighbours(build("Llama").config).double(), "of the tokens differ"),
     "plain": (lambda: torch.nn.Linear(4, 4), "without a model of transformers"),
 }
