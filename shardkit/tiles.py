@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import ShardkitError, message
-
-T = TypeVar("T")
 
 
 class Tokens:
@@ -64,16 +62,9 @@ def in_tiles(forward: Callable[..., Tensor], tiles: int, fqn: str = "forward") -
         if len(tokens) < 2:
             return forward(*args, **kwargs)
         calls = tokens.calls(lambda each: each.chunk(tiles, tokens.dim))
-        return torch.cat([recomputed(_of_contiguous, forward, *call) for call in calls], -2)
+        return torch.cat([checkpoint(_of_contiguous, forward, *call, use_reentrant=False) for call in calls], -2)
 
     return tiled
-
-
-def recomputed(function: Callable[..., T], *args: Any) -> T:
-    """Call a function whose gradients are computed from its arguments alone, by calling it again."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    return checkpoint(function, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def _of_contiguous(forward: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -42,11 +42,8 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def checked_once(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_hooks(module, fqn)
-        if module.training not in checked:
-            tokens = Tokens(fqn, args, kwargs)
-            has_values = not isinstance(tokens.first, FakeTensor) and not tokens.first.is_meta
-            if has_values and len(tokens) > 1 and tokens.first.numel() and _is_alike(module, fqn, forward, tokens):
-                checked.add(module.training)
+        if module.training not in checked and _is_alike(module, fqn, forward, Tokens(fqn, args, kwargs)):
+            checked.add(module.training)
         return run(*args, **kwargs)
 
     return checked_once
@@ -70,6 +67,8 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     Raises:
         ShardkitError: they are not, or the forward changes what it will be called with again.
     """
+    if isinstance(tokens.first, FakeTensor) or tokens.first.is_meta or len(tokens) < 2 or not tokens.first.numel():
+        return False
     with _without_dropout(module):
         before = _state(module)
         try:
@@ -77,11 +76,9 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
         except Exception as error:  # as of attention, which gets keys and positions of all tokens
             problem = f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
             raise ShardkitError(message(fqn, problem, _RULE, _FIX)) from error
-        after = _state(module)
-    none = (None, 0)
-    changed = [name for name, (value, _) in after.items() if before.get(name, none)[0] is not value]
-    changed += [name for name, (_, version) in after.items() if before.get(name, none)[1] != version]
-    problem = f"its forward changes {changed[0]}" if changed else problem
+        for name, (value, version) in _state(module).items():
+            if name not in before or before[name][0] is not value or before[name][1] != version:
+                problem = f"its forward changes {name}"
     if problem:
         raise ShardkitError(message(fqn, problem, _RULE, _FIX))
     return can_tell
@@ -120,11 +117,11 @@ def _difference(forward: Callable[..., Any], tokens: Tokens) -> tuple[str, bool]
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return what forward may change: attributes, and buffers with their versions."""
+    """Return what forward may change: attributes and buffers, tensors with their versions."""
     found: dict[str, tuple[Any, int]] = {}
     for name, inner in module.named_modules(prefix="its"):
-        found |= {f"{name}.{key}": (value, 0) for key, value in vars(inner).items()}
-        found |= {f"{name}.{key}": (each, version_of(each)) for key, each in inner._buffers.items() if each is not None}
+        for key, value in (*vars(inner).items(), *inner._buffers.items()):
+            found[f"{name}.{key}"] = value, version_of(value) if isinstance(value, Tensor) else 0
     return found
 
 

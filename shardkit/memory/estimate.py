@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
-from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, ancestors
+from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, check
 from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.build import Settings, build_plan
 from shardkit.planning.default import find_mlps
@@ -187,13 +187,9 @@ class Measured:
 
 
 def _may_tile(model: nn.Module, plan: ShardingPlan) -> list[str]:
-    """Return the FQNs of the MLPs that may compute in tiles and do not: none around units or tiles, or compiled."""
-    tiled = dict(plan.tiles).keys()
-    inner = {fqn for unit in plan.units for fqn in unit.modules} | tiled
-    without = tiled | {outer for fqn in inner for outer in ancestors(fqn)}
-    around = tiled | {fqn for unit in plan.units if unit.compile for fqn in unit.modules}
-    mlps = (fqn for fqn in find_mlps(ModelTree(model)) if fqn not in without)
-    return [fqn for fqn in mlps if around.isdisjoint((fqn, *ancestors(fqn)))]
+    """Return the FQNs of the MLPs that may compute in tiles beside the modules that do."""
+    found = (fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles))
+    return [fqn for fqn in found if not any(check.tiles(replace(plan, tiles=(*plan.tiles, (fqn, 2)))))]
 
 
 @dataclass(frozen=True)

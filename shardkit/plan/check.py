@@ -162,7 +162,8 @@ def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
                 yield message(fqn, problem, rule, fix)
 
 
-def _tiles(plan: ShardingPlan) -> Iterator[str]:
+def tiles(plan: ShardingPlan) -> Iterator[str]:
+    """Yield an error for each module that cannot compute in tiles as the plan says."""
     units = {fqn: unit for unit in plan.units for fqn in unit.modules}
     for fqn, number in plan.tiles:
         inside = [name for name in (*units, *dict(plan.tiles)) if fqn in ancestors(name)]
@@ -192,5 +193,5 @@ _RULES = (
     _world_size_to_reshard_to,
     _shard_dims,
     skipping.problems,
-    _tiles,
+    tiles,
 )

@@ -201,7 +201,7 @@ class ShardingPlan:
         """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
 
         It lacks what shardkit adds at run time: resharding after forwards without grad, calling any module first, and
-        correct gradients of gradients.
+        correct gradients of gradients. Of modules in tiles it cuts the first argument only.
         """
         return python.python(self)
 

@@ -26,23 +26,11 @@ TILES = """
 def tile_forward(module, tiles):
     forward = module.forward
 
-    def in_tiles(*args, **kwargs):
-        # The first tensor is (..., tokens, features); all that have the same tokens are cut.
-        given = [*args, *kwargs.values()]
-        tokens = next(each.shape[:-1] for each in given if isinstance(each, torch.Tensor))
-        dims = len(tokens)
+    def in_tiles(x, *args, **kwargs):
+        def tile(part):
+            return forward(part.contiguous(), *args, **kwargs)
 
-        def has_tokens(each):
-            return isinstance(each, torch.Tensor) and each.shape[:dims] == tokens and each.ndim <= dims + 1
-
-        def tile(*given):
-            given = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in given]
-            return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
-
-        number = len(torch.empty(tokens[-1]).chunk(tiles))
-        columns = [each.chunk(tiles, dims - 1) if has_tokens(each) else [each] * number for each in given]
-        run = functools.partial(checkpoint, tile, use_reentrant=False) if torch.is_grad_enabled() else tile
-        return torch.cat([run(*row) for row in zip(*columns)], -2)
+        return torch.cat([checkpoint(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
 
     module.forward = functools.wraps(forward)(in_tiles)
 """

@@ -274,14 +274,13 @@ def test_tiles_in_the_plan() -> None:
 
 def test_the_code_of_a_plan_computes_in_tiles() -> None:
     torch.manual_seed(0)
-    plain = Model().double()
-    model, tokens = copy.deepcopy(plain), torch.randint(17, (2, 9))
-    plan = plan_model(model, mesh=MeshSpec.sharded(1), units=TILES)
+    plain = nn.Sequential(Mlp(), Mlp()).double()
+    model, x, calls = copy.deepcopy(plain), torch.randn(2, 9, 6, dtype=torch.double), []
+    plan = plan_model(model, mesh=MeshSpec.sharded(1), units=by_class(Mlp, tiles=4))
     with fake_world(1):
         exec(plan.to_python(), {"model": model})
-        calls = [0]
-        model.layers[0].mlp.up.register_forward_hook(lambda *_: calls.append(1))
-        loss_of(model, tokens).backward()
-    loss_of(plain, tokens).backward()
+        model[0].up.register_forward_hook(lambda *_: calls.append(1))
+        loss_of(model, x).backward()
+    loss_of(plain, x).backward()
     assert distance(model, plain) < 1e-15
-    assert sum(calls) == 2 * 3  # 9 tokens in 4 tiles are 3 of 3; forward and backward
+    assert len(calls) == 2 * 3  # 9 tokens in at most 4 tiles are 3 of 3; forward and backward

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": STATE | {"sharded", "state"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
-    "sequence": STATE | {"grads", "tiles"},  # any FSDP2 model; the core and the rest never import it
+    "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"},
     "__init__": {"_torch"},
