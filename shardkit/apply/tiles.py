@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     """Return the module's forward, computed in tiles as by :func:`shardkit.tiles.in_tiles`.
 
     Its first call with several tokens, in each mode of training, tests on eight of them that it works on each alone.
-
-    Args:
-        module: its present ``forward`` is what runs.
-        fqn: its name, for errors.
-        tiles: the most tiles.
 
     Raises:
         ShardkitError: in forward, before anything is computed in tiles: the module mixes tokens, draws random numbers
@@ -54,9 +48,9 @@ def _refuse_hooks(module: nn.Module, fqn: str) -> None:
     for name, inner in module.named_modules():
         found = (getattr(hook, "func", hook) for hook in forward_hooks(inner) if name)
         if any(not str(getattr(hook, "__module__", "")).startswith("shardkit.") for hook in found):
-            problem = "has a forward hook, inside of a module with tiles="
             rule = "It would be called for each tile, and again in backward"
             fix = f"Remove the hook, such as transformers' for output_router_logits, or l{_FIX[1:]}"
+            problem = "has a forward hook, inside of a module with tiles="
             raise ShardkitError(message(f"{fqn}.{name}", problem, rule, fix))
 
 
@@ -69,18 +63,22 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     """
     if isinstance(tokens.first, FakeTensor) or tokens.first.is_meta or len(tokens) < 2 or not tokens.first.numel():
         return False
-    with _without_dropout(module):
-        before = _state(module)
-        try:
-            problem, can_tell = _difference(forward, tokens)
-        except Exception as error:  # as of attention, which gets keys and positions of all tokens
-            problem = f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
-            raise ShardkitError(message(fqn, problem, _RULE, _FIX)) from error
-        for name, (value, version) in _state(module).items():
-            if name not in before or before[name][0] is not value or before[name][1] != version:
-                problem = f"its forward changes {name}"
+    before, cause = _state(module), None
+    dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
+    for each in dropouts:  # they work on each token alone, and nothing could be compared with random numbers
+        each.training = False
+    try:
+        problem, can_tell = _difference(forward, tokens)
+    except Exception as error:  # as of attention, which gets keys and positions of all tokens
+        cause, problem = error, f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
+    finally:
+        for each in dropouts:
+            each.training = True
+    for name, (value, version) in _state(module).items():
+        if name not in before or before[name][0] is not value or before[name][1] != version:
+            problem = problem or f"its forward changes {name}"
     if problem:
-        raise ShardkitError(message(fqn, problem, _RULE, _FIX))
+        raise ShardkitError(message(fqn, problem, _RULE, _FIX)) from cause
     return can_tell
 
 
@@ -123,16 +121,3 @@ def _state(module: nn.Module) -> dict[str, tuple[Any, int]]:
         for key, value in (*vars(inner).items(), *inner._buffers.items()):
             found[f"{name}.{key}"] = value, version_of(value) if isinstance(value, Tensor) else 0
     return found
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch dropout modules off: they work on each token alone, and with random numbers nothing could be compared."""
-    switched = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
-    for each in switched:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in switched:
-            each.training = True

@@ -160,7 +160,7 @@ class Mixing(nn.Module):
 MIXING = {
     "the last token": "its: a token's output changes by",
     "all tokens": "its: a token's output changes by",
-    "batch statistics": "its: its forward changes",  # running statistics
+    "batch statistics": "its: a token.s output changes by",
     "its place": "its: a token's output differs by",
     "few at most": "its: a token's output differs by",
     "a view of all": "its: fails when it is called with some of the tokens, RuntimeError: shape",
