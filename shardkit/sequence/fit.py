@@ -72,7 +72,7 @@ def class_name(module: nn.Module) -> str:
 
 def check(model: nn.Module, inner: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Raise one PlanError that lists why the model cannot be split over ``group``; local, equal on all ranks."""
-    refuse([*_sharding(model, group), *_kind(inner, group.size()), *_layers(inner)])
+    refuse([*_sharding(model, group), *_kind(inner), *_layers(inner)])
 
 
 def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
         )
 
 
-def _kind(inner: PreTrainedModel, ranks: int) -> Iterator[str]:
+def _kind(inner: PreTrainedModel) -> Iterator[str]:
     config, name = text_config(inner), class_name(inner)
     if config._attn_implementation.startswith(PREFIX):
         yield message(name, "is split already", "A model is split once", "Use what the first call returned")
@@ -104,11 +104,6 @@ def _kind(inner: PreTrainedModel, ranks: int) -> Iterator[str]:
     if not takes_positions(inner) and not takes(inner, "past_key_values"):
         rule = "Each rank must tell the model the positions of its tokens"
         yield message(name, "forward takes neither position_ids nor past_key_values", rule, ADVICE)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % ranks:
-        rule = "Each rank computes attention for the same number of heads"
-        fix = f"Use a number of ranks that divides {heads}"
-        yield message(name, f"{heads} attention heads on {ranks} ranks", rule, fix)
 
 
 def _layers(inner: PreTrainedModel) -> Iterator[str]:

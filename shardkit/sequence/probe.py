@@ -47,22 +47,21 @@ def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     Raises:
         PlanError: the model does not run on the batch; the error is the same on all ranks that run the same code.
     """
-    training, problem = [module for module in model.modules() if module.training], ""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             output = model(**batch, use_cache=False)
             return output if isinstance(output, Tensor) else output[0]
-    except PlanError:
-        raise
     except Exception as error:
+        reset_after_error(model)
+        if isinstance(error, PlanError):
+            raise
         problem = f"does not run on {', '.join(batch)}: {type(error).__name__}: {error}"
         raise PlanError(message("model", problem, "Splitting runs the model on a few tokens", ADVICE)) from error
     finally:
         for module in training:
             module.training = True
-        if problem:
-            reset_after_error(model)
 
 
 def wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: Tensor) -> float:

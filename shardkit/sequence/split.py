@@ -174,18 +174,14 @@ class SplitSequence:
         """Raise on all ranks if a rank's batch cannot be split, or is not the others'."""
         problem = _unknown(batch, inputs.shape[:2])
         content = inputs.detach().flatten(1).sum(1).mul(torch.arange(1, len(inputs) + 1, device=inputs.device)).sum()
-        content = (
-            content.double().nan_to_num(0, 0, 0).clamp(-(2**53), 2**53)
-        )  # int of nan would raise on this rank alone
+        content = content.double().nan_to_num(0, 0, 0).clamp(-(2**53), 2**53)  # int(nan) raises, on this rank alone
         code = [*inputs.shape[:2], int(bool(problem)), int(content)]
         highest = torch.tensor([*code, *(-x for x in code)], device=collective_device(self.group))
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         if problem:
             raise ShardkitError(problem)
         if highest[:4].tolist() != (-highest[4:]).tolist():
-            shown = (
-                f"its inputs are {tuple(inputs.shape[:2])} here, and not the same on all ranks that share a sequence"
-            )
+            shown = f"its inputs, {tuple(inputs.shape[:2])} here, are not the same on all ranks that share a sequence"
             rule = "Each of these ranks cuts its part from the same batch"
             fix = 'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, num_replicas=)'
             raise ShardkitError(message("batch", shown, rule, fix))

@@ -203,7 +203,7 @@ class Neighbours(tf.LlamaForCausalLM):
 REFUSED = {
     "heads": (
         lambda: build("Llama", num_attention_heads=3, hidden_size=48, num_key_value_heads=3),
-        "3 attention heads",
+        "3 query heads and 3 key and value heads, on 2 ranks",
     ),
     "mamba": (lambda: build("Mamba"), "a MambaModel"),
     "linear": (lambda: build("MiniMax"), "layers.1.self_attn: a MiniMaxLightningAttention"),
