@@ -23,7 +23,8 @@ _FIX = "Leave the module out of the rule with tiles="
 def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     """Return the module's forward, computed in tiles as by :func:`shardkit.tiles.in_tiles`.
 
-    Its first call with several tokens, in each mode of training, tests on eight of them that it works on each alone.
+    Its first call with several tokens, in each mode of training, tests that it works on each alone: in one tile half of
+    the tokens do not notice that the others change, and a few are computed alike alone and together.
 
     Raises:
         ShardkitError: in forward, before anything is computed in tiles: the module mixes tokens, draws random numbers
@@ -36,7 +37,7 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def checked_once(*args: Any, **kwargs: Any) -> Tensor:
         _refuse_hooks(module, fqn)
-        if module.training not in checked and _is_alike(module, fqn, forward, Tokens(fqn, args, kwargs)):
+        if module.training not in checked and _is_alike(module, fqn, forward, Tokens(fqn, args, kwargs), tiles):
             checked.add(module.training)
         return run(*args, **kwargs)
 
@@ -55,7 +56,7 @@ def _refuse_hooks(module: nn.Module, fqn: str) -> None:
 
 
 @torch.no_grad()
-def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: Tokens) -> bool:
+def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: Tokens, tiles: int) -> bool:
     """Return whether a few tokens are computed alike alone and among others; False if their values cannot tell.
 
     Raises:
@@ -68,7 +69,7 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     for each in dropouts:  # they work on each token alone, and nothing could be compared with random numbers
         each.training = False
     try:
-        problem, can_tell = _difference(forward, tokens)
+        problem, can_tell = _difference(forward, tokens, tiles)
     except Exception as error:  # as of attention, which gets keys and positions of all tokens
         cause, problem = error, f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
     finally:
@@ -82,36 +83,44 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     return can_tell
 
 
-def _difference(forward: Callable[..., Any], tokens: Tokens) -> tuple[str, bool]:
+def _difference(forward: Callable[..., Any], tokens: Tokens, tiles: int) -> tuple[str, bool]:
     """Return what differs, empty if nothing does, and whether the values can tell: not all are zero, none is NaN."""
-    few, dim = min(SAMPLED, len(tokens)), tokens.dim
-    middle = few // 2
-    places = torch.arange(few, device=tokens.first.device) * (len(tokens) - 1) // (few - 1)
-    sample = Tokens("", *tokens.calls(lambda each: [each.index_select(dim, places)])[0])
+    dim, device = tokens.dim, tokens.first.device
+    tile = Tokens("", *tokens.calls(lambda each: [each.chunk(tiles, dim)[0].contiguous()])[0])
+    kept = (torch.arange(len(tile), device=device) * 0.618034) % 1 < 0.5  # half of them, at no regular distance
 
     def others_changed(each: Tensor) -> list[Tensor]:
         others = each.flip(dim) * 0.5 if each.is_floating_point() else each.flip(dim)
-        others.select(dim, middle).copy_(each.select(dim, middle))
-        return [others]
+        return [torch.where(kept.view(-1, *[1] * (each.ndim - dim - 1)), each, others)]
 
-    def run(cut: Callable[[Tensor], Any]) -> list[Any]:
-        return [forward(*args, **kwargs) for args, kwargs in sample.calls(cut)]
-
-    (whole,) = run(lambda each: [each])
-    if not isinstance(whole, Tensor) or whole.shape[:-1] != sample.first.shape[:-1]:
+    ((args, kwargs),) = tile.calls(lambda each: [each])
+    whole = forward(*args, **kwargs)
+    if not isinstance(whole, Tensor) or whole.shape[:-1] != tile.first.shape[:-1]:
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
-        return f"returns {given} for {tuple(sample.first.shape)}, not one tensor with a row for each token", True
-    among = run(others_changed)[0].select(dim, middle) - whole.select(dim, middle)
-    alone = torch.cat(run(lambda each: torch.split(each, 1, dim)), dim) - whole
-    moved, differs, largest = (each.double().norm(dim=-1).max().item() for each in (among, alone, whole))
-    eps = torch.finfo(whole.dtype).eps
-    if moved > 8 * eps * largest:  # the same shapes are computed by the same kernels, in the same order
-        return f"a token's output changes by {moved / largest:.1e} with the other tokens, or is random", True
-    if whole.dtype == torch.float32:  # other shapes may be computed in another order, and with TF32
+        return f"returns {given} for {tuple(tile.first.shape)}, not one tensor with a row for each token", True
+    ((args, kwargs),) = tile.calls(others_changed)
+    among = _norm((forward(*args, **kwargs) - whole)[..., kept, :])
+    few = min(SAMPLED, len(tokens))
+    places = torch.arange(few, device=device) * (len(tokens) - 1) // (few - 1)
+    sample = Tokens("", *tokens.calls(lambda each: [each.index_select(dim, places)])[0])
+    ((args, kwargs),) = sample.calls(lambda each: [each])
+    sampled = forward(*args, **kwargs)
+    each_alone = [forward(*a, **k) for a, k in sample.calls(lambda each: torch.split(each, 1, dim))]
+    alone = _norm(torch.cat(each_alone, dim) - sampled)
+    eps, largest = torch.finfo(whole.dtype).eps, max(_norm(whole), _norm(sampled))
+    if among > (2 if whole.itemsize < 4 else 64) * eps * largest:  # the same shapes: at most sums in another order
+        return f"a token's output changes by {among / largest:.1e} with the other tokens, or is random", True
+    if whole.dtype == torch.float32:  # other shapes may be computed by other kernels, with TF32 or without
         eps = {"highest": eps, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7)
-    if differs > eps**0.5 * largest:
-        return f"a token's output differs by {differs / largest:.1e} when it is alone", True
-    return "", moved + differs <= largest and largest > 0
+    if alone > eps**0.5 * largest:
+        return f"a token's output differs by {alone / largest:.1e} when it is alone", True
+    return "", among + alone <= largest and largest > 0
+
+
+def _norm(rows: Tensor) -> float:
+    """Return the largest L2 norm of a row."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).max())
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, int]]:

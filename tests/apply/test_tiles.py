@@ -134,6 +134,10 @@ class Mixing(nn.Module):
         y: Tensor = self.linear(x)
         if self.how == "the last token":
             return y + 0.01 * F.pad(x, (0, 0, 1, -1))
+        if self.how == "a far token":
+            return y + x.roll(5, -2)
+        if self.how == "blocks of 7":  # and not of fewer
+            return y + x.mean(-2, keepdim=True) * (x.shape[-2] % 7 == 0)
         if self.how == "all tokens":
             return y * (1 + 1e-4 * torch.tanh(x.mean(-2, keepdim=True)))
         if self.how == "batch statistics":
@@ -159,6 +163,8 @@ class Mixing(nn.Module):
 
 MIXING = {
     "the last token": "its: a token's output changes by",
+    "a far token": "its: a token's output changes by",
+    "blocks of 7": "its: a token's output changes by",
     "all tokens": "its: a token's output changes by",
     "batch statistics": "its: a token.s output changes by",
     "its place": "its: a token's output differs by",
@@ -166,7 +172,7 @@ MIXING = {
     "a view of all": "its: fails when it is called with some of the tokens, RuntimeError: shape",
     "noise": "changes by .* with the other tokens, or is random",
     "two outputs": "its: returns a tuple for",
-    "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 8, 6)"),
+    "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 7, 6)"),
     "a buffer": "its: its forward changes its.seen.",
     "an attribute": "its: its forward changes its.aux.",
 }
