@@ -66,6 +66,7 @@ NAMES = (
     *_names(_STATE, "_lazy_init _mp_policy", "initialize the root, and cast its inputs", _DROP_IN),
     *_names(_STATE, "_pre_forward _post_forward", "forwards without an all-gather, or without the rest", _DROP_IN),
     Name(f"{_STATE}._device", "where a skipped unit is gathered", "may_skip"),
+    *_names(_GROUP, "pre_forward pre_backward", "explain a collective that failed", "may_skip"),
     *_names(_GROUP, "modules fsdp_params device mesh_info", "the modules, parameters and meshes of a unit", _ENGINE),
     Name(f"{_GROUP}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", until=(2, 15)),
     Name(f"{_PARAM}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", since=(2, 15)),
