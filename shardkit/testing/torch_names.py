@@ -133,6 +133,7 @@ NAMES = (
     Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
+    Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
     Name("torch._C._current_graph_task_id", "whether a forward is recomputed", "record_run"),
     Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
