@@ -1,12 +1,13 @@
 """From nothing to the first step: seconds and peak memory of a rank, by shardkit, torch's own ways, and accelerate.
 
 Run: ``python -m benchmarks.start [--model 1B] [--rounds 3] [--only NAME]``; ``--write`` puts the tables into
-``benchmarks/results/``. Needs transformers, safetensors, accelerate, 8 GB of memory and 6 GB of disk for the 1B.
+``benchmarks/results/`` after each round. Needs transformers, safetensors, accelerate, and for the 1B 12 GB of memory and
+6 GB of disk; ``0.5B`` is a 1B of 4 layers.
 
 Each side runs in new processes: 2 gloo ranks of one thread, with all imports done. Sides take turns in rounds; a number
 is the fastest round's. Seconds are those of the slowest rank, CPU seconds of both ranks together. Memory is anonymous
 (not mapped files), the most of either rank beyond what it had after its imports, sampled by the parent each 5 ms. The
-model is transformers' Llama in bfloat16, with the embedding tied; the step is forward, backward and SGD on 16 tokens.
+model is transformers' Llama in bfloat16, with the embedding tied; the step is forward, backward and SGD on 4 tokens.
 Files were just written, so they come from the page cache. The first losses of all sides that load must be equal, which
 is checked.
 
@@ -39,9 +40,13 @@ from torch.distributed.tensor import DTensor
 from shardkit import apply_plan, init_on_meta, load_pretrained, materialize, plan_model
 from shardkit.testing import RankPool
 
-RANKS, TOKENS = 2, 16
+RANKS, TOKENS = 2, 4
 STAGES = ("build", "plan", "shard", "values", "first step")
-SHAPES = {"1B": (2048, 8192, 16, 32, 8, 128256), "tiny": (64, 128, 2, 4, 2, 100)}
+SHAPES = {
+    "0.5B": (2048, 8192, 4, 32, 8, 128256),
+    "1B": (2048, 8192, 16, 32, 8, 128256),
+    "tiny": (64, 128, 2, 4, 2, 100),
+}
 RESULTS = Path(__file__).parent / "results" / "start_cpu_202611.md"
 MIB = 2**20
 
@@ -205,6 +210,7 @@ LOAD: dict[str, Side] = {
     "accelerate: cpu_ram_efficient_loading": accelerate_load,
 }
 SIDES = INITIALISE | LOAD
+TABLES = {"initialise": INITIALISE, "load": LOAD}
 
 
 # In the ranks.
@@ -335,15 +341,17 @@ def main() -> None:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 found[name].append(measure(name, options.model, Path(folder)))
                 print(f"round {number + 1}, {name}: {sum(found[name][-1].seconds.values()):.1f} s", flush=True)
-    check(found)
-    tables = [("initialise", INITIALISE), ("load", LOAD)]
-    parts = [
-        table(title, {n: found[n] for n in sides if n in found}) for title, sides in tables if set(sides) & set(names)
-    ]
-    text = "\n\n".join([heading(options.model, options.rounds), *parts])
+            text = page(options.model, number + 1, found)
+            if options.write:
+                RESULTS.write_text(f"{text}\n")
     print(text)
-    if options.write:
-        RESULTS.write_text(f"{text}\n")
+
+
+def page(model: str, rounds: int, found: dict[str, list[Measured]]) -> str:
+    """The tables in Markdown, after the losses are checked."""
+    check(found)
+    kinds = [(title, {name: found[name] for name in sides if name in found}) for title, sides in TABLES.items()]
+    return "\n\n".join([heading(model, rounds), *(table(title, sides) for title, sides in kinds if sides)])
 
 
 def heading(model: str, rounds: int) -> str:
