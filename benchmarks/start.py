@@ -1,8 +1,8 @@
 """From nothing to the first step: seconds and peak memory of a rank, by shardkit, torch's own ways, and accelerate.
 
 Run: ``python -m benchmarks.start [--model 1B] [--rounds 3] [--only NAME]``; ``--write`` puts the tables into
-``benchmarks/results/`` after each round. Needs transformers, safetensors, accelerate, and for the 1B 12 GB of memory and
-6 GB of disk; ``0.5B`` is a 1B of 4 layers.
+``benchmarks/results/`` after each round. Needs transformers, safetensors, accelerate, and for the 1B 12 GB of memory
+and 6 GB of disk; ``0.5B`` is a 1B of 4 layers.
 
 Each side runs in new processes: 2 gloo ranks of one thread, with all imports done. Sides take turns in rounds; a number
 is the fastest round's. Seconds are those of the slowest rank, CPU seconds of both ranks together. Memory is anonymous
@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -332,7 +334,8 @@ def main() -> None:
     parser.add_argument("--only", help="sides whose name has this")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
-    names = [name for name in SIDES if (options.only or "") in name]
+    installed = {name for name in SIDES if find_spec(name.partition(":")[0])}
+    names = [name for name in SIDES if name in installed and (options.only or "") in name]
     found: dict[str, list[Measured]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         with RankPool(RANKS, timeout=900) as pool:
@@ -356,11 +359,8 @@ def page(model: str, rounds: int, found: dict[str, list[Measured]]) -> str:
 
 def heading(model: str, rounds: int) -> str:
     """What was measured where."""
-    import accelerate
-    import transformers
-
-    versions = (
-        f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate") if find_spec(name)
     )
     return (
         f"# Start to first step, CPU, November 2026\n\n`python -m benchmarks.start --model {model} --rounds {rounds}`: "
