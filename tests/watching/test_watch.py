@@ -30,7 +30,7 @@ from shardkit.watching.watch import watch_script
 
 
 @pytest.mark.parametrize(
-    "kind", ["skips a unit", "other last", "clips to less", "raises", "is late", "is killed", "first is stopped"]
+    "kind", ["skips a unit", "clips to less", "raises", "is late", "is killed", "first is stopped"]
 )
 def test_a_disagreement_is_named(kind, tmp_path):
     outcome = disagreements.run(kind, tmp_path)
