@@ -26,7 +26,7 @@ class _Exchange(torch.autograd.Function):
         parts = torch.stack(x.chunk(group.size(), split))
         arrived = torch.empty_like(parts)
         dist.all_to_all_single(arrived, parts, group=group)
-        return arrived.movedim(0, concat).flatten(concat, concat + 1)
+        return arrived.movedim(0, concat).flatten(concat, concat + 1).contiguous()  # models view it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

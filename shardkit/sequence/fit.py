@@ -50,14 +50,13 @@ def text_config(inner: PreTrainedModel) -> Any:
 
 
 def decoder_of(inner: PreTrainedModel) -> nn.Module:
-    """Return the part that is split, without the head: a vision-language model's text model."""
-    decoder: nn.Module = inner.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    """Return the part that is split: a vision-language model's text model, or the model."""
+    return inner if text_config(inner) is inner.config else inner.get_decoder()  # type: ignore[no-untyped-call]
 
 
 def takes_positions(inner: PreTrainedModel) -> bool:
-    """Return whether the model takes ``position_ids``, itself or by passing them to the part that is split."""
-    return takes(inner, "position_ids") or takes(decoder_of(inner), "position_ids")
+    """Return whether the model takes ``position_ids``, itself or by passing them to a model inside."""
+    return any(takes(each, "position_ids") for each in inner.modules() if isinstance(each, PreTrainedModel))
 
 
 def takes(module: nn.Module, argument: str) -> bool:

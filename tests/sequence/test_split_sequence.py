@@ -205,7 +205,7 @@ REFUSED = {
         lambda: build("Llama", num_attention_heads=3, hidden_size=48, num_key_value_heads=3),
         "3 query heads and 3 key and value heads, on 2 ranks",
     ),
-    "mamba": (lambda: build("Mamba"), "a MambaModel"),
+    "mamba": (lambda: build("Mamba"), "a MambaForCausalLM"),
     "linear": (lambda: build("MiniMax"), "layers.1.self_attn: a MiniMaxLightningAttention"),
     "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv: a Lfm2ShortConv"),
     "own attention": (lambda: build("Bloom", n_layer=1), "a BloomAttention, which computes attention inside"),
