@@ -45,6 +45,7 @@ from shardkit.testing import RankPool
 RANKS, TOKENS = 2, 4
 STAGES = ("build", "plan", "shard", "values", "first step")
 SHAPES = {
+    "0.2B": (2048, 8192, 2, 32, 8, 32000),
     "0.5B": (2048, 8192, 4, 32, 8, 128256),
     "1B": (2048, 8192, 16, 32, 8, 128256),
     "tiny": (64, 128, 2, 4, 2, 100),
