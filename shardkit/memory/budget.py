@@ -200,10 +200,10 @@ class Search:
         best = self._fastest(weighed)
         if best is None:
             raise PlanError(self._nothing_fits(min(weighed, key=lambda candidate: candidate.peak.total)))
-        fused = () if keep_units else tuple(self._fuse(best))
-        faster = self._fastest(fused) or best
+        larger = () if keep_units else tuple(self._fuse(best))
+        faster = self._fastest(larger) or best
         chosen = faster if faster.time.total <= CLEAR_GAIN * best.time.total else best
-        return BudgetPlan(chosen, weighed + fused, self.limit + self._reserved, self._reserved)
+        return BudgetPlan(chosen, weighed + larger, self.limit + self._reserved, self._reserved)
 
     def _fastest(self, weighed: Iterable[Candidate]) -> Candidate | None:
         fitting = (candidate for candidate in weighed if candidate.peak.total <= self.limit)
