@@ -20,7 +20,6 @@ with warnings.catch_warnings():
     import torch
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -354,16 +353,6 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
     """
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
-
-
-def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh of the ``replicate`` axes and one axis of all in ``shard``. Collective when it is new.
-
-    apply: torch has no public way to join axes that keeps the mesh they came from (torch 2.11 to 2.15), without which
-    ``fully_shard`` refuses parameters that are DTensors on its other axes.
-    """
-    flat = mesh[shard]._flatten()
-    return DeviceMesh._concatenate([mesh[replicate], flat]) if replicate else flat
 
 
 # checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors do too.

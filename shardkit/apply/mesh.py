@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardkit._torch import flattened
+from shardkit._torch.meshes import flattened, with_timeout_of_world
 from shardkit.errors import PlanError, listing, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
@@ -144,12 +144,14 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     if not isinstance(sp, int) or sp < 1 or world % sp:
         fix = "Pass a divisor, such as 1 or the number of ranks"
         raise PlanError(message("sp", f"is {sp} on {world} ranks", "It divides the number of ranks", fix))
-    return init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
+    mesh = init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
+    return with_timeout_of_world(mesh)
 
 
 def build_mesh(spec: MeshSpec, device: str | None = None) -> DeviceMesh:
     """Build the DeviceMesh over all ranks that ``spec`` describes. Collective: every rank must call."""
-    return init_device_mesh(device or device_type(), spec.shape, mesh_dim_names=spec.axis_names)
+    mesh = init_device_mesh(device or device_type(), spec.shape, mesh_dim_names=spec.axis_names)
+    return with_timeout_of_world(mesh)
 
 
 def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, DeviceMesh]:
@@ -157,7 +159,8 @@ def unit_meshes(mesh: DeviceMesh, plan: ShardingPlan) -> dict[str | None, Device
     spec = plan.mesh
     cut = len(spec.shape) - spec.shard_axes
     replicate, shard = spec.axis_names[:cut], spec.axis_names[cut:]
-    meshes: dict[str | None, DeviceMesh] = {None: mesh if len(shard) == 1 else flattened(mesh, replicate, shard)}
+    joined = mesh if len(shard) == 1 else with_timeout_of_world(flattened(mesh, replicate, shard))
+    meshes: dict[str | None, DeviceMesh] = {None: joined}
     for axis in dict.fromkeys(unit.mesh for unit in plan.units if unit.mesh is not None):
         meshes[axis] = mesh[(*replicate, axis)]
     return meshes

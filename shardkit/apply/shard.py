@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.skipping import explain_errors
 from shardkit._torch import real_tensors
+from shardkit._torch.meshes import with_timeout_of_world
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.carry import Original
 from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
@@ -212,6 +214,9 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
         replicate(model, plan.replicated, mesh)
     if plan.prefetch:
         _prefetch(model, plan)
+    for unit in fsdp_units(model):
+        if unit.post_forward_mesh_info not in (None, unit.mesh_info):
+            with_timeout_of_world(unit.post_forward_mesh_info.mesh)  # made by fully_shard for an int
     refuse_fsdp1_statics(model)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")

@@ -5,11 +5,13 @@ import functools
 import pathlib
 import sys
 import weakref
+from datetime import timedelta
 from unittest import mock
 
 import forks
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from meshes import mesh_of
 from small_models import Block, Decoder, step
@@ -18,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model
+from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model, training_mesh
+from shardkit._fsdp import fsdp_units
 from shardkit.apply import mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
@@ -141,6 +144,29 @@ def run_script(tmp_path: pathlib.Path, *launcher: str) -> tuple[list[str], str]:
     done = forks.python(*launcher, script)
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), done.stderr
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+@distributed(world_size=4)
+def test_groups_that_are_made_have_the_timeout_of_the_process_group() -> None:
+    before = timeout_of(dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), dist.group.WORLD)
+    try:
+        by_node = fsdp_units(shard_model(nn.Linear(4, 4), mesh=MeshSpec.hybrid(2, 2)))[0]
+        resharded = fsdp_units(shard_model(nn.Sequential(nn.Linear(4, 4)), units=nn.Linear, reshard_after_forward=2))[
+            -1
+        ]
+        split = training_mesh(sp=2).get_group("sp")
+    finally:
+        dist.distributed_c10d._set_pg_timeout(before, dist.group.WORLD)
+    groups = [by_node.mesh_info.shard_process_group, by_node.mesh_info.replicate_process_group]
+    groups += [resharded.post_forward_mesh_info.shard_process_group, split]
+    assert [group.size() for group in groups] == [2] * 4
+    assert {timeout_of(group) for group in groups} == {timedelta(seconds=77)}
+    assert timeout_of(init_device_mesh("cpu", (2, 2)).get_group(0)) == timedelta(minutes=30)  # torch's own
 
 
 def test_one_script_alone_and_under_torchrun(tmp_path: pathlib.Path) -> None:
