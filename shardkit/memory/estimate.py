@@ -188,8 +188,9 @@ class Measured:
 
 def _may_tile(model: nn.Module, plan: ShardingPlan) -> list[str]:
     """Return the FQNs of the MLPs that may compute in tiles beside the modules that do."""
-    found = (fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles))
-    return [fqn for fqn in found if not any(check.tiles(replace(plan, tiles=(*plan.tiles, (fqn, 2)))))]
+    found = [fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles)]
+    wrong = check.tile_problems(replace(plan, tiles=(*plan.tiles, *((fqn, 2) for fqn in found))))
+    return [fqn for fqn in found if fqn not in wrong]
 
 
 @dataclass(frozen=True)

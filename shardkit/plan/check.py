@@ -162,23 +162,25 @@ def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
                 yield message(fqn, problem, rule, fix)
 
 
-def tiles(plan: ShardingPlan) -> Iterator[str]:
-    """Yield an error for each module that cannot compute in tiles as the plan says."""
-    units = {fqn: unit for unit in plan.units for fqn in unit.modules}
+def tile_problems(plan: ShardingPlan) -> dict[str, str]:
+    """Return an error for each module, by FQN, that cannot compute in tiles as the plan says."""
+    found: dict[str, str] = {}
+    units = {fqn: unit for unit in plan.units for fqn in unit.modules} if plan.tiles else {}
+    inner = {outer: name for name in (*units, *dict(plan.tiles)) for outer in ancestors(name)}
     for fqn, number in plan.tiles:
-        inside = [name for name in (*units, *dict(plan.tiles)) if fqn in ancestors(name)]
         compiled = next((name for name in (fqn, *ancestors(fqn)) if name in units and units[name].compile), None)
         problem = rule = ""
         if type(number) is not int or number < 2:
             problem, rule, fix = f"tiles={number!r}", "It is a number of tiles, at least 1", "Use tiles=4"
-        elif inside:
-            problem = f"has tiles={number}, and {listing(inside, 4)} inside, a unit or in tiles too"
+        elif fqn in inner:
+            problem = f"has tiles={number}, and {inner[fqn]} inside, a unit or in tiles too"
             rule, fix = "A unit inside would be gathered for each tile", "Select the innermost of them with tiles="
         elif compiled is not None:
             problem = f"has tiles={number}, and {compiled or '(root)'} is compiled"
             rule, fix = "Tiles are computed eagerly", "Pass compile=False for that unit, or leave out tiles="
         if problem:
-            yield message(fqn or "(root)", problem, rule, fix)
+            found[fqn] = message(fqn or "(root)", problem, rule, fix)
+    return found
 
 
 _RULES = (
@@ -193,5 +195,5 @@ _RULES = (
     _world_size_to_reshard_to,
     _shard_dims,
     skipping.problems,
-    tiles,
+    lambda plan: iter(tile_problems(plan).values()),
 )

@@ -59,9 +59,9 @@ def build_plan(
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
     plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
-    tiles = ((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1"))
-    plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in sorted(tiles)))
-    plan.check()
+    if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
+        plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
+        plan.check()
     return plan
 
 

@@ -23,8 +23,8 @@ def tiled_loss(
     """Return the loss of ``head(hidden)``, a sum over tokens, in tiles: the logits of one are alive at a time.
 
     Backward computes each tile's logits again. ``head`` is called once, and all tiles are inside of this call, so that
-    FSDP2 gathers and reduces it once, also as a part of the unit ``[norm, head]`` or with a tied weight. Call it in the
-    forward of the model, or of a method in ``forward_methods``, where the model would call ``head``. Local.
+    FSDP2 gathers and reduces it once, also as a part of the unit ``[norm, head]`` or with a tied weight. Call it where
+    the model would call ``head``: in its forward, or in a method of ``forward_methods``. Local.
 
     Args:
         head: maps (tokens, features) to logits, each token alone.
