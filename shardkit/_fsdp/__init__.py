@@ -6,6 +6,8 @@ a new torch, look here first. The classes are ``FSDPState`` and ``FSDPParamGroup
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -248,6 +250,18 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
                 vars(state).update({name: attributes[name]} if name in attributes else {})
         for hooks, number, hook in found:
             hooks[number] = hook
+
+
+def allow_views(modules: Iterable[nn.Module]) -> None:
+    """Ignore torch's warning that a unit of these modules returned a view, for the rest of the process. Local.
+
+    Changing the view in place removes the unit's hook of backward, which gathers parameters. That changes nothing for a
+    unit below the root that does not reshard after forward: torch 2.13 to 2.15 warn all the same, of any ``nn.Linear``
+    with an input of three dims.
+    """
+    names = ", ".join(type(module).__name__ for module in modules)
+    text = re.escape(f"FSDP2-wrapped module ({names}) returned a view tensor")
+    warnings.filterwarnings("ignore", text, UserWarning)
 
 
 def _is_bound_to(hook: Any, state: Any) -> bool:

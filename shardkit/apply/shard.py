@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
-from shardkit._fsdp import fsdp_units
+from shardkit._fsdp import allow_views, fsdp_units
 from shardkit._fsdp.skipping import explain_errors
 from shardkit._torch import real_tensors
 from shardkit._torch.meshes import with_timeout_of_world
@@ -217,6 +217,7 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
     for unit in fsdp_units(model):
         if unit.post_forward_mesh_info not in (None, unit.mesh_info):
             with_timeout_of_world(unit.post_forward_mesh_info.mesh)  # made by fully_shard for an int
+    _allow_views(model, plan)
     refuse_fsdp1_statics(model)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
@@ -244,6 +245,14 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
         made[unit].calls.extend(made[each] for each in called)
     watch_calls([made[unit] for unit in inner])
     explain_errors(model, explain)
+
+
+def _allow_views(model: nn.Module, plan: ShardingPlan) -> None:
+    units = [(unit, [model.get_submodule(fqn) for fqn in unit.modules]) for unit in plan.units]
+    resharded = [list(map(type, modules)) for unit, modules in units if unit.reshard_after_forward is not False]
+    for unit, modules in units:
+        if "" not in unit.modules and unit.reshard_after_forward is False and list(map(type, modules)) not in resharded:
+            allow_views(modules)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.shards import as_sharded, replicated
 from shardkit.state.names import clean_name, parameter_names
@@ -33,7 +35,10 @@ from shardkit.state.plan import Spec, is_spec, raise_listed
 from shardkit.state.routes import Routes, local_of, routes_of
 from shardkit.state.transfer import Move, Source, check_src, shape_of, share, transfer, world_groups
 
+logger = logging.getLogger("shardkit")
+
 _NO_OPTIONS = ("params", "param_names")
+_SCHEDULED = ("lr", "betas", "momentum")  # which LR schedulers set at every step
 
 
 def load_full_optimizer_state_dict(
@@ -210,12 +215,12 @@ def _differing(groups: list[dict[str, Any]]) -> str:
     first, *others = {id(group): group for group in groups}.values() or ({},)
     keys = [key for key in dict.fromkeys(chain(first, *others)) if key not in _NO_OPTIONS]
     absent = object()
-
-    def same(one: object, other: object) -> bool:
-        return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
-
-    differ = [key for key in keys if not all(same(first.get(key, absent), o.get(key, absent)) for o in others)]
+    differ = [key for key in keys if not all(_same(first.get(key, absent), o.get(key, absent)) for o in others)]
     return ", ".join(f"{key} differs" for key in differ)
+
+
+def _same(one: object, other: object) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
@@ -225,21 +230,40 @@ def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found
     raise_listed("state_dict", mismatches(own, found), rule, fix)
 
 
+def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
+    scheduled = "initial_lr" in saved
+    own = {"initial_lr": own["lr"], **own} if scheduled and "lr" in own else own
+    for key, value in saved.items():
+        if key in own and key not in (*_NO_OPTIONS, *_SCHEDULED * scheduled) and not _same(own[key], value):
+            yield f"{key}={value} instead of {own[key]}"
+
+
+def _report(changed: Iterable[str]) -> None:
+    if (found := list(dict.fromkeys(changed))) and (not dist.is_initialized() or dist.get_rank() == 0):
+        rule = "Saved options win, as in torch's load_state_dict, so that training goes on as it was"
+        fix = "To use others, set them in optimizer.param_groups after the load, and in scheduler.base_lrs"
+        logger.warning(message("optimizer", f"takes {listing(found, 5)}", rule, fix))
+
+
 def install(
     optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], state: OptimizerState, *, exact: bool = False
 ) -> None:
     """Load each optimizer's state, and the options of its parameters' groups, by ``load_state_dict``. Local.
 
-    Options that the state lacks stay. ``exact`` keeps its dtypes, which torch converts to those of the parameters.
+    Options that the state lacks stay, and those that change are logged. ``exact`` keeps the state's dtypes, which torch
+    converts to those of the parameters.
     """
     options = options_by_name(state)
     empty = iter([group for group in state["param_groups"] if not group["params"]])
+    changed: list[str] = []
     for optimizer in optimizers:
         packed, fqns = optimizer.state_dict(), group_names(optimizer, names)
         before = [dict(group) for group in optimizer.param_groups]
         groups = []
         for group, own in zip(packed["param_groups"], fqns, strict=True):
             saved = next((options[fqn] for fqn in own if fqn in options), {}) if own else next(empty, {})
+            changed += _changed(group, saved)
             groups.append({**group, **{key: value for key, value in saved.items() if key not in _NO_OPTIONS}})
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found = zip(numbers, chain.from_iterable(fqns), strict=True)
@@ -255,3 +279,4 @@ def install(
             for name, value in state["state"].get(fqn, {}).items() if kept else ():
                 if name != "step" and isinstance(value, Tensor) and kept[name].dtype != value.dtype:
                     kept[name] = value.to(kept[name].device)  # which load_state_dict cast to the parameter's dtype
+    _report(changed)

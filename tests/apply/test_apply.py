@@ -4,6 +4,7 @@ import copy
 import functools
 import pathlib
 import sys
+import warnings
 import weakref
 from datetime import timedelta
 from unittest import mock
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, plan_model, shard_model, training_mesh
+from shardkit import FSDPModule, MeshSpec, by_class, by_name, plan_model, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
+from shardkit._torch import torch_version
 from shardkit.apply import mesh
 from shardkit.testing import comm_counts, distributed, fake_world
 
@@ -237,3 +239,17 @@ def test_only_a_group_of_ours_is_destroyed_at_exit(monkeypatch: pytest.MonkeyPat
     with fake_world(2):
         mesh._destroy(ours)
         assert torch.distributed.is_initialized(), "a later group, which somebody else made"
+
+
+def test_torchs_warning_of_views_is_ignored_where_it_is_wrong() -> None:
+    def warned(reshards: bool) -> str:
+        blocks = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.ReLU())
+        with fake_world(2), warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model = shard_model(blocks, units=[by_name("2", reshard_after_forward=reshards)])
+            model(torch.ones(2, 3, 4))
+        return " ".join(str(each.message) for each in found)
+
+    assert "FSDP2-wrapped module" not in warned(reshards=False)
+    if torch_version() >= (2, 13):
+        assert "FSDP2-wrapped module (FSDPSequential)" in warned(reshards=True)

@@ -316,3 +316,26 @@ def test_a_process_alone_needs_no_group():
     fresh = OPTIMIZERS["adamw"](two_groups(model))
     load_full_optimizer_state_dict(model, fresh, full)
     assert_same(full_optimizer_state_dict(model, fresh), full)
+
+
+def test_options_that_a_load_changes_are_logged(caplog):
+    model, adamw = nn.Linear(2, 2), torch.optim.AdamW
+
+    def load(saved: Optimizer, into: Optimizer) -> str:
+        caplog.clear()
+        load_full_optimizer_state_dict(model, into, full_optimizer_state_dict(model, saved))
+        assert into.param_groups[0]["lr"] == saved.param_groups[0]["lr"]
+        return caplog.text
+
+    before = adamw(model.parameters(), lr=0.1)
+    assert "takes lr=0.1 instead of 0.5, weight_decay=0.01 instead of 0.2." in load(
+        before, adamw(model.parameters(), lr=0.5, weight_decay=0.2)
+    )
+    assert load(before, adamw(model.parameters(), lr=0.1)) == ""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(before, 0.5)
+    before.step()
+    scheduler.step()
+    fresh, scheduled = adamw(model.parameters(), lr=0.1), adamw(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
+    assert load(before, fresh) == load(before, scheduled) == ""  # what the scheduler did is no change of the code
+    assert "takes initial_lr=0.1 instead of 0.5." in load(before, adamw(model.parameters(), lr=0.5))

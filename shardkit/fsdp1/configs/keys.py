@@ -230,10 +230,10 @@ def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
     pin: bool | None = section.get("cpu_offload_pin_memory", BOOLEAN)
     if pin is not False:
         answer = "implied: Offloaded shards are pinned where there is an accelerator."
+    elif not offload:
+        answer = "noted: Without offload_params: true there is nothing to pin."
     elif version == 1:
         answer = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
-    elif not offload:
-        answer = "refused: Without offload_params: true there is nothing to pin."
     else:
         answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
     section.note("cpu_offload_pin_memory", answer)
