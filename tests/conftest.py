@@ -8,6 +8,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The first interpreter that a test starts compiles the package for all others.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # of pyarrow, which TRL imports
 
 import forks
 import pytest

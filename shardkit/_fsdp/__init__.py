@@ -131,6 +131,14 @@ def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
     return trained[0].mp_policy.reduce_dtype or stored
 
 
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes that floating-point parameters of the model's units are gathered in. Local, pure."""
+    pairs = [(getattr(unit, "mp_policy", None), param) for unit in fsdp_units(model) for param in unit.fsdp_params]
+    floating = [(policy, param) for policy, param in pairs if param.sharded_param.is_floating_point()]
+    # Since torch 2.15 there is a policy for each parameter.
+    return {(policy or param.mp_policy).param_dtype or param.sharded_param.dtype for policy, param in floating}
+
+
 def all_reduce_hook(unit: FSDPUnit) -> object:
     """Return what ``set_all_reduce_hook`` set, None without one: it has no getter (torch 2.11 to 2.15). Local, pure."""
     if not hasattr(unit, "_all_reduce_hook"):

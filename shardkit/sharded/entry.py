@@ -8,6 +8,7 @@ under ``inference_mode`` cannot be trained. And what ``create_graph=True`` saved
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -134,6 +135,11 @@ def _gather_once(module: nn.Module, name: str, watch: _Watch) -> None:
             raise_named(watch.root, error)  # type: ignore[arg-type]
             raise
 
+    # functools.wraps of a bound method: inspect would drop its first parameter as self, and transformers' Trainer the
+    # column input_ids of the data set with it. torch's own wrapper does (2.11 to 2.15).
+    own = inspect.signature(original)
+    self_ = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = own.replace(parameters=[self_, *own.parameters.values()])  # type: ignore[attr-defined]
     events.not_inlined_when_compiled(method)  # type: ignore[arg-type]
     setattr(module, name, MethodType(method, module))
 

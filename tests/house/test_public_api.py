@@ -22,6 +22,7 @@ from test_docs import PAGES, ROOT, blocks
 import shardkit
 import shardkit.checkpoint
 import shardkit.fsdp1
+import shardkit.integrations
 import shardkit.memory
 import shardkit.sequence
 import shardkit.testing
@@ -95,7 +96,14 @@ NAMES = OF_TORCH | {
     "watch",
     "zero_grad",
 }
-PUBLIC_MODULES = (shardkit.checkpoint, shardkit.fsdp1, shardkit.memory, shardkit.sequence, shardkit.testing)
+PUBLIC_MODULES = (
+    shardkit.checkpoint,
+    shardkit.fsdp1,
+    shardkit.integrations,
+    shardkit.memory,
+    shardkit.sequence,
+    shardkit.testing,
+)
 # Never needed by the library: the extras, and what torch itself can do without.
 OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -189,6 +190,15 @@ def test_forward_by_name_and_methods():
             plain, model = pair(Coder, forward_methods=("encode", "body"), **options)
             assert_trains_alike(plain, model, call)
             assert_trains_alike(plain, model, usual_loss)
+
+
+def test_methods_keep_their_signatures() -> None:
+    """transformers' Trainer passes the columns that ``forward`` has parameters for."""
+    plain = Coder()
+    with fake_world(2):
+        model = shard_model(Coder(), forward_methods=["encode"])
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert inspect.signature(model.encode) == inspect.signature(plain.encode)
 
 
 @distributed(world_size=2)

@@ -1,0 +1,77 @@
+"""accelerate's Accelerator, unchanged, on sharded models: docs/integrations.md's function against a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from other_trainers import BATCH, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardkit import shard_model
+from shardkit.errors import ShardkitError
+from shardkit.integrations import keep_sharded
+from shardkit.testing import distributed
+
+packages("accelerate.accelerator", "transformers.models.llama.modeling_llama")
+
+
+def loader() -> DataLoader:
+    return DataLoader(rows(), batch_size=BATCH // dist.get_world_size())
+
+
+def trains_like_the_plain_loop(tmp_path):
+    train = of_the_page("with_accelerate")
+    with torchrun():
+        accelerator, model, losses = train(tiny(), loader(), tmp_path / "half", steps=2)
+        _, whole, all_losses = train(tiny(), loader(), tmp_path / "all", steps=4)
+        _, resumed, later = train(tiny(), loader(), tmp_path / "again", steps=2, resume=tmp_path / "half")
+        assert [*losses, *later] == all_losses
+        assert_same(full(resumed), full(whole))
+        plain = plain_loop(2, accumulate=2)
+        assert all_losses == pytest.approx(plain.losses, abs=1e-5)
+        plain.assert_like(whole)
+        expected, state = full(model), accelerator.get_state_dict(model)
+        assert_same(state, expected if dist.get_rank() == 0 else {})  # the whole model on rank 0, and no shards
+        accelerator.save_model(model, tmp_path / "weights")
+        dist.barrier()
+        from safetensors.torch import load_file
+
+        assert_same(load_file(tmp_path / "weights" / "model.safetensors"), expected)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_on_2_ranks(tmp_path):
+    trains_like_the_plain_loop(tmp_path)
+
+
+@distributed(world_size=4, backend="gloo")
+def test_on_4_ranks(tmp_path):
+    trains_like_the_plain_loop(tmp_path)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_prepare_takes_several_models_and_no_plain_one():
+    from accelerate import Accelerator
+
+    with torchrun():
+        accelerator = keep_sharded(keep_sharded(Accelerator(cpu=True)))  # a second time changes nothing
+        actor, critic = shard_model(tiny()), shard_model(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(critic.parameters())
+        params = [id(param) for param in critic.parameters()]
+        first, second, prepared, rest = accelerator.prepare(actor, critic, optimizer, "rest")
+        assert (first, second, rest) == (actor, critic, "rest")
+        assert [id(param) for group in prepared.param_groups for param in group["params"]] == params
+        assert accelerator.prepare(loader()).batch_sampler.num_processes == 2
+        with pytest.raises(ShardkitError, match="Linear is not sharded"):
+            accelerator.prepare(nn.Linear(4, 1))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_accelerate_alone_fails():
+    """If this passes without keep_sharded one day, the page has a line too many."""
+    from accelerate import Accelerator
+
+    with torchrun(), pytest.raises(RuntimeError, match="flatten unevenly sharded"):
+        Accelerator(cpu=True).prepare(shard_model(tiny()))

@@ -1,0 +1,154 @@
+"""transformers' Trainer, unchanged, on sharded models: the function of docs/integrations.md, flags, and 4 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from other_trainers import LR, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
+from torch import nn
+
+from shardkit import MixedPrecisionPolicy, save_pretrained, shard_model, step_on_whole_matrices
+from shardkit.errors import ShardkitError
+from shardkit.integrations import keep_sharded
+from shardkit.testing import distributed
+
+packages("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@distributed(world_size=2, backend="gloo")
+def test_the_trainer_of_the_page(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    train = of_the_page("with_trainer")
+    with torchrun():
+        trainer = train(model := tiny(), rows(), str(tmp_path))
+        plain = plain_loop(4, accumulate=2, decay=0.0)
+        steps = [sum(pair) / 2 for pair in zip(plain.losses[::2], plain.losses[1::2], strict=True)]
+        assert logged(trainer, "loss") == pytest.approx(steps, abs=2e-6)
+        assert logged(trainer, "grad_norm") == pytest.approx(plain.norms, rel=1e-6)
+        plain.assert_like(model)
+        assert type(trainer.model_wrapped) is type(model)  # nothing around it
+
+        again = train(resumed := tiny(), rows(), str(tmp_path), resume=f"{tmp_path}/checkpoint-2")
+        assert_same(full(model), full(resumed))
+        assert logged(again, "loss") == logged(trainer, "loss")
+
+        expected = torch.stack([plain.model(**{k: v[None] for k, v in row.items()}).loss for row in rows()]).mean()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), abs=1e-5)
+        assert_same(full(LlamaForCausalLM.from_pretrained(tmp_path)), full(model))
+        save_pretrained(model, tmp_path / "streamed")
+        assert_same(full(LlamaForCausalLM.from_pretrained(tmp_path / "streamed")), full(model))
+
+
+def short_run(folder: Any, *, plan: Any = None, optimizer: Any = None, first: Any = None, **options: Any) -> Any:
+    """Three steps of Trainer; returns it and the model."""
+    from transformers import Trainer, TrainingArguments
+
+    model = shard_model(tiny(), **(plan or {}))
+    common = {"per_device_train_batch_size": 2, "learning_rate": LR, "lr_scheduler_type": "constant"}
+    common |= {"max_steps": 3, "train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "save_strategy": "no"}
+    common |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    args = TrainingArguments(str(folder), **{**common, **options})
+    optimizers = (optimizer(model) if optimizer else None, None)
+    trainer = Trainer(model, args, train_dataset=rows(), eval_dataset=rows(), optimizers=optimizers)
+    keep_sharded(trainer)
+    if first:
+        first(trainer)
+    trainer.train()
+    return trainer
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    return step_on_whole_matrices(torch.optim.Muon(matrices, lr=1e-3))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_flags_of_the_trainer_change_nothing_else(tmp_path):
+    with torchrun():
+        plain = plain_loop(3, decay=0.0)
+        reference = short_run(tmp_path, first=lambda trainer: trainer.evaluate())  # before any training, too
+        plain.assert_like(reference.model)
+        recomputed = short_run(tmp_path, activation_checkpointing=True)
+        assert recomputed.model.is_gradient_checkpointing
+        assert_same(full(recomputed.model), full(reference.model))
+        # bf16=True beside a bf16 plan: the plan casts, and autocast does not cast again.
+        by_the_plan = short_run(tmp_path, plan={"mp_policy": BF16})
+        asked_too = short_run(tmp_path, plan={"mp_policy": BF16}, bf16=True)
+        assert_same(full(asked_too.model), full(by_the_plan.model))
+        assert not torch.equal(full(asked_too.model)["lm_head.weight"], full(reference.model)["lm_head.weight"])
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        best_run = short_run(tmp_path, optimizer=muon, save_strategy="steps", **best)
+        losses = logged(best_run, "eval_loss")
+        assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
+    def error(**options: Any) -> str:
+        with pytest.raises(ShardkitError) as raised, torchrun():
+            short_run(tmp_path, **options)
+        return str(raised.value)
+
+    assert error(bf16=True).startswith("mixed_precision: bf16 was asked for, and the model computes in torch.float32")
+    assert error(fsdp=True).startswith("fsdp: tells accelerate to shard too")
+    if not torch.cuda.is_available():  # accelerate takes a CPU rank of torchrun for the only process
+        assert "trains on 1 processes, and the process group has 2 ranks" in error(use_cpu=False)
+    with torchrun():
+        from transformers import Trainer, TrainingArguments
+
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        with pytest.raises(ShardkitError, match="is not sharded"):
+            keep_sharded(Trainer(tiny(), args))
+        with pytest.raises(ShardkitError, match="is a Llama"):
+            keep_sharded(tiny())
+
+
+@distributed(world_size=4, backend="gloo")
+def test_4_ranks_of_which_some_hold_nothing(tmp_path):
+    """A classifier of 2 labels: accelerate's own prepare confuses the parameters whose shards are empty."""
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        config = BertConfig(**sizes, num_hidden_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        return BertForSequenceClassification(config)
+
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"][0] % 2} for row in rows()]
+    common = {"learning_rate": LR, "max_steps": 2, "save_steps": 1, "use_cpu": True, "report_to": []}
+    common |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "lr_scheduler_type": "constant"}
+    common |= {"average_tokens_across_devices": False}  # transformers multiplies a classifier's loss by the ranks
+
+    def run(model: nn.Module, batch: int, resume: str | None = None) -> nn.Module:
+        args = TrainingArguments(str(tmp_path), per_device_train_batch_size=batch, **common)
+        trainer = keep_sharded(Trainer(model, args, train_dataset=data))
+        trainer.train(resume_from_checkpoint=resume)
+        return model
+
+    with torchrun():
+        trained = run(shard_model(build()), 1)
+        held = [param.to_local().numel() for param in trained.parameters()]
+        assert dist.get_rank() < 2 or held.count(0) > 1
+        resumed = run(shard_model(build()), 1, f"{tmp_path}/checkpoint-1")
+        assert_same(full(resumed), full(trained))
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.0)
+    for start in (0, 4):
+        batch = data[start : start + 4]
+        inputs = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+        plain(**inputs).loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in full(trained).items():
+        torch.testing.assert_close(param, plain.get_parameter(name).detach(), rtol=1e-4, atol=2e-5)
