@@ -1,8 +1,8 @@
 """The functions of docs/integrations.md, what they train, and the plain loop that they must agree with.
 
 Other trainers find ranks by torchrun's environment, and accelerate keeps its state for the process: ``torchrun``
-gives the ranks of a pool both for one run. The packages take seconds to import: ``packages`` does so in pytest's process, once
-for all ranks.
+gives the ranks of a pool both for one run. The packages take seconds to import: ``packages`` does so in pytest's
+process, once for all ranks.
 """
 
 from __future__ import annotations

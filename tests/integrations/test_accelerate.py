@@ -41,17 +41,17 @@ def trains_like_the_plain_loop(tmp_path):
         assert_same(load_file(tmp_path / "weights" / "model.safetensors"), expected)
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_on_2_ranks(tmp_path):
     trains_like_the_plain_loop(tmp_path)
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=4, backend="gloo", timeout=120)
 def test_on_4_ranks(tmp_path):
     trains_like_the_plain_loop(tmp_path)
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_prepare_takes_several_models_and_no_plain_one():
     from accelerate import Accelerator
 
@@ -68,10 +68,10 @@ def test_prepare_takes_several_models_and_no_plain_one():
             accelerator.prepare(nn.Linear(4, 1))
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_accelerate_alone_fails():
     """If this passes without keep_sharded one day, the page has a line too many."""
     from accelerate import Accelerator
 
-    with torchrun(), pytest.raises(RuntimeError, match="flatten unevenly sharded"):
+    with torchrun(), pytest.raises(RuntimeError, match="DTensor"):
         Accelerator(cpu=True).prepare(shard_model(tiny()))

@@ -42,17 +42,17 @@ def lightning_trains_like_the_plain_loop(tmp_path):
         plain.assert_like(module, "model.")
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_lightning_on_2_ranks(tmp_path):
     lightning_trains_like_the_plain_loop(tmp_path)
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=4, backend="gloo", timeout=120)
 def test_lightning_on_4_ranks(tmp_path):
     lightning_trains_like_the_plain_loop(tmp_path)
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_fabric(tmp_path):
     train = of_the_page("with_fabric")
     with torchrun():

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from other_trainers import LR, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
 from torch import nn
 
-from shardkit import MixedPrecisionPolicy, save_pretrained, shard_model, step_on_whole_matrices
+from shardkit import MixedPrecisionPolicy, save_pretrained, shard_model, sharded_average, step_on_whole_matrices
 from shardkit.errors import ShardkitError
 from shardkit.integrations import keep_sharded
+from shardkit.state.average import ShardedAverage
 from shardkit.testing import distributed
 
 packages("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
@@ -24,7 +25,7 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_the_trainer_of_the_page(tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -67,17 +68,35 @@ def short_run(folder: Any, *, plan: Any = None, optimizer: Any = None, first: An
     return trainer
 
 
+def ema(model: nn.Module, made: list[ShardedAverage]) -> Any:
+    """A callback that averages the weights of each step."""
+    from transformers import TrainerCallback
+
+    made.append(sharded_average(model, 0.5))
+
+    class Average(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            made[0].update_parameters(model)
+
+    return Average()
+
+
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [param for param in model.parameters() if param.ndim == 2]
     return step_on_whole_matrices(torch.optim.Muon(matrices, lr=1e-3))
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_flags_of_the_trainer_change_nothing_else(tmp_path):
     with torchrun():
         plain = plain_loop(3, decay=0.0)
         reference = short_run(tmp_path, first=lambda trainer: trainer.evaluate())  # before any training, too
         plain.assert_like(reference.model)
+        averages: list[ShardedAverage] = []
+        short_run(tmp_path, first=lambda trainer: trainer.add_callback(ema(trainer.model, averages)))
+        expected = [full(plain_loop(steps, decay=0.0).model)["lm_head.weight"] for steps in (1, 2, 3)]
+        mean = (expected[0] / 2 + expected[1] / 2) / 2 + expected[2] / 2
+        torch.testing.assert_close(full(averages[0])["module.lm_head.weight"], mean, rtol=1e-4, atol=2e-5)
         recomputed = short_run(tmp_path, activation_checkpointing=True)
         assert recomputed.model.is_gradient_checkpointing
         assert_same(full(recomputed.model), full(reference.model))
@@ -92,7 +111,7 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
     def error(**options: Any) -> str:
         with pytest.raises(ShardkitError) as raised, torchrun():
@@ -113,7 +132,7 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
             keep_sharded(tiny())
 
 
-@distributed(world_size=4, backend="gloo")
+@distributed(world_size=4, backend="gloo", timeout=120)
 def test_4_ranks_of_which_some_hold_nothing(tmp_path):
     """A classifier of 2 labels: accelerate's own prepare confuses the parameters whose shards are empty."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments

@@ -34,7 +34,7 @@ def texts() -> Any:
     return Dataset.from_list([{"text": " ".join(f"w{number}" for number in line)} for line in lines])
 
 
-@distributed(world_size=2, backend="gloo")
+@distributed(world_size=2, backend="gloo", timeout=120)
 def test_sft(tmp_path):
     train, folder = of_the_page("with_trl"), str(tmp_path)
     with torchrun():
@@ -50,6 +50,7 @@ def alone(folder: str) -> list[float]:
     from trl import SFTConfig, SFTTrainer
 
     options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    options |= {"save_strategy": "no"}
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}):
         args = SFTConfig(folder, **options, max_length=16, use_cpu=True, report_to=[], disable_tqdm=True)
         assert args.world_size == 1
