@@ -7,6 +7,7 @@ that once, for one rank's batch, without sharding anything. What the units hold 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -185,6 +186,7 @@ def fake_tensors(
         torch.enable_grad(),
         real_tensors(),
         undone(model),
+        _unpacked(batch),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         # Parameters, buffers, and plain attributes.
@@ -203,6 +205,22 @@ def fake_tensors(
             yield params, (), {name: _faked(value) for name, value in batch.items()}
         else:
             yield params, tuple(map(_faked, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+
+
+@contextmanager
+def _unpacked(batch: Any) -> Iterator[None]:
+    """Keep transformers from a mask of tokens by tokens for packed documents, which it takes all fake positions for."""
+    module, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    original = getattr(module, name, None)
+    # A batch with positions may be packed; only shapes are read.
+    if original is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        yield
+        return
+    setattr(module, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def _faked(value: Any) -> Any:

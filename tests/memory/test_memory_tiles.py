@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from memory_count import counted_peak
 from test_memory import mean, predicted_peak
 from torch import Tensor, nn
 
 from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, by_class, by_name, plan_model
-from shardkit.memory import plan_for_budget
+from shardkit.memory import estimate, plan_for_budget
 from shardkit.memory.estimate import Measured, recompute
 from shardkit.planning.default import find_mlps
 from shardkit.planning.tree import ModelTree
+from shardkit.sequence import tiled_loss
 
 
 class MLP(nn.Module):
@@ -66,6 +68,25 @@ def test_predicted_is_counted_and_tiles_save() -> None:
         assert peaks[name] == pytest.approx(predicted(plan), rel=0.001), name
     assert peaks["tiles"] < 0.4 * peaks["whole"]  # the activations of one tile, not of three MLPs
     assert peaks["recomputed, tiles"] < 0.6 * peaks["recomputed"]  # not of the MLP of one block
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_predicted_is_counted_in_a_model_of_transformers(tiles: bool) -> None:
+    """Without positions in the batch its attention has no mask, which fake tensors must not hide."""
+
+    class Llama(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden = self.model(input_ids, use_cache=False).last_hidden_state
+            return tiled_loss(self.lm_head, hidden, input_ids, tiles=8 if tiles else 1)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sharded, tokens = Llama(transformers.LlamaConfig(vocab_size=500, **sizes)), torch.randint(500, (1, 150))
+    units = by_name("model.layers.*.mlp", tiles=5 if tiles else 1)
+    plan = plan_model(sharded, mesh=MeshSpec.sharded(8), units=units)
+    row = estimate(sharded, plan=plan, batch=tokens, optimizer="none", loss=lambda loss: loss)["ZeRO-3"]
+    counted = counted_peak(sharded, plan, lambda m: m(tokens).backward())
+    assert row.peak is not None
+    assert row.peak.total - tokens.nbytes == pytest.approx(counted, rel=0.001)
 
 
 def test_a_budget_that_only_tiles_meet() -> None:
