@@ -77,3 +77,29 @@ def test_accelerate_alone_fails():
 
     with torchrun(), pytest.raises(RuntimeError, match="DTensor"):
         Accelerator(cpu=True).prepare(shard_model(tiny()))
+
+
+@distributed(world_size=2, backend="gloo", timeout=120)
+def saves(folder):
+    with torchrun():
+        of_the_page("with_accelerate")(tiny(), loader(), folder, steps=2)
+
+
+@distributed(world_size=4, backend="gloo", timeout=120)
+def loads(folder):
+    from accelerate import Accelerator
+
+    with torchrun():
+        accelerator = keep_sharded(Accelerator(cpu=True))
+        model = shard_model(tiny())
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.load_state(folder)
+        assert_same(full(model), torch.load(folder / "pytorch_model_fsdp.bin"))
+        moments = {name: optimizer.state[param]["exp_avg"].full_tensor() for name, param in model.named_parameters()}
+    saved = torch.load(folder / "optimizer.bin")["state"]
+    assert_same(moments, {name: state["exp_avg"] for name, state in saved.items()})
+
+
+def test_state_of_2_ranks_on_4(tmp_path):
+    saves(tmp_path)
+    loads(tmp_path)

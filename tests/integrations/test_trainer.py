@@ -16,7 +16,7 @@ from shardkit.integrations import keep_sharded
 from shardkit.state.average import ShardedAverage
 from shardkit.testing import distributed
 
-packages("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
+packages("accelerate", "peft", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -109,6 +109,27 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         best_run = short_run(tmp_path, optimizer=muon, save_strategy="steps", **best)
         losses = logged(best_run, "eval_loss")
         assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
+
+
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_adapters(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    train = of_the_page("with_trainer")
+
+    def build() -> nn.Module:
+        base = tiny()  # seeds the adapters too
+        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    with torchrun():
+        train(model := build(), rows(), str(tmp_path))
+        train(resumed := build(), rows(), str(tmp_path), resume=f"{tmp_path}/checkpoint-2")
+    assert_same(full(resumed), full(model))
+    saved = load_file(tmp_path / "adapter_model.safetensors")  # the adapters alone, and whole
+    trained = {name.replace(".default", ""): value for name, value in full(model).items() if "lora_" in name}
+    assert_same(saved, trained)
+    assert all(value.any() for value in saved.values())
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
