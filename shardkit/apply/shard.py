@@ -33,6 +33,7 @@ from shardkit.planning.tree import ModelTree
 from shardkit.ranks import Groups, announce, device_type, explain, gather_by_rank, together
 from shardkit.sharded.entry import attend
 from shardkit.sharded.means import divide_further
+from shardkit.sharded.merging import refuse_merges
 from shardkit.sharded.outside import refuse_calls_outside
 from shardkit.sharded.replicated import replicate
 from shardkit.sharded.root import answer_as_root
@@ -107,6 +108,7 @@ def apply_decided(
     _let_ranks_skip(model, plan, mesh.get_all_groups())
     attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
     refuse_calls_outside(model)
+    refuse_merges(model)
     answer_as_root(model)
     if setting := os.environ.get("SHARDKIT_WATCH"):
         from shardkit.watching.watch import watch_script  # on request only

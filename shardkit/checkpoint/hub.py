@@ -86,6 +86,8 @@ def skeleton(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             parent._modules[own_name] = bare[id(module)]
     empty = {id(tensor): _empty(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
+        if name.rpartition(".")[0] not in modules:
+            continue  # scales of a quantised weight, such as bitsandbytes', which no module registers
         parent, own_name = split(name)
         registry: dict[str, Any] = parent._parameters if isinstance(tensor, nn.Parameter) else parent._buffers
         registry[own_name] = empty[id(tensor)]
@@ -245,9 +247,11 @@ def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
     first = {id(tensor): name for name, tensor in reversed(kept_first)}
     sources = {n: Moved.of(n, t.dtype, t.shape) for n, t in tensors.items() if first[id(t)] == n}
     if is_adapted(model):
+        sources = {n: Moved.of(n, t.dtype, t.shape) for n, t in tensors.items()}  # VeRA's are shared by all layers
         if len(bare.peft_config) != 1:
             problem, rule = f"it has the adapters {', '.join(bare.peft_config)}", "A directory holds one adapter"
             raise CheckpointError(message("model", problem, rule, "Delete all but one, and save"))
+        _lend_prompts(bare, sources)
         found = sys.modules["peft"].get_peft_model_state_dict(bare, sources, next(iter(bare.peft_config)))
         return Export("adapter_model", dict(found), bare)
     if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
@@ -260,6 +264,16 @@ def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
     for name in getattr(bare, "_keys_to_ignore_on_save", None) or ():
         sources.pop(name, None)
     return Export("model", _transformers("core_model_loading").revert_weight_conversion(bare, sources), bare)
+
+
+def _lend_prompts(bare: Any, sources: Mapping[str, Moved]) -> None:
+    """Let a skeleton compute the prompts that peft saves (prefix and prompt tuning) from their sources. In place."""
+    for name, tensor in sources.items():
+        if name.startswith("prompt_encoder."):
+            parent, _, own_name = name.rpartition(".")
+            bare.get_submodule(parent)._parameters[own_name] = tensor
+    tokens = vars(bare).get("prompt_tokens", {})
+    bare.prompt_tokens = {name: Moved.constant(each) for name, each in tokens.items()}
 
 
 def described_config(model: nn.Module, dtype: torch.dtype | None = None) -> Any:

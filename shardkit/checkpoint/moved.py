@@ -82,6 +82,11 @@ class Moved(Tensor):
         """Return a tensor that is all of a source."""
         return _new(_Memory(torch.Size(shape), lambda fetch: fetch(source), key=source), dtype)
 
+    @staticmethod
+    def constant(tensor: Tensor) -> Moved:
+        """Return a tensor that is computed from no source."""
+        return _new(_Memory(tensor.shape, lambda _: tensor), tensor.dtype)
+
     def value(self, fetch: Fetch) -> Tensor:
         """Compute the full tensor; ``fetch`` returns a full source."""
         full = self.memory.value(fetch).contiguous()

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
-from shardkit.errors import ShardkitError, message
+from shardkit._torch import is_wrapper
+from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups
-from shardkit.shards import local_box, local_part
+from shardkit.shards import local_box, local_part, local_value
 from shardkit.state.routes import Axis, Route, Routes, box_along, local_of, part_of, wire_device
 from shardkit.state.wire import Parcel, all_gather, broadcast, copy_into, exchange, narrower
 
@@ -77,7 +78,15 @@ def buckets(items: Iterable[tuple[Tensor, torch.dtype, Any]], routes: Routes, pl
 
 
 def gathers(tensors: Iterable[tuple[str, Tensor]], routes: Routes, want: Want) -> list[Bucket]:
-    """Return the buckets in which tensors are gathered, by name; other than DTensors are not sent. Local."""
+    """Return the buckets in which tensors are gathered, by name; other than DTensors are not sent. Local.
+
+    Raises a ShardkitError for quantised weights, whose shards torch cannot join.
+    """
+    tensors = list(tensors)
+    if unfit := [name for name, like in tensors if isinstance(like, DTensor) and is_wrapper(local_value(like))]:
+        rule = "Shards of a quantised weight have no full tensor: blocks and scales are each shard's own"
+        fix = "Save it with save_checkpoint; merge adapters into the base in full precision"
+        raise ShardkitError(message(listing(unfit), "quantised, and cannot be gathered", rule, fix))
     return buckets(((like, want.dtype_of(like), (name, like)) for name, like in tensors), routes, Route())
 
 

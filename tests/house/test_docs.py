@@ -93,6 +93,7 @@ def test_the_reader_is_told_of_the_world_that_a_page_runs_in(page):
         assert f"`with shardkit.testing.fake_world({world[1]}):`" in page.read_text()[world.end() : world.end() + 200]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers' own, met by peft
 @pytest.mark.usefixtures("no_world_left")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):

@@ -152,6 +152,25 @@ def test_adapters_learn_and_load_into_an_ordinary_model(snapshot, tmp_path):
     assert all(param.any() for param in lora_b)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_on_nf4_learn_and_resume_as_if_never_stopped(snapshot, tmp_path):
+    pytest.importorskip("torchao")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def run(out, steps):
+        args = ["--model", snapshot, "--out", tmp_path / out, "--block", 32, "--scaler-block", 8, "--steps", steps]
+        return losses(on_2, "qlora.py", tmp_path, *args)
+
+    whole = run("whole", 4)
+    assert whole == run("parts", 2) + run("parts", 4)
+    files = {out: (tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("whole", "parts")}
+    assert files["whole"] == files["parts"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(snapshot), tmp_path / "parts")
+    assert all(param.any() for name, param in model.named_parameters() if "lora_B" in name)
+    assert len(list((tmp_path / "parts" / "runs").iterdir())) == 2
+
+
 def test_a_plan_for_a_cluster_needs_none(capsys):
     main = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))["main"]
     config = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}

@@ -1,0 +1,166 @@
+"""PEFT's adapters on sharded bases: the losses, files and merged weights of plain peft, and resume, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import ShardkitError, full_params, load_checkpoint, save_checkpoint, save_pretrained, shard_model
+from shardkit.testing import distributed
+
+peft = pytest.importorskip("peft")
+# transformers' own deprecation, met by peft
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+IDS = torch.arange(16).view(2, 8)
+
+
+def base(kind: str = "float32", tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    if kind == "float32":
+        return model
+    model = model.bfloat16()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head" and kind != "bfloat16":
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, _QUANTISE[kind](module))
+    return model
+
+
+def to_nf4(module: nn.Linear) -> nn.Module:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    module.weight = nn.Parameter(to_nf4(module.weight.detach(), 16, 8), requires_grad=False)
+    return module
+
+
+def to_bnb4(module: nn.Linear) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    dtype, sizes = torch.bfloat16, (module.in_features, module.out_features)
+    made = Linear4bit(*sizes, bias=False, compute_dtype=dtype, quant_type="nf4", quant_storage=dtype)
+    options = {"quant_type": "nf4", "quant_storage": dtype, "module": made}
+    made.weight = Params4bit(module.weight.data, requires_grad=False, **options)
+    return made.to("cpu")
+
+
+_QUANTISE = {"nf4": to_nf4, "bnb4": to_bnb4}
+TARGETS = {"target_modules": ["q_proj", "down_proj"]}
+
+
+def config(kind: str):
+    return {
+        "lora": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **TARGETS),
+        "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **TARGETS),
+        "ia3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], **TARGETS),
+        "vera": lambda: peft.VeraConfig(r=8, target_modules=["q_proj", "v_proj"]),
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        "alone": lambda: peft.LoraConfig(r=4, **TARGETS),
+    }[kind]()
+
+
+def adapted(on: str, kind: str, tied: bool = False) -> nn.Module:
+    """Adapters are in float32, as ``get_peft_model`` makes them."""
+    model = base(on, tied)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config(kind))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 2):
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def check(path, on: str, kind: str, tied: bool) -> None:
+    plain, model = adapted(on, kind, tied), adapted(on, kind, tied)
+    dtypes = {name: param.dtype for name, param in plain.named_parameters()}
+    model = shard_model(model)
+    assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
+    expected, _ = train(plain)
+    losses, optimizer = train(model)
+    assert losses == expected
+    assert losses[1] != losses[0]
+
+    save_pretrained(model, path / "adapter")
+    again = peft.PeftModel.from_pretrained(base(on, tied), path / "adapter")
+    want, found = (peft.get_peft_model_state_dict(each) for each in (plain, again))
+    assert want.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+    save_checkpoint(path / "checkpoint", model, optimizer, trainable_only=True)
+    other = shard_model(adapted(on, kind, tied))
+    params = [param for param in other.parameters() if param.requires_grad]
+    resumed = torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    load_checkpoint(path / "checkpoint", other, resumed)
+    assert train(other, resumed)[0] == train(model, optimizer)[0]
+
+
+CASES = [
+    *[("float32", kind, False) for kind in ("dora", "ia3", "vera", "prefix", "prompt")],
+    ("float32", "lora", True),
+    ("bfloat16", "alone", False),
+]
+
+
+@distributed(world_size=2, backend="gloo")
+def test_adapters_train_resume_and_load_into_plain_peft(tmp_path):
+    for number, (on, kind, tied) in enumerate(CASES):
+        check(tmp_path / str(number), on, kind, tied)
+
+
+@pytest.mark.parametrize(("on", "kind", "package"), [("nf4", "alone", "torchao"), ("bnb4", "ia3", "bitsandbytes")])
+def test_adapters_on_a_quantised_base(on, kind, package, tmp_path):
+    pytest.importorskip(package)
+    check_on_2(tmp_path, on, kind)
+
+
+@distributed(world_size=2, backend="gloo")
+def check_on_2(path, on, kind):
+    check(path, on, kind, False)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
+    for kind in ("alone", "dora", "ia3", "vera"):
+        plain, model = adapted("float32", kind), shard_model(adapted("float32", kind))
+        train(plain), train(model)
+        with pytest.raises(ShardkitError, match=r"q_proj\.merge: its parameters are sharded.*full_params"):
+            model.merge_and_unload()
+        expected = {name: value.clone() for name, value in plain.merge_and_unload().state_dict().items()}
+        assert any(not torch.equal(value, expected[name]) for name, value in base().state_dict().items())
+        with full_params(model, writeback=True):
+            merged = model.merge_and_unload()
+        found = {name: tensor.full_tensor() for name, tensor in merged.state_dict().items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), kind
+        save_pretrained(merged, tmp_path / kind)
+    assert (tmp_path / "dora" / "model.safetensors").exists()
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_quantised_base_is_not_gathered():
+    pytest.importorskip("torchao")
+    model = shard_model(adapted("nf4", "alone"))
+    with pytest.raises(ShardkitError, match=r"q_proj.*quantised, and cannot be gathered"), full_params(model):
+        pass
