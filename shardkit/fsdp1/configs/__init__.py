@@ -37,7 +37,8 @@ def from_config(
     ``fsdp: True``. Each note says whether its key is mapped, implied, noted, refused, not about sharding, or unknown.
 
     Args:
-        config: the configuration, or the path of a JSON or YAML file; YAML needs PyYAML.
+        config: the configuration, or the path of a JSON or YAML file, or of a program that calls
+            ``TrainingArguments(fsdp=...)`` or accelerate's ``FullyShardedDataParallelPlugin(...)``. YAML needs PyYAML.
         model: the whole model, not sharded yet.
         world_size: ranks to plan for; None takes the process group's or torchrun's, else what the configuration says.
         ranks_per_node: ranks per node, for hybrid strategies; None takes torchrun's, or what the configuration says.

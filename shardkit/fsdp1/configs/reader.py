@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from shardkit.errors import TranslationError, message
+from shardkit.fsdp1.configs.program import read_program
 from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
 
@@ -269,7 +270,7 @@ class Reader:
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    """Return the keys and values of a JSON or YAML file.
+    """Return the keys and values of a JSON or YAML file, or of the call in a program that configures FSDP.
 
     Raises:
         TranslationError: it cannot be read or parsed, holds no keys, or is YAML and PyYAML is not installed.
@@ -287,6 +288,8 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
 
 
 def _parse(file: Path, text: str) -> Any:
+    if file.suffix == ".py":
+        return read_program(file, text)
     try:
         return json.loads(text)
     except ValueError as error:

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "or a plain training YAML to an FSDP2 configuration or code, with a note for each key. Exit code: 0 if "
         "everything was translated, 1 if anything was refused, 2 if the command itself is invalid.",
     )
-    parser.add_argument("file", help="a JSON file, or a YAML file if PyYAML is installed")
+    parser.add_argument("file", help="a JSON file, a YAML file if PyYAML is installed, or a program")
     parser.add_argument(
         "--to",
         choices=("accelerate2", "torch", "plan"),

@@ -176,3 +176,50 @@ def test_axolotls_section_of_context_parallelism():
 def test_versions_that_disagree_are_an_error():
     with pytest.raises(TranslationError, match=r"fsdp_version: 1\. fsdp_config says 2"):
         read(axolotl(fsdp_version=1, fsdp_config={"version": 2}))
+
+
+PLUGIN = """
+plugin = accelerate.FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
+    cpu_offload=CPUOffload(offload_params=True), ignored_modules=None,
+)
+accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
+"""
+ARGUMENTS = """
+wrap = {"transformer_layer_cls_to_wrap": ["Block"], "version": 2}
+args = TrainingArguments(output_dir=out, bf16=True, fsdp="full_shard auto_wrap", fsdp_config=wrap, learning_rate=lr)
+"""
+
+
+def in_program(folder, text):
+    file = folder / "train.py"
+    file.write_text(text)
+    return read_config(file, Ranks())
+
+
+def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
+    wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}
+    section = {**wrap, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "offload_params": True}
+    file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": section}
+    assert in_program(tmp_path, PLUGIN).target == read_config(file, Ranks()).target
+    file = {"bf16": True, "fsdp": "full_shard auto_wrap", "fsdp_config": wrap}
+    reading = in_program(tmp_path, ARGUMENTS)
+    assert reading.target == read_config(file, Ranks()).target
+    assert fate(reading, "learning_rate") == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1", "has 0 calls that configure FSDP"),
+        (PLUGIN * 2, "has 2 calls that configure FSDP, in lines 2, 8"),
+        ("def f(:", "is not valid Python"),
+        ("TrainingArguments(fsdp='full_shard', **common)", r"is given \*\*common"),
+        ("TrainingArguments(fsdp=chosen)", "chosen"),
+        ("TrainingArguments(fsdp='full_shard', bf16=args.bf16)", "args.bf16"),
+        ("FullyShardedDataParallelPlugin(ignored_modules=[m])", "has ignored_modules"),
+    ],
+)
+def test_what_cannot_be_read_in_a_program_is_refused(tmp_path, text, problem):
+    with pytest.raises(TranslationError, match=problem):
+        in_program(tmp_path, text)

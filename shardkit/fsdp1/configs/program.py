@@ -1,0 +1,77 @@
+"""Read the call in a program that configures FSDP: TrainingArguments(...), FullyShardedDataParallelPlugin(...)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import TranslationError, listing, message
+
+PLUGIN = "FullyShardedDataParallelPlugin"
+# Keywords of the plugin that accelerate's file calls otherwise, and objects, for which it has no keys.
+_RENAMED = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
+_CONFIGS = ("state_dict_config", "optim_state_dict_config")
+_OBJECTS = ("mixed_precision_policy", "ignored_modules", "param_init_fn", *_CONFIGS)
+_OFFLOADS = {"CPUOffload(offload_params=True)": True, "CPUOffload(True)": True, "CPUOffloadPolicy()": True}
+
+
+def read_program(file: Path, text: str) -> dict[str, Any]:
+    """Return the keys and values of the one call in a program that configures FSDP, as a file of the tool has them.
+
+    Names that are assigned once are looked up. What is no literal stays text, which the format refuses where it needs
+    the value. Nothing is imported.
+
+    Raises:
+        TranslationError: it is not Python, or has no such call, several, or one whose arguments are elsewhere.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError) as error:
+        raise TranslationError(message(str(file), f"is not valid Python: {error}", "", "Fix the syntax")) from None
+    assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes if isinstance(node, ast.Assign)]
+    names = [name for name, _ in assigned]
+    known = {name: value for name, value in assigned if names.count(name) == 1}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _configures(node)]
+    if len(calls) != 1:
+        problem = f"has {len(calls)} calls that configure FSDP"
+        problem += f", in lines {listing(str(call.lineno) for call in calls)}" if calls else ""
+        rule = f"It has one call with fsdp= or fsdp_config=, such as TrainingArguments(...), or {PLUGIN}(...)"
+        raise TranslationError(message(str(file), problem, rule, "Give the file that has it, or a configuration file"))
+    given = _keywords(calls[0], known)
+    if _name(calls[0]) != PLUGIN:
+        return given
+    if objects := [key for key in _OBJECTS if given.pop(key, None) is not None]:
+        rule, fix = "Objects cannot be read from a program", "Leave them out, and pass them to shard_model"
+        raise TranslationError(message(PLUGIN, f"has {listing(objects)}", rule, fix))
+    found: dict[str, Any] = {"distributed_type": "FSDP"}
+    for accelerator in (node for node in nodes if isinstance(node, ast.Call) and _name(node) == "Accelerator"):
+        found |= {str(k.arg): _value(k.value, known) for k in accelerator.keywords if k.arg == "mixed_precision"}
+    return found | {"fsdp_config": {_RENAMED.get(key, key): value for key, value in given.items()}}
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _configures(call: ast.Call) -> bool:
+    return _name(call) == PLUGIN or any(each.arg in ("fsdp", "fsdp_config") for each in call.keywords)
+
+
+def _keywords(call: ast.Call, known: dict[str, ast.expr]) -> dict[str, Any]:
+    spread = [f"**{ast.unparse(each.value)}" for each in call.keywords if each.arg is None]
+    if hidden := [*map(ast.unparse, call.args), *spread]:
+        rule, fix = "Only keywords in the call can be read", "Write its keywords in the call"
+        raise TranslationError(message(f"line {call.lineno}", f"{_name(call)} is given {listing(hidden)}", rule, fix))
+    return {str(each.arg): _value(each.value, known) for each in call.keywords}
+
+
+def _value(node: ast.expr, known: dict[str, ast.expr]) -> Any:
+    node = known.get(ast.unparse(node), node)
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        items = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _value(value, known) for key, value in items if key is not None}
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return _OFFLOADS.get(ast.unparse(node), ast.unparse(node))
