@@ -69,8 +69,8 @@ def load_checkpoint(
     by number; a directory of such files from each rank (``*_rank_0.pt``), such as verl's, of DTensors, FSDP1's
     ShardedTensors or its LOCAL_STATE_DICT; a safetensors file, its index, or a directory of either.
 
-    Quantised optimizer state, such as torchao's, comes back exactly in the shards that saved it; in others its values are
-    quantised once more, by the optimizer's own class, and rank 0 logs a warning.
+    Quantised optimizer state, such as torchao's, comes back exactly in the shards that saved it. In others its values
+    are quantised once more, by the optimizer's own class, and rank 0 logs a warning.
 
     With as many ranks as saved, each rank gets its own random generators back. With another number, a generator that
     was equal on all ranks continues, and others are seeded by rank: different on each rank, and reproducible. The
