@@ -26,10 +26,8 @@ def attach(model: nn.Module, inner: PreTrainedModel, attention: Attention) -> Ca
     decoder = decoder_of(inner)
     with ExitStack() as undo:
         known.update((module, (attention, name)) for name, module in model.named_modules())
-        configs: dict[int, Any] = {
-            id(each.config): each.config for each in decoder.modules() if hasattr(each, "config")
-        }
-        for config in configs.values():
+        found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
+        for config in {id(each): each for each in found if hasattr(each, "_attn_implementation")}.values():
             name = config._attn_implementation
             undo.callback(setattr, config, "_attn_implementation", {"": name})  # without the configs inside
             config._attn_implementation = {"": register(name)}
