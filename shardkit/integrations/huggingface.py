@@ -8,6 +8,7 @@ is right for any FSDP2 model: ``no_sync``, clipping, state dicts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +109,7 @@ def _set_fsdp2(accelerator: Any) -> None:
         state.fsdp_plugin = plugin
 
 
-def _prepare(accelerator: Any, *args: Any, device_placement: Any = None) -> Any:
+def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """``Accelerator.prepare`` for sharded models, by its public methods for each kind of object.
 
     accelerate's own finds the optimizer's parameters again by their addresses, which empty shards have in common, and
@@ -117,19 +118,21 @@ def _prepare(accelerator: Any, *args: Any, device_placement: Any = None) -> Any:
     for each in args:
         if isinstance(each, nn.Module):
             _check_model(accelerator, each)
-    prepared = tuple(_prepare_one(accelerator, each) for each in args)
-    return prepared if len(prepared) > 1 else prepared[0]
+    placements: Sequence[bool | None] = device_placement or [None] * len(args)
+    prepared = [_prepare_one(accelerator, each, place) for each, place in zip(args, placements, strict=True)]
+    for index, each in enumerate(prepared):
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):  # last: it looks for its prepared optimizer
+            prepared[index] = accelerator.prepare_scheduler(each)
+    return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
-def _prepare_one(accelerator: Any, given: Any) -> Any:
+def _prepare_one(accelerator: Any, given: Any, device_placement: bool | None) -> Any:
     if isinstance(given, nn.Module):
         return accelerator.prepare_model(given, device_placement=False, evaluation_mode=True)
     if isinstance(given, torch.utils.data.DataLoader):
-        return accelerator.prepare_data_loader(given)
+        return accelerator.prepare_data_loader(given, device_placement=device_placement)
     if isinstance(given, torch.optim.Optimizer):
-        return accelerator.prepare_optimizer(given)
-    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-        return accelerator.prepare_scheduler(given)
+        return accelerator.prepare_optimizer(given, device_placement=device_placement)
     return given
 
 

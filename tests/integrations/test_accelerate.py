@@ -60,8 +60,10 @@ def test_prepare_takes_several_models_and_no_plain_one():
         actor, critic = shard_model(tiny()), shard_model(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(critic.parameters())
         params = [id(param) for param in critic.parameters()]
-        first, second, prepared, rest = accelerator.prepare(actor, critic, optimizer, "rest")
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        first, second, wrapped, prepared, rest = accelerator.prepare(actor, critic, schedule, optimizer, "rest")
         assert (first, second, rest) == (actor, critic, "rest")
+        assert wrapped.optimizers == [prepared]
         assert [id(param) for group in prepared.param_groups for param in group["params"]] == params
         assert accelerator.prepare(loader()).batch_sampler.num_processes == 2
         with pytest.raises(ShardkitError, match="Linear is not sharded"):
