@@ -11,12 +11,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, message
@@ -86,21 +85,11 @@ def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
     return refuse
 
 
-@dataclass(frozen=True)
-class Handle:
-    """The part of FSDP1's handle that programs read to average weights shard by shard, for one parameter.
-
-    Attributes:
-        flat_param: this rank's shard, as ``flat.flat_param`` returns it.
-    """
-
-    flat_param: Tensor
-
-
 def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
-    """Return a handle for each parameter, not for each wrapper."""
-    wrappers = wrappers_of(module)
-    return [Handle(flat) for each in wrappers for flat in flat_params(each)] if wrappers else original(module)
+    """Return a handle for each parameter, not for each wrapper: an object with its ``flat_param``."""
+    if not (wrappers := wrappers_of(module)):
+        return original(module)
+    return [SimpleNamespace(flat_param=flat) for each in wrappers for flat in flat_params(each)]
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
