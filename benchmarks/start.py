@@ -231,11 +231,20 @@ def prepared(name: str) -> int:
     return os.getpid()
 
 
-def started(name: str, model: str, folder: Path) -> tuple[Clock, float]:
-    """Run a side to its first step; what that took, and the loss."""
+_started: list[tuple[Clock, nn.Module]] = []  # between the two calls of a rank
+
+
+def started(name: str, model: str, folder: Path) -> None:
+    """Run a side until its first step could begin."""
     clock = Clock()
     module = SIDES[name](model, folder, clock)
     assert all(isinstance(param, DTensor) and not param.is_meta for param in module.parameters())
+    _started.append((clock, module))
+
+
+def stepped() -> tuple[Clock, float]:
+    """Run the first step; what all of it took, and the loss."""
+    clock, module = _started.pop()
     module.train()
     ids = torch.arange(TOKENS)[None] % 97
     with clock("first step"):
@@ -290,7 +299,8 @@ class Measured:
 
     seconds: dict[str, float]  # by stage, of the slowest rank
     cpu: float  # of all ranks
-    peak: int  # bytes, of the fullest rank
+    ready: int  # bytes, of the fullest rank, at most until the step
+    peak: int  # the same, with the step
     loss: float
 
 
@@ -299,10 +309,12 @@ def measure(name: str, model: str, folder: Path) -> Measured:
     with RankPool(RANKS, timeout=900) as pool, redirect_stdout(StringIO()):
         processes = pool.run(prepared, name)
         with sampled(processes) as peaks:
-            found = pool.run(started, name, model, folder)
+            pool.run(started, name, model, folder)
+            ready = max(peaks)
+            found = pool.run(stepped)
     clocks = [clock for clock, _ in found]
     seconds = {stage: max(clock.seconds.get(stage, 0) for clock in clocks) for stage in STAGES}
-    return Measured(seconds, sum(sum(clock.cpu.values()) for clock in clocks), max(peaks), found[0][1])
+    return Measured(seconds, sum(sum(clock.cpu.values()) for clock in clocks), ready, max(peaks), found[0][1])
 
 
 def check(found: dict[str, list[Measured]]) -> None:
@@ -315,15 +327,25 @@ def check(found: dict[str, list[Measured]]) -> None:
 
 def table(title: str, found: dict[str, list[Measured]]) -> str:
     """Fastest rounds in Markdown; ``values`` are initialised or loaded."""
-    heads = [title, *STAGES, "seconds", "CPU seconds", "ratio", "peak of a rank, MiB", "ratio"]
+    heads = [
+        title,
+        *STAGES,
+        "seconds",
+        "CPU seconds",
+        "ratio",
+        "peak of a rank until the step, MiB",
+        "ratio",
+        "with it",
+    ]
     lines, ours = [heads, ["---"] * len(heads)], next(iter(found.values()))
-    cpu, peak = min(run.cpu for run in ours), min(run.peak for run in ours)
+    cpu, ready = min(run.cpu for run in ours), min(run.ready for run in ours)
     for name, runs in found.items():
         fastest = min(runs, key=lambda run: sum(run.seconds.values()))
         cells = [f"{fastest.seconds[stage]:.2f}" if fastest.seconds[stage] else "-" for stage in STAGES]
-        least, memory = min(run.cpu for run in runs), min(run.peak for run in runs)
+        least, memory = min(run.cpu for run in runs), min(run.ready for run in runs)
         cells += [f"{sum(fastest.seconds.values()):.2f}", f"{least:.1f}", f"{least / cpu:.2f}"]
-        lines.append([name, *cells, f"{memory / MIB:,.0f}", f"{memory / peak:.2f}"])
+        cells += [f"{memory / MIB:,.0f}", f"{memory / ready:.2f}", f"{min(run.peak for run in runs) / MIB:,.0f}"]
+        lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -365,7 +387,7 @@ def heading(model: str, rounds: int) -> str:
     )
     return (
         f"# Start to first step, CPU, November 2026\n\n`python -m benchmarks.start --model {model} --rounds {rounds}`: "
-        f"{versions}, Python {platform.python_version()}, {os.cpu_count()} shared cores, other work running, {RANKS} "
+        f"{versions}, Python {platform.python_version()}, {os.cpu_count()} shared cores, {RANKS} "
         "gloo ranks. The fastest of all rounds; seconds of the slowest rank, CPU seconds of both."
     )
 
