@@ -151,7 +151,7 @@ def carry_out(
                 for module in [model.get_submodule(unit.modules[0]) for unit in ordered.intersection(units)]:
                     module.forward = in_order(module)
                 for fqn, number in plan.tiles if units[0] is plan.units[0] else ():
-                    model.get_submodule(fqn).forward = tiled(model.get_submodule(fqn), fqn, number)
+                    model.get_submodule(fqn).forward = tiled(model.get_submodule(fqn), fqn or "(root)", number)
                 for unit in units:
                     _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
                     if plan.mesh.parts(unit.mesh) > 1:

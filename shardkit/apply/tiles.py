@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardkit._fsdp import not_compiled
 from shardkit._fsdp.params import forward_hooks
 from shardkit._torch import FakeTensor, version_of
 from shardkit.errors import ShardkitError, message
 from shardkit.tiles import Tokens, in_tiles
 
+_CONTIGUOUS = torch.contiguous_format
 SAMPLED = 8  # tokens of each sequence
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RULE = "A module with tiles= works on each token alone, since it is called with one tile of them after another"
@@ -28,8 +30,8 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 
     Raises:
         ShardkitError: in forward, before anything is computed in tiles: the module mixes tokens, draws random numbers
-            other than those of dropout modules, changes buffers or attributes, does not return one tensor with a row
-            for each token, or has hooks inside.
+            other than those of dropout modules, changes buffers, attributes or its input, does not return one tensor
+            with a row for each token, or has hooks inside.
     """
     forward, checked = module.forward, set[bool]()
     run = in_tiles(forward, tiles, fqn)
@@ -55,6 +57,7 @@ def _refuse_hooks(module: nn.Module, fqn: str) -> None:
             raise ShardkitError(message(f"{fqn}.{name}", problem, rule, fix))
 
 
+@not_compiled
 @torch.no_grad()
 def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: Tokens, tiles: int) -> bool:
     """Return whether a few tokens are computed alike alone and among others; False if their values cannot tell.
@@ -69,7 +72,7 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     for each in dropouts:  # they work on each token alone, and nothing could be compared with random numbers
         each.training = False
     try:
-        problem, can_tell = _difference(forward, tokens, tiles)
+        problem, can_tell = _difference(module, forward, tokens, tiles)
     except Exception as error:  # as of attention, which gets keys and positions of all tokens
         cause, problem = error, f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
     finally:
@@ -83,10 +86,10 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     return can_tell
 
 
-def _difference(forward: Callable[..., Any], tokens: Tokens, tiles: int) -> tuple[str, bool]:
+def _difference(module: nn.Module, forward: Callable[..., Any], tokens: Tokens, tiles: int) -> tuple[str, bool]:
     """Return what differs, empty if nothing does, and whether the values can tell: not all are zero, none is NaN."""
     dim, device = tokens.dim, tokens.first.device
-    tile = Tokens("", *tokens.calls(lambda each: [each.chunk(tiles, dim)[0].contiguous()])[0])
+    tile = Tokens("", *tokens.calls(lambda each: [each.chunk(tiles, dim)[0].clone(memory_format=_CONTIGUOUS)])[0])
     kept = (torch.arange(len(tile), device=device) * 0.618034) % 1 < 0.5  # half of them, at no regular distance
 
     def others_changed(each: Tensor) -> list[Tensor]:
@@ -94,7 +97,10 @@ def _difference(forward: Callable[..., Any], tokens: Tokens, tiles: int) -> tupl
         return [torch.where(kept.view(-1, *[1] * (each.ndim - dim - 1)), each, others)]
 
     ((args, kwargs),) = tile.calls(lambda each: [each])
+    before = [(each, version_of(each)) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     whole = forward(*args, **kwargs)
+    if any(version_of(each) != version for each, version in before):
+        return "changes a tensor that it is called with", True
     if not isinstance(whole, Tensor) or whole.shape[:-1] != tile.first.shape[:-1]:
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
         return f"returns {given} for {tuple(tile.first.shape)}, not one tensor with a row for each token", True
@@ -107,14 +113,23 @@ def _difference(forward: Callable[..., Any], tokens: Tokens, tiles: int) -> tupl
     sampled = forward(*args, **kwargs)
     each_alone = [forward(*a, **k) for a, k in sample.calls(lambda each: torch.split(each, 1, dim))]
     alone = _norm(torch.cat(each_alone, dim) - sampled)
-    eps, largest = torch.finfo(whole.dtype).eps, max(_norm(whole), _norm(sampled))
-    if among > (2 if whole.itemsize < 4 else 64) * eps * largest:  # the same shapes: at most sums in another order
+    dtype = _coarsest(module, whole)
+    eps, largest = torch.finfo(dtype).eps, max(_norm(whole), _norm(sampled))
+    if among > (2 if dtype.itemsize < 4 else 64) * eps * largest:  # the same shapes: at most sums in another order
         return f"a token's output changes by {among / largest:.1e} with the other tokens, or is random", True
-    if whole.dtype == torch.float32:  # other shapes may be computed by other kernels, with TF32 or without
+    if dtype == torch.float32:  # other shapes may be computed by other kernels, with TF32 or without
         eps = {"highest": eps, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7)
     if alone > eps**0.5 * largest:
         return f"a token's output differs by {alone / largest:.1e} when it is alone", True
     return "", among + alone <= largest and largest > 0
+
+
+def _coarsest(module: nn.Module, output: Tensor) -> torch.dtype:
+    """Return the dtype with the fewest digits in which it may compute: a sum in bf16 may become an output in fp32."""
+    dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and each.itemsize > 1]
+    if torch.is_autocast_enabled(output.device.type):
+        dtypes.append(torch.get_autocast_dtype(output.device.type))
+    return max([output.dtype, *dtypes], key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _norm(rows: Tensor) -> float:
@@ -124,9 +139,12 @@ def _norm(rows: Tensor) -> float:
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return what forward may change: attributes and buffers, tensors with their versions."""
+    """Return what forward may change: attributes, with what is in lists and dicts, and buffers; with their versions."""
     found: dict[str, tuple[Any, int]] = {}
     for name, inner in module.named_modules(prefix="its"):
-        for key, value in (*vars(inner).items(), *inner._buffers.items()):
-            found[f"{name}.{key}"] = value, version_of(value) if isinstance(value, Tensor) else 0
+        for key, value in (*inner._buffers.items(), *vars(inner).items()):
+            inside = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
+            for place, each in enumerate([value, *inside]):
+                path = f"{name}.{key}" + f"[{place - 1}]" * bool(place)
+                found[path] = each, version_of(each) if isinstance(each, Tensor) else 0
     return found

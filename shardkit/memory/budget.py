@@ -297,7 +297,8 @@ class Search:
         mlps = self.measured.mlps
         others = max(point.total - point.activations for point in self._timeline(sharded))
         for number in TILES if mlps and others <= self.limit else ():
-            note = f"{listing(mlps, 2)}: in {number} tiles, as MLPs by their class, which the first forward tests"
+            names = listing((fqn or "(root)" for fqn in mlps), 2)
+            note = f"{names}: in {number} tiles, as MLPs by their class, which the first forward tests"
             tiles = (*sharded.tiles, *((fqn, number) for fqn in mlps))
             plan = replace(sharded, tiles=tiles, notes=(*sharded.notes, note))
             search = Search(self.measured.of(plan), self._optimizer, self._hardware, self.limit)

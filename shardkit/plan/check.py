@@ -171,7 +171,7 @@ def tile_problems(plan: ShardingPlan) -> dict[str, str]:
         compiled = next((name for name in (fqn, *ancestors(fqn)) if name in units and units[name].compile), None)
         problem = rule = ""
         if type(number) is not int or number < 2:
-            problem, rule, fix = f"tiles={number!r}", "It is a number of tiles, at least 1", "Use tiles=4"
+            problem, rule, fix = f"tiles={number!r}", "It is a number of tiles, at least 2", "Use tiles=4"
         elif fqn in inner:
             problem = f"has tiles={number}, and {inner[fqn]} inside, a unit or in tiles too"
             rule, fix = "A unit inside would be gathered for each tile", "Select the innermost of them with tiles="

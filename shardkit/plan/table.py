@@ -112,7 +112,8 @@ def _footer(plan: ShardingPlan) -> list[str]:
     skipped = [unit.name for unit in plan.units if unit.may_skip]
     lines += [f"ranks may skip: {listing(skipped, 6)}"] * bool(skipped)
     for number in dict.fromkeys(dict(plan.tiles).values()):
-        lines.append(f"in {number} tiles of tokens: {listing((fqn for fqn, each in plan.tiles if each == number), 6)}")
+        names = [fqn or "(root)" for fqn, each in plan.tiles if each == number]
+        lines.append(f"in {number} tiles of tokens: {listing(names, 6)}")
     lines += [f"methods that gather: {listing(plan.forward_methods, 6)}"] * bool(plan.forward_methods)
     lines.append(
         f"one forward and backward: {counts.all_gathers} all-gathers, "

@@ -129,6 +129,7 @@ class Mixing(nn.Module):
         self.how, self.linear, self.norm = how, nn.Linear(6, 6), nn.BatchNorm1d(6)
         self.register_buffer("seen", torch.zeros(()))
         self.aux: Tensor | None = None
+        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         y: Tensor = self.linear(x)
@@ -158,6 +159,10 @@ class Mixing(nn.Module):
             self.seen += x.shape[1]
         if self.how == "an attribute":
             self.aux = y.mean()
+        if self.how == "a list":
+            self.losses.append(y.mean())
+        if self.how == "its input":
+            x.relu_()
         return y
 
 
@@ -175,6 +180,8 @@ MIXING = {
     "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 7, 6)"),
     "a buffer": "its: its forward changes its.seen.",
     "an attribute": "its: its forward changes its.aux.",
+    "a list": re.escape("its: its forward changes its.losses[0]."),
+    "its input": "its: changes a tensor that it is called with.",
 }
 
 
@@ -200,6 +207,25 @@ def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
             for training in (True, False):
                 module.train(training)
                 assert module(torch.randn(shape, dtype=dtype)).shape == shape
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_output_in_float32_may_be_computed_in_bfloat16(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels for some shapes of a GPU do: the last digit of a bfloat16 depends on the number of rows."""
+    torch.manual_seed(0)
+    module, linear, x = nn.Linear(6, 6), F.linear, torch.randn(1, 16, 6)
+    if not autocast:
+        module, x = module.bfloat16(), x.bfloat16()
+
+    def by_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = linear(x, weight, bias)
+        assert y.dtype == torch.bfloat16
+        return (y if x.shape[1] > 1 else y * (1 + 2**-7)).float()
+
+    monkeypatch.setattr(F, "linear", by_rows)
+    module.forward = tiled(module, "its", 2)  # type: ignore[method-assign]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert module(x).dtype == torch.float32
 
 
 def test_nothing_is_judged_by_values_that_tell_nothing() -> None:
