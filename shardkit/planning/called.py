@@ -28,18 +28,22 @@ def is_called(tree: ModelTree, entry: int) -> bool:
 
     Also for a module that a dry run saw used without being called.
     """
-    if entry in tree.uncalled or not has_forward(tree.modules[entry]):
-        return False
+    return user_of(tree, entry) == entry
+
+
+def user_of(tree: ModelTree, entry: int) -> int:
+    """Return the outermost module that reads the parameters at ``entry``: it must be gathered; ``entry`` if called."""
     name = tree.fqns[entry].rpartition(".")[2]
     looked_for = {(name, attribute) for attribute in (*tree.modules[entry]._parameters, "forward")}
     outer, from_list = tree.parents[entry], False
+    user = outer if entry in tree.uncalled or not has_forward(tree.modules[entry]) else entry
     while outer >= 0:
         loads = _loads(type(tree.modules[outer]))  # type: ignore[arg-type]  # a class is hashable
         if not looked_for.isdisjoint(loads) or (from_list and (_LOCAL, "forward") in loads):
-            return False  # the latter: for layer in self.layers: layer.forward(x)
+            user = outer  # the latter: for layer in self.layers: layer.forward(x)
         from_list = outer == tree.parents[entry] and isinstance(tree.modules[outer], nn.ModuleList)
         outer = tree.parents[outer]
-    return True
+    return user
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from shardkit.errors import listing
-from shardkit.planning.called import is_called
+from shardkit.planning.called import is_called, user_of
 from shardkit.planning.ownership import assign, owners, unit_of_entries
 from shardkit.planning.rules import Selection
 from shardkit.planning.tree import ModelTree
@@ -57,11 +57,14 @@ def _join(tree: ModelTree, selections: list[Selection], sharing: Iterable[int]) 
 
 
 def _called_around(tree: ModelTree, entry: int) -> set[int]:
-    """Return the module at ``entry`` if all its paths are called, else the closest called module around each path."""
+    """Return the module at ``entry`` if all its paths are called, else the called modules around what uses each."""
     paths = tree.paths(entry)
-    if not entry or all(is_called(tree, path) for path in paths):
+    users = [user_of(tree, path) if path else path for path in paths]
+    if not entry or users == paths:
         return {paths[0]}
-    return {outer for path in paths for outer in _called_around(tree, tree.parents[path])}
+    # A path may be called where another is not: it is then gathered with what is around it.
+    around = {tree.parents[path] if user == path else user for path, user in zip(paths, users, strict=True)}
+    return set().union(*(_called_around(tree, outer) for outer in around))
 
 
 def _inside(tree: ModelTree, modules: Iterable[int], entry: int) -> bool:

@@ -146,7 +146,47 @@ class Twice(nn.Module):
         return x
 
 
-MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Scans, Twice)}
+class Body(nn.Module):
+    """What Gemma 4 calls its language model: embedding, blocks and norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class ReadsAbove(nn.Module):
+    """Reads the embedding of a module below itself, before that module is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.vision = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.vision(x) + self.body.table.weight[0])
+
+
+class TiedAbove(nn.Module):
+    """A head tied to that embedding, as Gemma 4's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ReadsAbove()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.model.body.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+
+MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Scans, TiedAbove, Twice)}
 
 
 def units(model: nn.Module) -> list[str]:
@@ -158,6 +198,7 @@ def test_units_are_called() -> None:
     assert "tokens" not in units(LateTable())
     assert not [name for name in units(Forwards()) if "layers" in name]
     assert units(Attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
+    assert units(TiedAbove()) == ["model.body.layers.0", "model.body.layers.1", "[model, head]", "(root)"]
     plan = plan_model(Routers(), mesh=TWO)
     assert plan.replicated == ("layers.0.router.weight", "layers.1.router.weight")
     assert "router.weight: train in another dtype than the rest of their unit and cannot be a unit" in str(plan)
