@@ -48,18 +48,20 @@ def tiled_loss(
         raise ShardkitError(message("labels", problem, "There is a label for each token", fix))
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
         raise ShardkitError(message("tiles", f"is {tiles!r}", "It is a number of tiles, at least 1", "Use tiles=8"))
-    forward, own = head.forward, vars(head).get("forward")
+    forward, own, made = head.forward, vars(head).get("forward"), list[Tensor]()
 
     def tile(hidden: Tensor, labels: Tensor) -> Tensor:
         return (loss or _cross_entropy)(forward(hidden), labels)
 
     def in_tiles(hidden: Tensor) -> Tensor:  # labels are not an argument, since FSDP2 would cast weights to bf16
         parts = zip(hidden.flatten(0, -2).chunk(tiles), labels.flatten(0, dims - 1).chunk(tiles), strict=True)
-        return torch.stack([checkpoint(tile, *part, use_reentrant=False) for part in parts]).sum()
+        made.append(torch.stack([checkpoint(tile, *part, use_reentrant=False) for part in parts]).sum())
+        return made[0]
 
     head.forward = in_tiles
     try:
-        return head(hidden)  # type: ignore[no-any-return]
+        total: Tensor = head(hidden)
+        return total if total.dtype == made[0].dtype else made[0]  # FSDP2 cast it to the unit's output_dtype
     finally:
         if own is None:
             del head.forward

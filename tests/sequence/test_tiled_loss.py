@@ -15,6 +15,7 @@ from memory_count import counted_peak
 from meshes import mesh_of
 from small_models import Block
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
@@ -77,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "of the root": {"units": "layers.*"},
     "alone, resharded": {"units": [by_name("head", reshard_after_forward=True), "layers.*"]},
+    "cast": {"units": [by_name("head", mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), "layers.*"]},
     "resharded": {"units": [group("norm", "head", reshard_after_forward=True)], "checkpoint_activations": True},
 }
 
