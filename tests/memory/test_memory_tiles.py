@@ -102,6 +102,26 @@ def test_a_budget_that_only_tiles_meet() -> None:
         plan_for_budget(model(), frugal // 2, **search)
 
 
+def test_what_cannot_be_tiled_despite_its_name_is_left_whole() -> None:
+    class PairMlp(nn.Linear):
+        """Returns two values."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = PairMlp(16, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x)[0].square()  # type: ignore[no-any-return]
+
+    search: dict[str, Any] = {"batch": torch.ones(1, 4, 16), "world_size": 2, "optimizer": "adamw", "reserve": 0}
+    peak = plan_for_budget(Net(), "1GB", **search).peak.total
+    assert "on the CPU" in plan_for_budget(Net(), peak - 1, **search).chosen.what
+
+
 def test_which_modules_are_mlps() -> None:
     class ConvMlp(nn.Conv2d):
         """Mixes neighbours."""
