@@ -53,7 +53,7 @@ def _context(tensor: Tensor, path: str) -> Any:
     if not _torch.is_wrapper(tensor):
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    cls = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    cls = _class_name(type(tensor))
     inner = {name: _context(getattr(tensor, name), path) for name in names}
     return [cls, list(tensor.shape), list(tensor.stride()), encode(context, path)[0], inner]
 
@@ -70,12 +70,16 @@ def _rebuilt(context: Any, parts: Mapping[str, Tensor], prefix: str = "") -> Ten
     return made
 
 
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _loaded_class(name: str) -> type[Tensor]:
     classes: list[type[Tensor]] = [Tensor]
     for cls in classes:
         classes += cls.__subclasses__()
     for cls in reversed(classes):
-        if f"{cls.__module__}.{cls.__qualname__}" == name and hasattr(cls, "__tensor_unflatten__"):
+        if _class_name(cls) == name and hasattr(cls, "__tensor_unflatten__"):
             return cls
     rule = "A tensor subclass is rebuilt by its own class, and loading a checkpoint imports nothing"
     raise CheckpointError(message("optimizer", f"it has state of {name}", rule, "Import the library of this class"))
@@ -264,6 +268,11 @@ class Pending:
         parts = {key: self.rows[key].reshape(-1)[: size.numel()].view(size) for key, size in sizes.items()}
         local = _rebuilt(self.context, parts)
         return as_sharded(local, self.like) if isinstance(self.like, DTensor) else local
+
+    def fits(self, present: Tensor | None) -> bool:
+        """Whether the optimizer's own state here, as far as it is known, is of the class that was saved. Local."""
+        own = Tensor if present is None or not _torch.is_wrapper(local_value(present)) else type(local_value(present))
+        return present is None or (own is Tensor if self.context is None else _class_name(own) == self.context[0])
 
 
 def pending(value: Mapping[str, Any], like: Tensor, path: str) -> tuple[Pending, list[tuple[str, Tensor]]]:

@@ -24,6 +24,7 @@ from shardkit.state.names import parameter_names
 from shardkit.state.optimizer import (
     OptimizerState,
     group_names,
+    initial_state,
     optimizers_of,
     renamed_state,
     sharded_optimizer_state_dict,
@@ -82,8 +83,8 @@ class OptimizerLoad:
         """Read and quantise, one tensor at a time, what was saved in other shards. Local."""
         for each in self.requantised:
             each.fill(source)
-        if tells and self.requantised:
-            problem, rule = f"{len(self.requantised)} tensors of its state were quantised again", "Blocks follow shards"
+        if tells and (count := sum(is_quantised(each.into) for each in self.requantised)):
+            problem, rule = f"{count} tensors of its state were quantised again", "Blocks follow shards"
             fix = "They were saved in other shards: expect one more rounding. The same shards load exactly"
             logger.warning(message("optimizer", problem, rule, fix))
 
@@ -134,7 +135,8 @@ def _placed(
         except CheckpointError as error:
             misfits.setdefault(str(error).lstrip(": "), []).append(fqn)
     # Then the state that a step would make is made, to see what is quantised here, and in which blocks.
-    present = sharded_optimizer_state_dict(model, load.optimizers, initialize=bool(moved))["state"]
+    differs = bool(moved) or any(_makes_other_state(each, load.names, entries) for each in load.optimizers)
+    present = sharded_optimizer_state_dict(model, load.optimizers, initialize=differs)["state"]
 
     def place(fqn: str, path: str, leaf: Any, there: Tensor | None) -> object:
         try:
@@ -150,11 +152,30 @@ def _placed(
     return state
 
 
+def _makes_other_state(optimizer: Optimizer, names: dict[nn.Parameter, str], entries: dict[str, Any]) -> bool:
+    """Whether an optimizer makes state of other classes than was saved, as AdamW does; by one parameter. Local.
+
+    Parameters are sharded as they were. Damaged descriptions are left to :func:`_place`.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        leaves = tensor_leaves(entries.get(names[param], {}), _is_marked)
+        try:
+            saved = {path: pending(leaf, param, "")[0] for path, leaf in leaves.items()}
+        except CheckpointError:
+            continue
+        if any(each.context is not None for each in saved.values()):
+            made = optimizer.state.get(param) or initial_state(optimizer, [param]).get(param, {})
+            own = tensor_leaves(made)
+            return not all(each.fits(own.get(path)) for path, each in saved.items())
+    return False
+
+
 def _place(param: nn.Parameter, path: str, leaf: Any, present: Tensor | None, load: OptimizerLoad) -> object:
     if _is_marked(leaf) and lies_alike(leaf, param, ""):
         made, rows = pending(leaf, param, "")
-        load.targets.extend(rows)
-        return made
+        if made.fits(present):
+            load.targets.extend(rows)
+            return made
     spec = leaf if isinstance(leaf, Stored) else Spec(VALUES, param.shape)
     if _is_marked(leaf) or is_quantised(present):
         into = room_for(param, path, spec, None) if present is None else present

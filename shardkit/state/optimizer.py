@@ -86,7 +86,8 @@ def full_optimizer_state_dict(
     """
     with together(groups_of(model), call="full_optimizer_state_dict") as poll:
         poll.same = {"rank0_only": rank0_only}
-        sharded = sharded_optimizer_state_dict(model, optimizer)
+        optimizers = optimizers_of(optimizer)
+        sharded = sharded_optimizer_state_dict(model, optimizers)
         poll.own = has_quantised(sharded)
     if poll.any:
         sharded = as_values(sharded, groups_of(model))
@@ -94,7 +95,7 @@ def full_optimizer_state_dict(
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
     if rank0_only and not routes.is_root:
         return {}
-    return _quantised_whole(full, model, optimizer, torch.device(device)) if poll.any else full
+    return _quantised_whole(full, model, optimizers, torch.device(device)) if poll.any else full
 
 
 def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
@@ -191,13 +192,16 @@ def renamed_state(state: Mapping[str, Any], rename: Callable[[Any], str | None])
     return {"state": entries, "param_groups": groups}
 
 
-def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state that a first step would make for each trainable parameter without state. Local, pure.
+def initial_state(
+    optimizer: Optimizer, only: Iterable[nn.Parameter] | None = None
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state that a first step would make for trainable parameters without state, all or these. Local, pure.
 
     A copy of the optimizer without state and hooks steps a stand-in for each parameter in turn, so the optimizer, the
     weights and the random generators do not change, and at most one parameter is held besides the result. Raises for
     optimizers that cannot step one parameter by itself, such as LBFGS, which needs a closure.
     """
+    wanted = None if only is None else set(only)
     used = {param.device for group in optimizer.param_groups for param in group["params"]}
     devices = [device for device in used if device.type != "cpu"]
     kind = devices[0].type if devices else "cuda"
@@ -206,7 +210,7 @@ def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
             param: _state_of(optimizer, group, param)
             for group in optimizer.param_groups
             for param in group["params"]
-            if param.requires_grad and not optimizer.state.get(param)
+            if param.requires_grad and not optimizer.state.get(param) and (wanted is None or param in wanted)
         }
 
 

@@ -220,7 +220,12 @@ def _differing(groups: list[dict[str, Any]]) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
+    """Whether options have equal values, whatever the devices of their tensors."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return all(each.numel() == 1 for each in (one, other) if isinstance(each, Tensor)) and bool(one == other)
 
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:

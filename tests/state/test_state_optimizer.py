@@ -339,3 +339,8 @@ def test_options_that_a_load_changes_are_logged(caplog):
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
     assert load(before, fresh) == load(before, scheduled) == ""  # what the scheduler did is no change of the code
     assert "takes initial_lr=0.1 instead of 0.5." in load(before, adamw(model.parameters(), lr=0.5))
+    own, same, other = (adamw(model.parameters(), lr=0.1) for _ in range(3))  # options of tensors, in containers too
+    for each, scale in ((own, 1.0), (same, 1.0), (other, 2.0)):
+        each.param_groups[0].update(scales=[torch.full((3,), scale), 0.5], lr=torch.tensor(0.1))
+    assert load(own, same) == ""
+    assert "takes scales=[tensor([1., 1., 1.]), 0.5] instead of" in load(own, other)
