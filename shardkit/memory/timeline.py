@@ -116,7 +116,7 @@ def _unit_bytes(
         return spec.shard_numel(ranks, dims.get(spec.fqn, 0))
 
     def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
-        return sum(numel(spec) * (dtype or spec.dtype).itemsize for spec in specs)
+        return sum(spec.nbytes_of(numel(spec), dtype) for spec in specs)
 
     trained = [spec for spec in specs if spec.trainable]
     compute, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
@@ -124,7 +124,7 @@ def _unit_bytes(
     unsharded = ranks * shard_bytes(specs, compute)
     reduced = shard_bytes(trained, reduce_dtype)
     others = [spec for spec in specs if spec.fqn in dims]
-    casts_in = any(compute not in (None, spec.dtype) for spec in specs) or offloads
+    casts_in = any(compute not in (None, spec.dtype) for spec in specs if not spec.element_bytes) or offloads
     return UnitBytes(
         shard=shard_bytes(specs, None),
         grads=grads,

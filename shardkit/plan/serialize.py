@@ -25,7 +25,7 @@ def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int)):
+    if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, torch.dtype):
         return dtype_name(value)
@@ -52,8 +52,8 @@ def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
             _read(ShardUnit, {**_LATER, **each}, modules=tuple, params=tuple, **readers) for each in data["units"]
         )
         fields["params"] = tuple(
-            ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel)
-            for fqn, shape, dtype, trainable, aliases, tensor_parallel in data["params"]
+            ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel, *later)
+            for fqn, shape, dtype, trainable, aliases, tensor_parallel, *later in data["params"]
         )
         return fields
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -40,7 +40,7 @@ def table(plan: ShardingPlan) -> str:
     """Return the plan as a table: a row per unit, equal consecutive units folded, then a summary."""
 
     def looks(unit: ShardUnit) -> tuple[object, ...]:
-        return (*calls(unit), [spec[1:4] for spec in plan.specs_of(unit)])
+        return (*calls(unit), [(*spec[1:4], spec.element_bytes) for spec in plan.specs_of(unit)])
 
     rows = [_TITLES, *(_row(plan, units) for units in fold(plan.units, looks))]
     shown = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -65,7 +65,7 @@ def _headline(plan: ShardingPlan) -> str:
     for unit in plan.units:
         dims, ranks = dict(unit.shard_dims), plan.mesh_of(unit).shard_size
         specs = plan.split_specs(unit)
-        per_rank += sum(spec.shard_numel(ranks, dims.get(spec.fqn, 0)) * spec.dtype.itemsize for spec in specs)
+        per_rank += sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs)
     return (
         f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
         f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"

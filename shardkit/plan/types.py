@@ -48,6 +48,8 @@ class ParamSpec(NamedTuple):
         trainable: its ``requires_grad``.
         aliases: the further FQNs under which a tied parameter is registered.
         tensor_parallel: whether it was a DTensor before sharding, on another axis of the mesh.
+        element_bytes: of a frozen parameter whose class stores it in another form, such as NF4: the bytes that it holds
+            for each element, gathered or not; 0.0 for those of ``dtype``.
     """
 
     fqn: str
@@ -56,6 +58,7 @@ class ParamSpec(NamedTuple):
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     tensor_parallel: bool = False
+    element_bytes: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -74,8 +77,12 @@ class ParamSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded parameter, in its stored dtype."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of the unsharded parameter, as it is stored."""
+        return self.nbytes_of(self.numel)
+
+    def nbytes_of(self, numel: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of ``numel`` of its elements, in ``dtype`` or as stored; ``dtype`` does not cast quantised classes."""
+        return round(numel * self.element_bytes) if self.element_bytes else numel * (dtype or self.dtype).itemsize
 
 
 @dataclass(frozen=True)

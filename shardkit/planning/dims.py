@@ -91,7 +91,7 @@ def _unlike(plan: ShardingPlan, other: ShardingPlan) -> dict[str, int]:
 def held_bytes(plan: ShardingPlan) -> int:
     """Return the bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
     owned = (
-        spec.shard_numel(plan.mesh_of(unit).shard_size, unit.dim_of(spec.fqn)) * spec.dtype.itemsize
+        spec.nbytes_of(spec.shard_numel(plan.mesh_of(unit).shard_size, unit.dim_of(spec.fqn)))
         for unit in plan.units
         for spec in plan.split_specs(unit)
     )
@@ -104,7 +104,7 @@ def _wasting(plan: ShardingPlan) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
             if spec.shape and spec.shape[0] % ranks:
-                yield unit, spec, spec.shard_numel(ranks) * spec.dtype.itemsize - spec.nbytes // ranks
+                yield unit, spec, spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
 
 
 def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:

@@ -156,6 +156,15 @@ class ModelTree:
                 param.requires_grad,
                 tuple(self.ties.get(fqn, ())),
                 parallel and isinstance(param, DTensor),
+                _element_bytes(param) if fqn in self.unsplit else 0.0,
             )
             for fqn, param in self.params.items()
         )
+
+
+def _element_bytes(param: torch.Tensor) -> float:
+    """Return the bytes per element of a frozen parameter that consists of other tensors; 0.0 of any other."""
+    if param.requires_grad or isinstance(param, DTensor) or not hasattr(param, "__tensor_flatten__"):
+        return 0.0
+    inner: list[torch.Tensor] = [getattr(param, name) for name in param.__tensor_flatten__()[0]]
+    return sum(each.nbytes for each in inner) / max(1, param.numel())

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import ShardkitError, full_params, load_checkpoint, save_checkpoint, save_pretrained, shard_model
+from shardkit import (
+    ShardingPlan,
+    ShardkitError,
+    full_params,
+    load_checkpoint,
+    plan_model,
+    save_checkpoint,
+    save_pretrained,
+    shard_model,
+)
+from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.testing import distributed
 
 peft = pytest.importorskip("peft")
@@ -156,6 +169,40 @@ def test_merging_has_the_bits_of_plain_peft_or_is_refused(tmp_path):
         assert all(torch.equal(found[name], value) for name, value in expected.items()), kind
         save_pretrained(merged, tmp_path / kind)
     assert (tmp_path / "dora" / "model.safetensors").exists()
+
+
+class Gathered(TorchDispatchMode):
+    """Adds up the bytes that all-gathers return."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.nbytes += args[0].nbytes if "allgather_base" in str(func) else 0
+        return func(*args, **(kwargs or {}))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_the_plan_counts_what_a_quantised_base_holds_and_gathers():
+    pytest.importorskip("torchao")
+    model = adapted("nf4", "alone")
+    plan = plan_model(model)
+    assert ShardingPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    older = {**plan.to_dict(), "params": [fields[:6] for fields in plan.to_dict()["params"]]}
+    assert {spec.element_bytes for spec in ShardingPlan.from_dict(older).params} == {0.0}
+    sizes = [unit_bytes(plan, unit, OptimizerBytes.of("none")) for unit in plan.units]
+    model = shard_model(model)
+    held = quantised = 0
+    for param in model.parameters():
+        local = param.to_local()
+        parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]] if type(local) is not Tensor else []
+        held += sum(part.nbytes for part in parts or [local])
+        quantised += bool(parts)
+    with Gathered() as gathered:
+        model(IDS)
+    whole = quantised * 17 * 2  # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
+    assert quantised == 14
+    assert held == sum(size.shard for size in sizes) + whole // 2
+    assert gathered.nbytes == sum(size.gather for size in sizes) - whole
 
 
 @distributed(world_size=2, backend="gloo")
