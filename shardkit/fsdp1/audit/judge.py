@@ -69,21 +69,23 @@ class Judge:
         whys = [own.why, *(each.why for each in told if each.fate != "exact")]
         return own._replace(fate=worst([own.fate, *(each.fate for each in told)]), why=_sentences(whys))
 
-    def of_import(self, paths: Iterable[str], wraps: bool, kept: Iterable[str] = ()) -> Verdict:
+    def of_import(self, paths: Iterable[str], wraps: bool, kept: Iterable[str], ours: Iterable[str]) -> Verdict:
         """Judge an import. Public names are judged where they are used.
 
         Args:
             paths: what it imports of FSDP1.
             wraps: whether the program wraps a model.
             kept: what the lines that replace others still use, such as ``MixedPrecision as MP``.
+            ours: public names of shardkit that those lines use.
         """
         rows = [row for path in paths if (row := other_row(path)) is not None]
         names = {found[0] for path in paths if (found := public_name(path)) is not None}
-        replaced = ", ".join(["shard_like_fsdp1", *kept])  # shardkit.fsdp1 has torch's own objects too
-        module = f"shardkit.fsdp1 import {replaced}" if wraps else "shardkit import FSDPModule"
+        public = sorted({"shard_like_fsdp1" if wraps else "FSDPModule", *ours})
+        lines = [f"from shardkit import {', '.join(public)}"]
+        lines += [f"from shardkit.fsdp1 import {', '.join(kept)}"] * bool(wraps and kept)  # torch's own objects too
         why = _sentences(row.sentence for row in rows if row.fate != "mapped")
         topic = rows[0].topic if rows and not names else "names"
-        return Verdict(worst(_OF_ROW[row.fate] for row in rows), f"from {module}" if FSDP in names else "", why, topic)
+        return Verdict(worst(_OF_ROW[row.fate] for row in rows), "; ".join(lines) if FSDP in names else "", why, topic)
 
     def _own(self, use: Use) -> Verdict:
         if use.wraps and use.call is not None:

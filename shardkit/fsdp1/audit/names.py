@@ -21,6 +21,15 @@ FSDP2_NAMES = {
     "GradientReductionHandle",  # since torch 2.15
 }
 
+# Public names of shardkit in the suggested lines; a test compares them with the tables.
+PUBLIC = {
+    *("shard_model", "shard_like_fsdp1", "FSDPModule", "MeshSpec", "by_class", "by_size", "GradScaler"),
+    *("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "clip_grad_norm_", "no_sync", "materialize"),
+    *("full_state_dict", "load_full_state_dict", "sharded_state_dict", "full_params", "save_checkpoint"),
+    *("full_optimizer_state_dict", "load_full_optimizer_state_dict"),
+    *("sharded_optimizer_state_dict", "load_sharded_optimizer_state_dict", "load_checkpoint", "accumulate"),
+}
+
 STATICS = {name for name in MEMBERS if isinstance(vars(FullyShardedDataParallel).get(name), staticmethod)}
 # Attributes and methods that only FSDP1 has; they are reported on any receiver.
 UNIQUE_ATTRIBUTES = ("_all_fsdp_states", "_all_handles", "_flat_param", "_fsdp_wrapped_module", "flat_param")

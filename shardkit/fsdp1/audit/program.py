@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from shardkit.fsdp1.audit.flow import Flow
 from shardkit.fsdp1.audit.judge import Judge, Verdict
-from shardkit.fsdp1.audit.names import bound
+from shardkit.fsdp1.audit.names import PUBLIC, bound
 from shardkit.fsdp1.audit.report import Finding
 from shardkit.fsdp1.audit.syntax import arguments_of
 from shardkit.fsdp1.audit.uses import Uses
@@ -42,8 +42,9 @@ def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
     wraps = any(use.wraps for use in uses.found)
     found: list[Found] = [(use.node, use.name, judge.verdict(use), use.likely) for use in uses.found]
     used = {name for _, _, verdict, _ in found for name in _NAME.findall(verdict.replacement)}
+    ours = {name for each in found for name in _new_names(each, lines)} & PUBLIC
     for node, paths, is_likely in uses.imports:
-        found.append((node, "import", judge.of_import(paths, wraps, _kept(node, used)), is_likely))
+        found.append((node, "import", judge.of_import(paths, wraps, _kept(node, used), ours), is_likely))
     wrappings = [use.node for use in uses.found if use.name == FSDP and use.kind in ("call", "subclass")]
     for optimizer, wrapping in _built_before(tree, wrappings) if wrappings else ():
         why = f"it would hold the parameters from before line {wrapping.lineno}, and update nothing"
@@ -56,6 +57,12 @@ def findings_of(path: str, text: str) -> tuple[list[Finding], bool]:
 def _kept(node: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
     names = node.names if isinstance(node, ast.ImportFrom) else ()
     return [ast.unparse(alias) for alias in names if (alias.asname or alias.name) in used]
+
+
+def _new_names(found: Found, lines: list[str]) -> set[str]:
+    """Return the names that a replacement uses and the code it replaces does not."""
+    node, _, verdict, _ = found
+    return set(_NAME.findall(verdict.replacement)) - set(_NAME.findall(_written(node, lines)))
 
 
 def _finding(path: str, lines: list[str], found: Found) -> Finding:

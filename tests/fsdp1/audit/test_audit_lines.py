@@ -1,11 +1,15 @@
 """The line that replaces each use, filled in with the program's own arguments; and what is seen through."""
 
+import re
 import textwrap
 import time
 
 import pytest
 
+import shardkit
+from shardkit.fsdp1 import instead
 from shardkit.fsdp1.audit import Finding
+from shardkit.fsdp1.audit.names import PUBLIC
 from shardkit.fsdp1.audit.program import findings_of
 
 HEAD = """
@@ -278,7 +282,24 @@ def test_the_import_line_keeps_what_the_other_lines_still_use():
     """
     found, _ = findings_of("program.py", textwrap.dedent(program))
     assert [each.replacement for each in found] == [
-        "from shardkit.fsdp1 import shard_like_fsdp1, MixedPrecision as MP",
+        "from shardkit import shard_like_fsdp1; from shardkit.fsdp1 import MixedPrecision as MP",
         "",
         'shard_like_fsdp1(net, sharding_strategy="FULL_SHARD", mixed_precision=MP(torch.float16))',
     ]
+
+
+def test_the_import_line_has_what_the_other_lines_begin_to_use():
+    program = """
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+        half = MixedPrecision(param_dtype=torch.bfloat16)
+        model = FSDP(net, group, mixed_precision=half)
+        model.clip_grad_norm_(1.0)
+    """
+    found, _ = findings_of("program.py", textwrap.dedent(program))  # group, the program's own, is not shardkit's rule
+    assert found[0].replacement == "from shardkit import MixedPrecisionPolicy, clip_grad_norm_, shard_like_fsdp1"
+
+
+def test_every_public_name_in_the_tables_can_be_imported():
+    rows = {**instead.NAMES, **instead.MEMBERS, **instead.ATTRIBUTES}.values()
+    written = {name for row in rows for name in re.findall(r"(?<![\w.])\w+", row.use)}
+    assert written & set(shardkit.__all__) <= PUBLIC <= set(shardkit.__all__)
