@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ PLUGIN = "FullyShardedDataParallelPlugin"
 _RENAMED = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 _CONFIGS = ("state_dict_config", "optim_state_dict_config")
 _OBJECTS = ("mixed_precision_policy", "ignored_modules", "param_init_fn", *_CONFIGS)
-_OFFLOADS = {"CPUOffload(offload_params=True)": True, "CPUOffload(True)": True, "CPUOffloadPolicy()": True}
+_TEXTS = ("fsdp_config", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")  # where any text would do
+_OFFLOADS = {f"CPUOffload({given}{value})": value for given in ("", "offload_params=") for value in (True, False)}
+_OFFLOADS |= {"CPUOffload()": False, "CPUOffloadPolicy()": True}
 
 
 def read_program(file: Path, text: str) -> dict[str, Any]:
     """Return the keys and values of the one call in a program that configures FSDP, as a file of the tool has them.
 
-    Names that are assigned once are looked up. What is no literal stays text, which the format refuses where it needs
-    the value. Nothing is imported.
+    Names that are assigned once and never changed are looked up. What is no literal stays text, and is refused where
+    its value is needed. Nothing is imported.
 
     Raises:
         TranslationError: it is not Python, or has no such call, several, or one whose arguments are elsewhere.
@@ -29,9 +32,7 @@ def read_program(file: Path, text: str) -> dict[str, Any]:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError) as error:
         raise TranslationError(message(str(file), f"is not valid Python: {error}", "", "Fix the syntax")) from None
-    assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes if isinstance(node, ast.Assign)]
-    names = [name for name, _ in assigned]
-    known = {name: value for name, value in assigned if names.count(name) == 1}
+    known = _constants(nodes)
     calls = [node for node in nodes if isinstance(node, ast.Call) and _configures(node)]
     if len(calls) != 1:
         problem = f"has {len(calls)} calls that configure FSDP"
@@ -50,6 +51,17 @@ def read_program(file: Path, text: str) -> dict[str, Any]:
     return found | {"fsdp_config": {_RENAMED.get(key, key): value for key, value in given.items()}}
 
 
+def _constants(nodes: list[ast.AST]) -> dict[str, ast.expr]:
+    """Return what names are assigned, of those that nothing else binds, and whose attributes and items are not used."""
+    places = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
+    bound = Counter(ast.unparse(node) for node in places if not isinstance(node.ctx, ast.Load))
+    bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
+    changed = {ast.unparse(node.value) for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))}
+    assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes if isinstance(node, ast.Assign)]
+    return {name: value for name, value in assigned if bound[name] == 1 and name not in changed}
+
+
 def _name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
@@ -60,17 +72,29 @@ def _configures(call: ast.Call) -> bool:
 
 def _keywords(call: ast.Call, known: dict[str, ast.expr]) -> dict[str, Any]:
     spread = [f"**{ast.unparse(each.value)}" for each in call.keywords if each.arg is None]
-    if hidden := [*map(ast.unparse, call.args), *spread]:
+    first = [] if _name(call) == PLUGIN else ["output_dir"]  # the parameter of a positional argument
+    own = dict(zip(first, call.args, strict=False))
+    if hidden := [*map(ast.unparse, call.args[len(own) :]), *spread]:
         rule, fix = "Only keywords in the call can be read", "Write its keywords in the call"
         raise TranslationError(message(f"line {call.lineno}", f"{_name(call)} is given {listing(hidden)}", rule, fix))
-    return {str(each.arg): _value(each.value, known) for each in call.keywords}
+    own |= {str(each.arg): each.value for each in call.keywords}
+    return {key: _given(key, node, known) for key, node in own.items()}
+
+
+def _given(key: str, node: ast.expr, known: dict[str, ast.expr]) -> Any:
+    node = known.get(ast.unparse(node), node)
+    value = _value(node, known)
+    if key in _TEXTS and value == ast.unparse(node):  # the text of a string has quotes
+        rule, fix = "Literals can be read, and names that are assigned once and never changed", "Write the value"
+        raise TranslationError(message(key, f"{value}: its value is not in the program", rule, fix))
+    return value
 
 
 def _value(node: ast.expr, known: dict[str, ast.expr]) -> Any:
     node = known.get(ast.unparse(node), node)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         items = zip(node.keys, node.values, strict=True)
-        return {ast.literal_eval(key): _value(value, known) for key, value in items if key is not None}
+        return {(name := ast.literal_eval(key)): _given(name, value, known) for key, value in items if key is not None}
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -197,6 +197,16 @@ def in_program(folder, text):
     return read_config(file, Ranks())
 
 
+def test_offload_in_a_program_may_be_off(tmp_path):
+    for text, offloads in {
+        "CPUOffload()": False,
+        "CPUOffload(offload_params=False)": False,
+        "CPUOffload(True)": True,
+    }.items():
+        made = "FullyShardedDataParallelPlugin(auto_wrap_policy='NO_WRAP', cpu_offload={})"
+        assert in_program(tmp_path, made.format(text)).target == in_program(tmp_path, made.format(offloads)).target
+
+
 def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}
     section = {**wrap, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "offload_params": True}
@@ -204,6 +214,8 @@ def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
     assert in_program(tmp_path, PLUGIN).target == read_config(file, Ranks()).target
     file = {"bf16": True, "fsdp": "full_shard auto_wrap", "fsdp_config": wrap}
     reading = in_program(tmp_path, ARGUMENTS)
+    positional = f"TrainingArguments('out', fsdp=['full_shard', 'auto_wrap'], bf16=True, fsdp_config={wrap})"
+    assert in_program(tmp_path, positional).target == reading.target
     assert reading.target == read_config(file, Ranks()).target
     assert fate(reading, "learning_rate") == "elsewhere"
 
@@ -218,6 +230,18 @@ def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
         ("TrainingArguments(fsdp=chosen)", "chosen"),
         ("TrainingArguments(fsdp='full_shard', bf16=args.bf16)", "args.bf16"),
         ("FullyShardedDataParallelPlugin(ignored_modules=[m])", "has ignored_modules"),
+        ("x = 'full_shard'\nx += ' offload'\nTrainingArguments(fsdp=x)", "fsdp: x"),
+        (
+            "c = {'min_num_params': 9}\nc['xla'] = True\nTrainingArguments(fsdp='full_shard', fsdp_config=c)",
+            "fsdp_config: c",
+        ),
+        ("b = args.b\nTrainingArguments(fsdp='full_shard', fsdp_config=b)", r"fsdp_config: args\.b"),
+        ("def f(c):\n TrainingArguments(fsdp=c)\nc = 'full_shard'", "fsdp: c"),
+        ("b = ['A']\nb.append('B')\nFullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=b)", "to_wrap: b"),
+        (
+            "TrainingArguments(fsdp='full_shard', fsdp_config={'transformer_layer_cls_to_wrap': [a.b]})",
+            r"to_wrap: \[a\.b\]",
+        ),
     ],
 )
 def test_what_cannot_be_read_in_a_program_is_refused(tmp_path, text, problem):
