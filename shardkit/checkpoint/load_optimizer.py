@@ -85,7 +85,7 @@ class OptimizerLoad:
             each.fill(source)
         if tells and (count := sum(is_quantised(each.into) for each in self.requantised)):
             problem, rule = f"{count} tensors of its state were quantised again", "Blocks follow shards"
-            fix = "Saved in other shards, or by another optimizer, they are rounded once more. The same load exactly"
+            fix = "They were saved in other shards, or by another optimizer: expect one more rounding"
             logger.warning(message("optimizer", problem, rule, fix))
 
     def apply(self) -> None:

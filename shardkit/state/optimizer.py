@@ -89,13 +89,15 @@ def full_optimizer_state_dict(
         optimizers = optimizers_of(optimizer)
         sharded = sharded_optimizer_state_dict(model, optimizers)
         poll.own = has_quantised(sharded)
+    quantising: list[Optimizer] = []
     if poll.any:
+        quantising = _quantising(optimizers, groups_of(model))
         sharded = as_values(sharded, groups_of(model))
     routes = routes_of([*parameter_names(model), *tensor_leaves(sharded).values()])
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
     if rank0_only and not routes.is_root:
         return {}
-    return _quantised_whole(full, model, optimizers, torch.device(device)) if poll.any else full
+    return _quantised_whole(full, model, quantising, torch.device(device)) if poll.any else full
 
 
 def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
@@ -122,10 +124,19 @@ def written_entry(entry: Any, into: Mapping[str, Any]) -> Any:
     return with_leaves(entry, lambda path, values: written(values, there.get(path)))
 
 
-def _quantised_whole(full: OptimizerState, model: nn.Module, optimizer: Any, device: torch.device) -> OptimizerState:
+def _quantising(optimizers: list[Optimizer], groups: Groups) -> list[Optimizer]:
+    """Return those that have quantised state on any rank. Collective over ``groups``."""
+    own = [has_quantised(list(each.state.values())) for each in optimizers]
+    by_rank = gather_by_rank(own, groups).values() if groups else [own]
+    return [each for each, *found in zip(optimizers, *by_rank, strict=False) if any(found)]
+
+
+def _quantised_whole(
+    full: OptimizerState, model: nn.Module, optimizers: list[Optimizer], device: torch.device
+) -> OptimizerState:
     """Quantise full values as the optimizer would for the full parameters, one at a time. Local."""
     names, entries = parameter_names(model), dict(full["state"])
-    for each in optimizers_of(optimizer):
+    for each in optimizers:
         for group in each.param_groups:
             for fqn, param in ((names[param], param) for param in group["params"] if names[param] in entries):
                 whole = torch.zeros(param.shape, dtype=param.dtype, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,6 +162,20 @@ def test_state_of_2_ranks_goes_to_4_and_to_1_and_back(tmp_path, caplog):
             fqn, key = path.split("/")
             assert torch.equal(adamw.state[net.get_parameter(fqn)][key], expected), path
     load_on_4(tmp_path / "whole", OPTIMIZERS[:1], ["hsdp"])
+
+
+@distributed(world_size=2, backend="gloo")
+def test_an_optimizer_beside_a_quantising_one_takes_no_step():
+    net = build((2,))
+    optimizers = [make_optimizer("AdamW8bit", net[2]), torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9)]
+    net(torch.ones(4, 192)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        for each in optimizers:
+            each.step()
+    with mock.patch.object(torch.optim.SGD, "step", None):  # as LBFGS's, which needs a closure
+        full = full_optimizer_state_dict(net, optimizers, rank0_only=False)["state"]
+    assert parts(full["2.weight"]["exp_avg"])["class"] == "OptimState8bit"
+    assert parts(full["3.weight"]["momentum_buffer"])["class"] == "Tensor"
 
 
 @distributed(world_size=2, backend="gloo")
