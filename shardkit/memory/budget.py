@@ -153,9 +153,10 @@ def parse_bytes(size: int | str, name: str = "budget") -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
         value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
     else:
-        value = size if isinstance(size, int) else 0
+        value = size if isinstance(size, int) and not isinstance(size, bool) else 0
     if value < 1:
         rule = f"A {name} is a positive number of bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        rule += ', or a percentage such as "10%", or 0' if name == "reserve" else ""
         raise PlanError(message(name, f"is {size!r}", rule, 'Pass, for example, "70GiB"'))
     return int(value)
 
@@ -170,7 +171,7 @@ def parse_reserve(reserve: int | str, budget: int) -> int:
     if percent:
         size = int(budget * float(percent[1]) / 100)
     else:
-        size = 0 if reserve in (0, "0") else parse_bytes(reserve, "reserve")
+        size = 0 if str(reserve) == "0" else parse_bytes(reserve, "reserve")
     if size >= budget:
         problem = f"is {nbytes(size)} of a budget of {nbytes(budget)}"
         raise PlanError(message("reserve", problem, "The rest is what the plan may use", 'Pass, for example, "10%"'))

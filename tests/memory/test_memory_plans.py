@@ -355,10 +355,12 @@ def test_budgets_as_text(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "70 apples", "-3GiB", 0, None])
+@pytest.mark.parametrize("text", ["", "GiB", "70 apples", "-3GiB", 0, None, True])
 def test_budgets_that_are_none(text):
     with pytest.raises(PlanError, match="budget: is"):
         parse_bytes(text)
+    with pytest.raises(PlanError, match=r'reserve: is .*, or a percentage such as "10%", or 0'):
+        parse_reserve(text or None, 100_000)
 
 
 @pytest.mark.parametrize(
