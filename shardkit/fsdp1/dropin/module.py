@@ -191,12 +191,13 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: it is not the root.
         """
         _check_root(self, "clip_grad_norm_()")
+        params = list(self.parameters())
         with plain_attributes():
-            dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
+            dtypes = [param.grad.dtype for param in params if param.grad is not None]
         if not dtypes:
             text = "no gradients -- returning the total norm in the default dtype torch.float32"
             warnings.warn(f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with {text}", stacklevel=2)
-        norm = grads.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+        norm = grads.clip_grad_norm_(params, float(max_norm), float(norm_type))
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

@@ -82,6 +82,9 @@ class Sharded(DTensor):
             if len(args) == 1 and type(args[0]) is Sharded and not kwargs:  # the fast path
                 found = func(*args)
                 return found if func.__name__ == "__get__" or found is args[0] else mark(found, cls)
+            is_set = getattr(func, "__name__", "") == "__set__"  # FSDP2 and zero_grad set each ``grad``
+            if is_set and type(args[0]) is Sharded and not _is_plain(args[1]):
+                return func(*args)
             name = _name(func)
             leaves = tree_leaves((args, kwargs))
             like = next(each for each in leaves if isinstance(each, cls))
