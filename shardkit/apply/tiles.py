@@ -47,13 +47,13 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 
 
 def _refuse_hooks(module: nn.Module, fqn: str) -> None:
-    """Hooks such as those that collect a router's logits for a loss expect all tokens, once."""
+    """Raise where a forward hook would see tiles: hooks that collect router logits expect all tokens, once."""
     for name, inner in module.named_modules():
         found = (getattr(hook, "func", hook) for hook in forward_hooks(inner) if name)
         if any(not str(getattr(hook, "__module__", "")).startswith("shardkit.") for hook in found):
             rule = "It would be called for each tile, and again in backward"
             fix = f"Remove the hook, such as transformers' for output_router_logits, or l{_FIX[1:]}"
-            problem = "has a forward hook, inside of a module with tiles="
+            problem = "has a forward hook, inside a module with tiles="
             raise ShardkitError(message(f"{fqn}.{name}", problem, rule, fix))
 
 
@@ -74,7 +74,7 @@ def _is_alike(module: nn.Module, fqn: str, forward: Callable[..., Any], tokens: 
     try:
         problem, can_tell = _difference(module, forward, tokens, tiles)
     except Exception as error:  # as of attention, which gets keys and positions of all tokens
-        cause, problem = error, f"fails when it is called with some of the tokens, {type(error).__name__}: {error}"
+        cause, problem = error, f"fails when called with some of the tokens, {type(error).__name__}: {error}"
     finally:
         for each in dropouts:
             each.training = True

@@ -42,7 +42,7 @@ logger = logging.getLogger("shardkit")
 
 @dataclass(frozen=True)
 class Requantised:
-    """State that is read as values, and quantised as the optimizer has it here."""
+    """State that is read as values, then quantised like this optimizer's own."""
 
     into: Tensor
     saved: str | list[SavedShard]  # the key of values, or quantised shards

@@ -144,7 +144,7 @@ class _Recorder:
 
 
 def compare_ranks(model: nn.Module, optimizer: Optimizer | None = None) -> Divergence | None:
-    """Return the first of what ranks must hold equally and do not, None if all is equal. Collective; changes nothing.
+    """Return the first state that must be equal on all ranks and is not, or None. Collective; changes nothing.
 
     Compared are digests of buffers, plain parameters, and the shards that HSDP replicates, with their gradients and
     optimizer state, and the settings: which modules train, which parameters require grad, the optimizer's groups.

@@ -174,7 +174,7 @@ MIXING = {
     "batch statistics": "its: a token.s output changes by",
     "its place": "its: a token's output differs by",
     "few at most": "its: a token's output differs by",
-    "a view of all": "its: fails when it is called with some of the tokens, RuntimeError: shape",
+    "a view of all": "its: fails when called with some of the tokens, RuntimeError: shape",
     "noise": "changes by .* with the other tokens, or is random",
     "two outputs": "its: returns a tuple for",
     "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 7, 6)"),
@@ -258,7 +258,7 @@ def test_hooks_inside_are_refused() -> None:
     module.register_forward_hook(lambda *_: None)  # around all tiles
     module(torch.randn(1, 8, 6))
     handle = module.up.register_forward_hook(lambda *_: None)
-    with pytest.raises(ShardkitError, match=re.escape("its.up: has a forward hook, inside of a module with tiles=.")):
+    with pytest.raises(ShardkitError, match=re.escape("its.up: has a forward hook, inside a module with tiles=.")):
         module(torch.randn(1, 8, 6))
     handle.remove()
     with pytest.raises(ShardkitError, match=re.escape("its: called with a tensor of shape (6,) first.")):
