@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
 from shardkit._fsdp import fsdp_units
@@ -63,6 +64,11 @@ def pass_through(module: FSDPModule, zero: Tensor, body: Callable[[Tensor], Tens
 def is_root(module: FSDPModule) -> bool:
     """Whether a unit is its model's FSDP root; known from the first forward on. Local, pure."""
     return bool(module._get_fsdp_state()._is_root)
+
+
+def is_in_backward(module: FSDPModule) -> bool:
+    """Whether backward has reached a unit, and gathered it, and not left it. Local, pure."""
+    return module._get_fsdp_state()._training_state is TrainingState.PRE_BACKWARD
 
 
 def device_of(module: FSDPModule) -> torch.device:

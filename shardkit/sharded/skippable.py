@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
     apply_to_tensors,
     device_of,
+    is_in_backward,
     is_root,
     keep,
     modules_of,
@@ -102,6 +103,8 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         if caller is None:
             return forward(*args, **kwargs)
         made, vars(module)[_MADE] = vars(module)[_MADE], []
+        if caller.within and not made and in_backward():
+            raise _recomputed(caller)
         with _running_in(caller, made, (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
@@ -122,10 +125,14 @@ def _running_in(caller: SkippableUnit, made: list[Call], inputs: Any) -> Iterato
 def _before_call(caller: SkippableUnit, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
     run = _running[-1] if _running else None
     if run is None or run.caller is not caller or module in run.entered:
+        unit = caller.calls[place]
+        if unit.within and in_backward() and not is_in_backward(unit.module):
+            raise _recomputed(unit)
         return None  # called on its own, or another module of a unit that is gathered already
     if len(modules := modules_of(caller.calls[place].module)) > 1:
         run.entered.update(modules)
-    return run.enter(place, (args, kwargs))
+    with _saved_by_itself():
+        return run.enter(place, (args, kwargs))
 
 
 @not_compiled
@@ -134,7 +141,25 @@ def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any
     run = _running[-1] if _running else None
     if run is not None and run.caller is caller:
         outputs = [each for each in _floating(output) if each.requires_grad]
-        run.reached += [keep(outputs[0].new_zeros(()), *outputs)] if outputs else []
+        with _saved_by_itself():
+            run.reached += [keep(outputs[0].new_zeros(()), *outputs)] if outputs else []
+
+
+def _saved_by_itself() -> AbstractContextManager[Any]:
+    """What a checkpoint around the call of a unit does not see: its recomputation runs outside of the caller's forward,
+    where nothing is made up for.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
+def _recomputed(unit: SkippableUnit) -> ShardkitError:
+    """A recomputation that gathers: ranks that skipped the unit do not recompute, so they would not take part."""
+    problem = "recomputed by a torch.utils.checkpoint around more than the call of one unit"
+    rule = "Ranks that skip a unit with may_skip=True know of no recomputation but the plan's"
+    fix = "Remove that checkpoint, and pass checkpoint_activations=True to shard_model or to the unit's rule"
+    error = ShardkitError(message(unit.name, problem, rule, fix))
+    unit.announce(error)
+    return error
 
 
 class _Run:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from skipping_nets import batch, largest_difference, net
 from sweep_skipping import BOUND, check, units
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
     MeshSpec,
@@ -47,7 +48,10 @@ def test_a_model_of_transformers_with_text_and_image_batches():
 
     plain, rank = vl_nets.model("Qwen2VL"), dist.get_rank()
     model = shard_model(copy.deepcopy(plain), units=vl_nets.RECIPES["Qwen2VL"])
-    for step, images in enumerate([(False, True), (True, False), (False, False)]):
+    model.train()
+    for step, images in enumerate([(False, True), (True, False), (False, False), (True, False)]):
+        if step == 2:
+            model.gradient_checkpointing_enable()
         model.zero_grad()
         plain.zero_grad()
         model(**vl_nets.batch("Qwen2VL", step + 10 * rank, images[rank]), use_cache=False).loss.backward()
@@ -100,6 +104,41 @@ def test_a_call_besides_the_agreed_order_is_an_error():
 
 def connection_closed(*_):
     raise RuntimeError("Connection closed by peer")
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints calls by itself, as transformers does, and a tower with what comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, image, after=False):
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False).tanh()
+            if number == 1 and image is not None:
+                seen = (lambda given: self.tower(given).sin().exp()) if after else self.tower
+                x = torch.cat([checkpoint(seen, image, use_reentrant=False), x])
+        return x.square().mean()
+
+
+@distributed(world_size=2)
+def test_checkpoints_around_calls_of_units():
+    torch.manual_seed(0)
+    plain, rank = Checkpointed().double(), dist.get_rank()
+    model = shard_model(copy.deepcopy(plain), units=[by_name("tower", may_skip=True), by_name("layers.*")])
+    x, image = torch.randn(2, 2, 4).double(), torch.randn(2, 2, 3).double()
+    for pattern in [(True, False), (False, True), (False, False), (True, True)]:
+        model.zero_grad()
+        plain.zero_grad()
+        model(x[rank], image[rank] if pattern[rank] else None).backward()
+        for other in range(2):
+            (plain(x[other], image[other] if pattern[other] else None) / 2).backward()
+        assert largest_difference(model, plain) < BOUND
+    loss = model(x[rank], image[rank], after=True)
+    with pytest.raises(ShardkitError, match=r"^tower: recomputed by a torch.utils.checkpoint around more than"):
+        loss.backward()
 
 
 @distributed(world_size=2)
