@@ -25,7 +25,6 @@ from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_u
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.recompute import recomputed
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
-from shardkit.apply.tiles import tiled
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.skipping import callers, skippable
@@ -150,8 +149,8 @@ def carry_out(
                 ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
                 for module in [model.get_submodule(unit.modules[0]) for unit in ordered.intersection(units)]:
                     module.forward = in_order(module)
-                for fqn, number in plan.tiles if units[0] is plan.units[0] else ():
-                    model.get_submodule(fqn).forward = tiled(model.get_submodule(fqn), fqn or "(root)", number)
+                if plan.tiles and units[0] is plan.units[0]:
+                    _cut(model, plan)
                 for unit in units:
                     _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
                     if plan.mesh.parts(unit.mesh) > 1:
@@ -224,6 +223,14 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         register_fsdp_forward_method(model.get_submodule(fqn), method)
+
+
+def _cut(model: nn.Module, plan: ShardingPlan) -> None:
+    from shardkit.apply.tiles import tiled  # few plans have any
+
+    for fqn, number in plan.tiles:
+        module = model.get_submodule(fqn)
+        module.forward = tiled(module, fqn or "(root)", number)
 
 
 def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
