@@ -127,20 +127,27 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
             if entry:
                 inner[around[tree.parents[entry]]].add(index)
     order: dict[int, None] = {}  # a dict is an ordered set
-
-    def visit(unit: int, path: frozenset[int]) -> None:
-        if unit in path:
-            name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
-            problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
-            rule = "No module of a unit may be inside another module of the same unit"
-            raise PlanError(message(name, problem, rule, "Leave the inner module out"))
-        if inner[unit]:
-            for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
-                visit(below, path | {unit})
-        order[unit] = None
-
-    visit(around[0], frozenset())
+    _visit(around[0], frozenset(), inner, tree, selections, order)
     return [selections[index] for index in order]
+
+
+def _visit(
+    unit: int,
+    path: frozenset[int],
+    inner: list[set[int]],
+    tree: ModelTree,
+    selections: list[Selection],
+    order: dict[int, None],
+) -> None:
+    # Not a closure: one that calls itself is a cycle, which would keep the parameters until garbage is collected.
+    if unit in path:
+        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
+        problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
+        rule = "No module of a unit may be inside another module of the same unit"
+        raise PlanError(message(name, problem, rule, "Leave the inner module out"))
+    for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
+        _visit(below, path | {unit}, inner, tree, selections, order)
+    order[unit] = None
 
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
