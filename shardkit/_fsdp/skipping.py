@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
 from shardkit._fsdp import fsdp_units
@@ -68,7 +67,8 @@ def is_root(module: FSDPModule) -> bool:
 
 def is_in_backward(module: FSDPModule) -> bool:
     """Whether backward has reached a unit, and gathered it, and not left it. Local, pure."""
-    return module._get_fsdp_state()._training_state is TrainingState.PRE_BACKWARD
+    state = module._get_fsdp_state()._training_state
+    return state is type(state).PRE_BACKWARD
 
 
 def device_of(module: FSDPModule) -> torch.device:

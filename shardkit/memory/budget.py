@@ -21,8 +21,8 @@ from shardkit.plan.table import aligned, nbytes
 from shardkit.planning.dims import on_mesh
 
 CLEAR_GAIN = 0.8  # of the step's time: fused blocks have to save a fifth of it
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 TILES = (2, 4, 8, 16)  # of MLPs, as weighed
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

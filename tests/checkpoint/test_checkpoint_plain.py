@@ -67,7 +67,7 @@ def through_json(value: object) -> object:
     return decode(json.loads(text), tensors)
 
 
-@settings(max_examples=120)
+@settings(max_examples=300)
 @given(VALUES)
 @example(-math.nan)
 @example([complex(-math.inf, -math.nan), complex(math.nan, -0.0), math.inf, -math.inf])

@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.checkpoint import transfer
@@ -57,7 +57,6 @@ def test_blocks_cover_a_part_in_order_and_are_bounded(drawn, limit):
 
 
 @pytest.mark.parametrize("page", [1, 8, 4096])  # all runs one by one; some; all in one piece with what lies between
-@settings(max_examples=40)
 @given(drawn=boxes(), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_any_part_of_a_file_is_read(tmp_path_factory, drawn, kind, page):
     box, shape = drawn

@@ -126,7 +126,7 @@ def states_of(model, kind):
     }[kind]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(GRID, st.sampled_from([Decoder, lambda: Decoder(tied=True), ConvNet]))
 def test_any_arguments_give_a_translation_or_its_error(drawn, build):
     model = build()
