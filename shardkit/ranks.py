@@ -28,6 +28,7 @@ PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
 
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
+_announced: list[str] = []  # by this rank, which has not gone on since
 
 Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
@@ -41,19 +42,32 @@ def note(call: str, **arguments: object) -> None:
 
 
 def announce(error: ShardkitError) -> None:
-    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local."""
+    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local.
+
+    Withdrawn by this rank's next :func:`explained` collective, where it survives the error.
+    """
     for listen in list(listeners):
         listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
     with suppress(RuntimeError, ValueError):  # the process with the store has ended, or the group is destroyed
-        store_of_its_own("shardkit_raised").set("error", f"rank {dist.get_rank()} raised {error}")
+        text = f"rank {dist.get_rank()} raised {error}"
+        store_of_its_own("shardkit_raised").set("error", text)
+        _announced.append(text)
 
 
-def explain(failure: RuntimeError) -> None:
-    """Raise what another rank announced, if one did, as the cause of a collective that failed. Local."""
-    with suppress(RuntimeError, ValueError):  # no process group any more
-        store = store_of_its_own("shardkit_raised")
-        if store.check(["error"]):
-            raise ShardkitError(store.get("error").decode()) from failure
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around a collective: where it fails, raise what another rank announced, if one did, as the cause. Local."""
+    try:
+        yield
+    except RuntimeError as failure:
+        with suppress(RuntimeError, ValueError):  # no process group any more
+            store = store_of_its_own("shardkit_raised")
+            if store.check(["error"]) and (text := store.get("error").decode()):
+                raise ShardkitError(text) from failure
+        raise
+    while _announced:
+        with suppress(RuntimeError, ValueError):
+            store_of_its_own("shardkit_raised").compare_set("error", _announced.pop(), "")  # not another rank's
 
 
 def accelerator() -> str:

@@ -6,6 +6,7 @@ Private names of torch 2.11 to 2.15, like the rest of ``_fsdp``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -85,19 +86,16 @@ def trained_parameters(module: FSDPModule) -> list[Tensor]:
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
 
 
-def explain_errors(model: nn.Module, explain: Callable[[RuntimeError], None]) -> None:
-    """Call ``explain``, which may raise a better error, where a collective of a unit fails. Local, in place."""
+def in_context(model: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run the collectives of each unit in a context of its own. Local, in place."""
     for unit in fsdp_units(model):
         for name in ("pre_forward", "pre_backward", "post_backward"):
-            setattr(unit, name, partial(_explained, getattr(unit, name), explain))
+            setattr(unit, name, partial(_run_in, context, getattr(unit, name)))
 
 
-def _explained(call: Callable[..., Any], explain: Callable[[RuntimeError], None], *args: Any) -> Any:
-    try:
+def _run_in(context: Callable[[], AbstractContextManager[None]], call: Callable[..., Any], *args: Any) -> Any:
+    with context():
         return call(*args)
-    except RuntimeError as error:
-        explain(error)
-        raise
 
 
 def reduce_zeros(modules: Iterable[FSDPModule]) -> None:

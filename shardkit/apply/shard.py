@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import Shard
 
 from shardkit._fsdp import allow_views, fsdp_units
-from shardkit._fsdp.skipping import explain_errors
+from shardkit._fsdp.skipping import in_context
 from shardkit._torch import real_tensors
 from shardkit._torch.meshes import with_timeout_of_world
 from shardkit.apply.agree import agree_on_plan
@@ -29,7 +29,7 @@ from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.skipping import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, announce, device_type, explain, gather_by_rank, together
+from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together
 from shardkit.sharded.entry import attend
 from shardkit.sharded.means import divide_further
 from shardkit.sharded.merging import refuse_merges
@@ -253,7 +253,7 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
     for unit, called in inner.items():
         made[unit].calls.extend(made[each] for each in called)
     watch_calls([made[unit] for unit in inner])
-    explain_errors(model, explain)
+    in_context(model, explained)
 
 
 def _allow_views(model: nn.Module, plan: ShardingPlan) -> None:

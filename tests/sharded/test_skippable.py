@@ -103,6 +103,20 @@ def test_a_call_besides_the_agreed_order_is_an_error():
         model(torch.ones(2, 4), ["first", "second"])
 
 
+@distributed(world_size=2)
+def test_an_error_that_ranks_survived_explains_no_later_one():
+    model = branches()
+    model(torch.ones(2, 4), ["first", "second"])
+    with pytest.raises(ShardkitError, match="called in another way"):
+        model(torch.ones(2, 4), ["third"])
+    model(torch.ones(2, 4), ["first", "second"])
+    dist.barrier()
+    for unit in fsdp_units(model):
+        unit.unshard = connection_closed
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):
+        model(torch.ones(2, 4), ["first", "second"])
+
+
 def connection_closed(*_):
     raise RuntimeError("Connection closed by peer")
 
