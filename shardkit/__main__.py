@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shardkit", description=sys.modules["shardkit"].__doc__)
+    about = (sys.modules["shardkit"].__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m shardkit", description=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in names:
         command: Command = importlib.import_module(COMMANDS[name])

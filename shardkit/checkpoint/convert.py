@@ -210,7 +210,7 @@ def add_parser(commands: Any) -> Any:
     """Add the parser of the command to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
     parser = commands.add_parser(
         "convert",
-        help="convert a checkpoint to another kind",
+        help="convert a checkpoint to another format",
         description="Read a checkpoint of any kind that shardkit knows (its own, DCP directories such as FSDP1's "
         "sharded ones, files of torch.save, safetensors) and write it as another, in one process, tensor by tensor.",
     )

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=positive, help="processes to start (default: one for each GPU, else 2)")
     parser.add_argument("--steps", type=positive, default=60, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     return parser
 
 

@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--also", action="append", default=[], metavar="PACKAGE", help="an installed package that is the program's own"
+        "--also",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="redirect this installed package too; may be repeated",
     )
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = 0  # arguments before the program's name, or its -m

@@ -222,9 +222,9 @@ class Search:
         plan = fused(resharded(self.measured.plan), number, called)
         search = Search(self.measured.of(plan), self._optimizer, self._hardware, self.limit)
         if len(plan.units) < len(best.plan.units) and search.fits(plan):
-            why = f"FSDP2's hooks take the CPU {hooks * 1e3:.2g} ms of a step, and the device is done in "
-            why += f"{device * 1e3:.2g} ms, by the model of {self._hardware.name}"
-            plan = replace(plan, notes=(*plan.notes, f"up to {number} blocks in a unit: with one {why}"))
+            why = f"FSDP2's hooks take {hooks * 1e3:.2g} ms of CPU time in a step, and the device needs "
+            why += f"{device * 1e3:.2g} ms, estimated for {self._hardware.name}"
+            plan = replace(plan, notes=(*plan.notes, f"up to {number} blocks in a unit: with one block each, {why}"))
             prefix = f"{number} blocks in a unit"
             yield search.weigh(prefix, plan)
             yield from search.spend(plan, f"{prefix}, ")
@@ -314,7 +314,7 @@ class Search:
     def _nothing_fits(self, least: Candidate) -> str:
         budget = _less(self.limit + self._reserved, self._reserved)
         peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - self.limit)
-        problem = f"{budget} is too little: {least.what} still peaks at {peak}, {missing} more, {least.peak.where}"
+        problem = f"{budget} is too little: {least.what} still peaks at {peak}, {missing} over it, {least.peak.where}"
         rule = "The peak of a step must be within the budget on every rank"
         if any(unit.mesh for unit in least.plan.units):  # experts, whose mesh is the model's
             return message("budget", problem, rule, "Use more ranks, or a smaller batch")

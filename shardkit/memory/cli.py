@@ -23,22 +23,24 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="say whether a model fits, by which plan, and at what cost",
-        description="Print the answer, the plan, and the bytes of every strategy on one rank. Only a forward and "
-        "backward on fake tensors runs. Times are model estimates for ranking plans. Exits with 1 if nothing fits.",
+        help="show whether a model fits, with which plan, and at what cost",
+        description="Print the answer, the plan, and the memory of every strategy on one rank. Runs one forward and "
+        "backward on fake tensors. Times are model estimates for ranking plans. Exits with 1 if nothing fits.",
     )
     parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
     parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument("--budget", help="memory of each rank's GPU, such as 80GiB")
-    reserve = "what of the budget is left for fragmentation, NCCL and CUDA's context (default: 10%%), such as 6GiB"
+    reserve = "part of the budget kept for fragmentation, NCCL and CUDA's context, such as 6GiB (default: 10%%)"
     parser.add_argument("--reserve", default="10%", help=reserve)
     parser.add_argument("--batch", type=_batch, metavar="BxS", help="token ids of one micro-batch, such as 2x4096")
-    parser.add_argument("--param-dtype", type=_dtype, default=torch.bfloat16, help="computes in (default: bfloat16)")
+    parser.add_argument(
+        "--param-dtype", type=_dtype, default=torch.bfloat16, help="of compute and all-gather (default: bfloat16)"
+    )
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
     parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h100", help="default: %(default)s")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of a step of the plan, such as step.png")
-    parser.add_argument("--scaling", action="store_true", help="and a table of 8 to 16,384 ranks")
+    parser.add_argument("--scaling", action="store_true", help="also print a table for 8 to 16,384 ranks")
     return parser
 
 

@@ -251,7 +251,7 @@ class MemoryEstimate:
         measured = any(row.measured for row in self.rows)
         what = "peak of a training step" if measured else "peak without activations (no batch given)"
         ranks = self.plan.mesh.size
-        headline = f"bytes on each of {ranks} ranks: model states by the textbook, then the {what} by category"
+        headline = f"bytes on each of {ranks} ranks: model states by ZeRO's formulas, then the {what} by category"
         titles = ["strategy", "states", *CATEGORIES, "peak", "at"]
         return "\n".join([headline, "", *aligned([titles, *map(_row, self.rows)], left={0, len(titles) - 1})])
 

@@ -232,10 +232,10 @@ class ScalingTable:
         for name, rows in ((name, self.of(name)) for name in STRATEGIES):
             exposed = [row.ranks for row in rows if not row.hides]
             if rows:
-                answer = f"hides up to {rows[-1].ranks:,} ranks"
+                answer = f"compute hides communication up to {rows[-1].ranks:,} ranks"
                 if exposed:
-                    answer = f"stops hiding at {exposed[0]:,} ranks (more than a tenth of compute is exposed)"
-                answers.append(f"{name}: communication {answer}, on {self.hardware.name} by the model")
+                    answer = f"communication is exposed from {exposed[0]:,} ranks on (more than a tenth of compute)"
+                answers.append(f"{name}: {answer}, estimated for {self.hardware.name}")
         for row in self.rows:
             sent = [nbytes(round(row.time.traffic.bytes_in_node)), nbytes(round(row.time.traffic.bytes_between_nodes))]
             times = [f"{row.time.total:.3g} s", f"{row.time.exposed:.3g} s", f"{row.efficiency:.1%}"]

@@ -94,16 +94,20 @@ def _read(path: str | Path) -> dict[tuple[int, str, str, int], tuple[str, list[f
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         return {(row["step"], row["at"], row["what"], row["call"]): (row["dtype"], row["digest"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem, rule = f"is not a file of record_run: {type(error).__name__}: {error}", "It has JSON lines of digests"
+        problem, rule = (
+            f"is not a file of record_run: {type(error).__name__}: {error}",
+            "Such a file has a digest on each line, as JSON",
+        )
         raise ShardkitError(message(str(path), problem, rule, "Write it with shardkit.record_run")) from error
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command ``compare``."""
     text = "find where two runs first differ"
-    parser: argparse.ArgumentParser = commands.add_parser("compare", help=text, description=compare_runs.__doc__)
+    about = "Print the first step and module at which two files of record_run differ; exits with 1 if there is one."
+    parser: argparse.ArgumentParser = commands.add_parser("compare", help=text, description=about)
     parser.add_argument("dump", nargs=2, help="a file of record_run")
-    parser.add_argument("--tolerance", type=float, help="of the relative distance; default: the dtype's resolution")
+    parser.add_argument("--tolerance", type=float, help="relative distance to accept (default: the dtype's resolution)")
     return parser
 
 
