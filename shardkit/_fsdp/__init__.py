@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -261,15 +262,21 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def allow_views(modules: Iterable[nn.Module]) -> None:
-    """Ignore torch's warning that a unit of these modules returned a view, for the rest of the process. Local.
+    """Ignore torch's warning that these units returned a view. Local, in place; no other unit's is ignored.
 
     Changing the view in place removes the unit's hook of backward, which gathers parameters. That changes nothing for a
-    unit below the root that does not reshard after forward: torch 2.13 to 2.15 warn all the same, of any ``nn.Linear``
-    with an input of three dims.
+    unit below the root that does not reshard after forward: torch 2.13 and 2.14 warn all the same, of any ``nn.Linear``
+    with an input of three dims. The text names a class only, which other models may have. But torch attributes the
+    warning to the module from which the hook is registered: for these units this one, all that the filter needs.
     """
-    names = ", ".join(type(module).__name__ for module in modules)
-    text = re.escape(f"FSDP2-wrapped module ({names}) returned a view tensor")
-    warnings.filterwarnings("ignore", text, UserWarning)
+    for state in states_of(modules):
+        state._register_pre_backward_hook = partial(_register_pre_backward_hook, state)
+    text, here = "FSDP2-wrapped module .* returned a view tensor", rf"{re.escape(__name__)}\Z"
+    warnings.filterwarnings("ignore", text, UserWarning, here)
+
+
+def _register_pre_backward_hook(state: Any, output: Any) -> Any:
+    return type(state)._register_pre_backward_hook(state, output)
 
 
 def _is_bound_to(hook: Any, state: Any) -> bool:

@@ -218,7 +218,8 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
     for unit in fsdp_units(model):
         if unit.post_forward_mesh_info not in (None, unit.mesh_info):
             with_timeout_of_world(unit.post_forward_mesh_info.mesh)  # made by fully_shard for an int
-    _allow_views(model, plan)
+    kept = [unit.modules for unit in plan.units if unit.reshard_after_forward is False and "" not in unit.modules]
+    allow_views(model.get_submodule(fqn) for modules in kept for fqn in modules)
     refuse_fsdp1_statics(model)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
@@ -254,14 +255,6 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
         made[unit].calls.extend(made[each] for each in called)
     watch_calls([made[unit] for unit in inner])
     in_context(model, explained)
-
-
-def _allow_views(model: nn.Module, plan: ShardingPlan) -> None:
-    units = [(unit, [model.get_submodule(fqn) for fqn in unit.modules]) for unit in plan.units]
-    resharded = [list(map(type, modules)) for unit, modules in units if unit.reshard_after_forward is not False]
-    for unit, modules in units:
-        if "" not in unit.modules and unit.reshard_after_forward is False and list(map(type, modules)) not in resharded:
-            allow_views(modules)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

@@ -65,6 +65,7 @@ NAMES = (
     *_names(_STATE, _UNDER_WAY, "state of an unfinished forward or backward", _RESET, "reset_iter_state, since 2.13"),
     *_names(_STATE, "_lazy_init _mp_policy", "initialize the root, and cast its inputs", _DROP_IN),
     *_names(_STATE, "_pre_forward _post_forward", "forwards without an all-gather, or without the rest", _DROP_IN),
+    Name(f"{_STATE}._register_pre_backward_hook", "tell warnings of views apart, of torch < 2.15", "shard_model"),
     Name(f"{_STATE}._device", "where a skipped unit is gathered", "may_skip"),
     *_names(_GROUP, "pre_forward pre_backward", "explain a collective that failed", "may_skip"),
     *_names(_GROUP, "modules fsdp_params device mesh_info", "the modules, parameters and meshes of a unit", _ENGINE),
