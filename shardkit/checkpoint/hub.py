@@ -183,7 +183,7 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor], found: Mapping[st
     with _no_progress():
         info, _ = _transformers("core_model_loading").convert_and_load_state_dict_in_model(bare, sources, options)
     if info.conversion_errors:
-        rule = "The files must fit transformers' conversions for the model; nothing was changed"
+        rule = "The files must match transformers' conversions for the model; nothing was changed"
         problem = "; ".join(f"{name}: {text.splitlines()[-1]}" for name, text in info.conversion_errors.items())
         raise CheckpointError(message("transformers", problem, rule, "Fetch the files again, or pass key_map="))
     getattr(bare, "_adjust_missing_and_unexpected_keys")(info)  # noqa: B009

@@ -54,8 +54,8 @@ def load_full_state_dict(
         state_dict: full tensors on any device. With ``src="rank0"`` it is read only on the lowest rank that holds a
             part of the model; elsewhere it may be ``{}``.
         src: ``"rank0"``, or ``"all"`` if every rank has the same dict.
-        strict: raise for missing and unexpected names, and for different values of one tied tensor. False leaves such
-            names alone and returns them, and takes the first of the values with a warning.
+        strict: raise for missing and unexpected names, and for different values of one tied tensor. False ignores such
+            names and returns them, and takes the first of the values with a warning.
         assign: take over the dict's dtypes, in new memory where they differ from the model's. Use it before the first
             forward. Unlike torch's ``assign`` it never shares the dict's memory.
 
@@ -72,7 +72,7 @@ def load_full_state_dict(
         >>> load_full_state_dict(model, state)
     """
     groups = groups_of(model) or world_groups(src)
-    fix = "Pass strict=False to leave names that do not match alone"
+    fix = "Pass strict=False to ignore names that only one side has"
     request = Request("state_dict", strict, clean_name, unless_complex, fix, ShardkitError)
 
     def prepared(offered: Mapping[str, Any]) -> tuple[LoadPlan, Room]:

@@ -230,8 +230,8 @@ def _same(one: object, other: object) -> bool:
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
     own = [fqns for each in optimizers for fqns in group_names(each, names)]
-    rule = "Parameters and the options of groups must fit; nothing was changed"
-    fix = "Make the optimizer of the same parameters, in the same groups"
+    rule = "Parameters and the options of groups must match; nothing was changed"
+    fix = "Build the optimizer from the same parameters, in the same groups"
     raise_listed("state_dict", mismatches(own, found), rule, fix)
 
 
@@ -246,7 +246,7 @@ def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
 
 def _report(changed: Iterable[str]) -> None:
     if (found := list(dict.fromkeys(changed))) and (not dist.is_initialized() or dist.get_rank() == 0):
-        rule = "Saved options win, as in torch's load_state_dict, so that training goes on as it was"
+        rule = "Saved options win, as in torch's load_state_dict, so that training continues unchanged"
         fix = "To use others, set them in optimizer.param_groups after the load, and in scheduler.base_lrs"
         logger.warning(message("optimizer", f"takes {listing(found, 5)}", rule, fix))
 

@@ -71,7 +71,7 @@ class Request:
     strict: bool = True  # missing and unexpected names, and different values for one tied tensor, are errors
     key_map: KeyMap | None = None  # from offered names to the model's
     converts: Callable[[torch.dtype, torch.dtype], bool] = among_floats  # whether the first may become the second
-    fix: str = "Pass key_map= for other names, or strict=False to leave names that do not match alone"
+    fix: str = "Pass key_map= to rename, or strict=False to ignore names that only one side has"
     error: type[ShardkitError] = CheckpointError
 
 
@@ -101,7 +101,7 @@ def plan_load(
 
     Raises:
         ShardkitError: of the request's class, listing every name that is missing, unexpected, mapped to twice, or of
-            another shape or dtype.
+            a different shape or dtype.
     """
     check_key_map(request.key_map, request.error)
     renamed = [(rename(name, request.key_map), name) for name in offered]
@@ -121,7 +121,7 @@ def plan_load(
     pairs = [(name, name, source) for name, source in copies.items()] + ties
     problems = {
         "mapped to twice": [f"{new} ({count} times)" for new, count in counts.items() if count > 1],
-        "of another shape or dtype": [
+        "of a different shape or dtype": [
             f"{name} ({reason})"
             for first, name, source in pairs
             if isinstance(like := wanted[first], Tensor)
@@ -130,7 +130,7 @@ def plan_load(
     }
     if request.strict:
         problems |= {"missing": missing, "unexpected": unexpected}
-    rule = "Names, shapes and dtypes must fit; nothing was changed"
+    rule = "Names, shapes and dtypes must match; nothing was changed"
     raise_listed(request.where, problems, rule, request.fix, request.error)
     return LoadPlan(copies, ties, IncompatibleKeys(missing, unexpected))
 

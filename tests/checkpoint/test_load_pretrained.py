@@ -315,8 +315,8 @@ def test_what_does_not_fit_changes_nothing_on_any_rank(meta, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(model, path)
     assert [line.partition(" (")[0] for line in str(caught.value).splitlines()[1:]] == [
-        "- of another shape or dtype: gain",
-        "- of another shape or dtype: narrow.bias",
+        "- of a different shape or dtype: gain",
+        "- of a different shape or dtype: narrow.bias",
         "- missing: blocks.1.bias",
         "- unexpected: more",
     ]

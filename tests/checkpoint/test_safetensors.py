@@ -121,7 +121,7 @@ def test_floats_are_converted_on_the_way(dtype, tmp_path):
     found = load_file(tmp_path / "model.safetensors")
     assert all(same(found[name], each.to(dtype) if name != "ids" else each) for name, each in whole.items())
     into = {name: zeros_like(each) for name, each in sharded(whole, "hsdp").items()}
-    with pytest.raises(CheckpointError, match="2 of another shape or dtype"):
+    with pytest.raises(CheckpointError, match="2 of a different shape or dtype"):
         read_tensors(tmp_path, into)
     read_tensors(tmp_path, into, cast=True)
     assert_holds(into, {name: each.to(dtype).to(each.dtype) for name, each in whole.items()})
@@ -351,11 +351,11 @@ def test_all_that_does_not_fit_is_listed_at_once(tmp_path):
         read_tensors(tmp_path, into, cast=True)
     first, *lines = str(caught.value).splitlines()
     assert first.startswith(
-        f"{tmp_path}: 2 of another shape or dtype, 1 missing, 1 unexpected. Names, shapes and dtypes"
+        f"{tmp_path}: 2 of a different shape or dtype, 1 missing, 1 unexpected. Names, shapes and dtypes"
     )
     assert lines == [
-        "- of another shape or dtype: a (shape (8,), the model has (9,))",
-        "- of another shape or dtype: ids (torch.int64, the model has torch.float32)",
+        "- of a different shape or dtype: a (shape (8,), the model has (9,))",
+        "- of a different shape or dtype: ids (torch.int64, the model has torch.float32)",
         "- missing: c",
         "- unexpected: more",
     ]

@@ -173,13 +173,13 @@ def test_everything_that_does_not_fit_is_listed_at_once(src):
     with pytest.raises(ShardkitError) as caught:
         load_full_state_dict(model, source(state, src), src=src)
     text = str(caught.value)
-    assert "2 of another shape or dtype, 2 missing, 1 unexpected" in text
+    assert "2 of a different shape or dtype, 2 missing, 1 unexpected" in text
     for part in (
         "- missing: gain",
         "- missing: blocks.1.up.bias",
         "- unexpected: stranger",
-        "- of another shape or dtype: narrow.weight (shape (6, 3), the model has (3, 6))",
-        "- of another shape or dtype: counts (int, not a tensor)",
+        "- of a different shape or dtype: narrow.weight (shape (6, 3), the model has (3, 6))",
+        "- of a different shape or dtype: counts (int, not a tensor)",
     ):
         assert part in text, text
     assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
