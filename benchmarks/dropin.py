@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.models import Block, Llama, Shape
@@ -122,7 +122,7 @@ class Side:
 
     def synced(self, last: bool) -> AbstractContextManager[None]:
         """What a micro-batch runs in: FSDP1's ``no_sync``, and FSDP2's flag, until the last."""
-        if hasattr(self.model, "set_requires_gradient_sync"):
+        if isinstance(self.model, FSDPModule):  # the drop-in's wrapper answers for the module's methods too
             self.model.set_requires_gradient_sync(last)
             return nullcontext()
         return nullcontext() if last else self.model.no_sync()  # type: ignore[no-any-return]

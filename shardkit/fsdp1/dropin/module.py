@@ -36,6 +36,7 @@ from shardkit.fsdp1.dropin.record import (
     WRAPPED,
     Record,
     inner_of,
+    record_of,
     roots_of,
     sharded_of,
     without_wrappers,
@@ -43,6 +44,7 @@ from shardkit.fsdp1.dropin.record import (
 )
 from shardkit.fsdp1.instead import MEMBERS
 from shardkit.fsdp1.translate.arguments import Arguments
+from shardkit.fsdp1.translate.strategy import RESHARDING
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -161,16 +163,20 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them; the first backward after this context reduces the sum. Local.
 
-        Gradients are added up in ``param_dtype``, as in FSDP1. Inside, ``p.grad`` can be cleared, and any other use
-        raises; FSDP1 showed full-size gradients there.
+        As in FSDP1, gradients are added up in ``param_dtype``. SHARD_GRAD_OP keeps parameters gathered between
+        micro-batches, and gathers them once a step; FULL_SHARD gathers them for each micro-batch again. Inside,
+        ``p.grad`` can be cleared, and any other use raises; FSDP1 showed full-size gradients there.
 
         Raises:
             RuntimeError: it is not the root.
         """
         _check_root(self, "no_sync()")
-        if (sharded := sharded_of(self)) is not None:
+        sharded = sharded_of(self)
+        if sharded is not None:
             _fsdp.initialize(sharded)
         with accumulating_in_param_dtype(self), grads.no_sync(self):
+            if sharded is not None and record_of(self).strategy.name in RESHARDING:
+                sharded.set_reshard_after_backward(True, recurse=False)  # the root too, which forward leaves gathered
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
