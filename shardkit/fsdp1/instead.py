@@ -86,7 +86,7 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "backward_prefetch": Row(
         "implied",
-        "FSDP2 always all-gathers the next unit before a unit's backward, as BACKWARD_PRE; BACKWARD_POST and None, "
+        "FSDP2 always all-gathers the next unit before a unit's backward, like BACKWARD_PRE; BACKWARD_POST and None, "
         "which gather later and use less memory, are noted",
         "prefetch=",
     ),
@@ -119,13 +119,13 @@ ARGUMENTS: dict[str, Row] = {
     "limit_all_gathers": Row(
         "implied",
         "FSDP2 always limits all-gathers, without blocking the CPU; False is noted",
-        "nothing: it is always so",
+        "nothing: FSDP2 always does this",
     ),
     "use_orig_params": Row(
         "implied",
         "Always on: parameters keep their names, and become DTensors. False, FSDP1's default, had a FlatParameter for "
         "each unit, and is noted",
-        "nothing: it is always so",
+        "nothing: FSDP2 always does this",
     ),
     "ignored_states": Row(
         "mapped", "As ignored_modules for modules, and ignored_params for parameters", "ignored_params="
@@ -187,8 +187,8 @@ ROWS = {**ARGUMENTS, **FIELDS, **OURS}
 
 FSDP = "FullyShardedDataParallel"
 
-_TAKEN = "shard_like_fsdp1 takes it"
-_OURS = "of shardkit.state"
+_TAKEN = "shard_like_fsdp1 accepts it"
+_OURS = "from shardkit.state"
 _LOADS = f"it also loads, so remove the optimizer.load_state_dict that follows; {_OURS}"
 _EACH_CALL = "remove it: pass its settings to each call"
 NO_FLAT = "FSDP2 has no flat parameters: save_checkpoint writes shards, and load_checkpoint reads local state dicts"
@@ -199,13 +199,13 @@ NAMES: dict[str, Row] = {
     "FlatParameter": _Internal("refused", "FSDP2 shards each parameter separately", "DTensor"),
     "ShardedGradScaler": Row(
         "mapped",
-        "of shardkit: its device is the accelerator by default, and other arguments are keyword-only",
+        "from shardkit: its device is the accelerator by default, and other arguments are keyword-only",
         "GradScaler({args})",
         "loop",
     ),
     # Settings
     "ShardingStrategy": Row("mapped", "", '"{member}"'),
-    "BackwardPrefetch": Row("noted", "FSDP2 always prefetches in backward, as BACKWARD_PRE"),
+    "BackwardPrefetch": Row("noted", "FSDP2 always prefetches in backward, like BACKWARD_PRE"),
     "MixedPrecision": Row("mapped", _TAKEN, "MixedPrecisionPolicy({args})"),
     "CPUOffload": Row("mapped", _TAKEN, "CPUOffloadPolicy()"),
     # Policies
@@ -262,7 +262,7 @@ MEMBERS: dict[str, Row] = {
     "rekey_optim_state_dict": _State("decision", "keys are always FQNs"),
     "fsdp_modules": Row("mapped", "", "[m for m in {model}.modules() if isinstance(m, FSDPModule)]", "names"),
     # Called on a wrapped model
-    "clip_grad_norm_": Row("mapped", "of shardkit", "clip_grad_norm_({receiver}, {args})", "loop"),
+    "clip_grad_norm_": Row("mapped", "from shardkit", "clip_grad_norm_({receiver}, {args})", "loop"),
     "no_sync": Row("mapped", "or accumulate(model, last=...)", "no_sync({receiver})", "loop"),
     "module": Row("mapped", "FSDP2 does not wrap the model", "{receiver}", "names"),
     "forward": Row("noted", "a direct call of forward skips the all-gather hooks", "{receiver}({args})", "loop"),
@@ -340,7 +340,7 @@ ATTRIBUTES |= INTERNALS
 # Private names of torch's modules
 
 _NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""', "names")
-_SUMMONED = _Internal("refused", "of shardkit.state, or FSDP.summon_full_params", "full_params(model, writeback=True)")
+_SUMMONED = _Internal("refused", "from shardkit.state, or FSDP.summon_full_params", "full_params(model, writeback=True)")
 _OPTIM = _Internal("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
 _DTENSORS = _Internal("refused", "remove it: state dicts of FSDP2 hold DTensors")
 

@@ -283,7 +283,7 @@ def _strategy(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     name = use.member.partition(".")[0]
     if name.strip("_").isupper():
         return plain._replace(replacement=f'"{name}"')
-    return plain._replace(replacement="", why="shard_like_fsdp1 takes it, and its names as strings")
+    return plain._replace(replacement="", why="shard_like_fsdp1 accepts it, and its names as strings")
 
 
 def _offload(judge: Judge, use: Use, plain: Verdict) -> Verdict:

@@ -42,7 +42,7 @@ NOT_TORCH = ("fairscale", "megatron", "apex", "torch_xla", "deepspeed", "paddle"
 _FAIRSCALE = Row("decision", "fairscale's, not torch's: other arguments and state", "shard_model(...)", "wrapping")
 _LOADER = Row(
     "decision",
-    "fill it with torch.distributed.checkpoint.load, then load_sharded_optimizer_state_dict of shardkit.state",
+    "fill it with torch.distributed.checkpoint.load, then load_sharded_optimizer_state_dict from shardkit.state",
     "sharded_optimizer_state_dict(model, optimizer)",
     "state",
 )
@@ -58,7 +58,7 @@ OTHERS: dict[str, Row] = {  # by the path's first name and any later one
     "pytorch_lightning FSDPStrategy": CONFIGURED,
     "pytorch_lightning DDPFullyShardedNativeStrategy": CONFIGURED,
     "lightning_fabric FSDPStrategy": CONFIGURED,
-    "peft fsdp_auto_wrap_policy": Row("mapped", "shard_like_fsdp1 takes it as it is", "by_class(...)"),
+    "peft fsdp_auto_wrap_policy": Row("mapped", "shard_like_fsdp1 accepts it as it is", "by_class(...)"),
     "torch load_sharded_optimizer_state_dict": _LOADER,
 }
 

@@ -34,7 +34,7 @@ _UNNAMED = Row("decision", "not a public name of FSDP1", topic="internals")
 _NORM = Row(
     "decision",
     "a gradient is a DTensor, whose norm is that of the full gradient: do not add it up over ranks. With inf, "
-    "clip_grad_norm_ of shardkit returns the norm of all and clips nothing",
+    "clip_grad_norm_ from shardkit returns the norm of all and clips nothing",
     'clip_grad_norm_(model, float("inf"))',
     "loop",
 )

@@ -72,7 +72,7 @@ _PREFETCHES = {
     "BACKWARD_PRE": "implied: FSDP2 all-gathers the next unit before the current unit's backward.",
     **dict.fromkeys(
         ("BACKWARD_POST", "NO_PREFETCH"),
-        "noted: FSDP2 always prefetches as BACKWARD_PRE: more overlap, one more unit gathered.",
+        "noted: FSDP2 always prefetches like BACKWARD_PRE: more overlap, one more unit gathered.",
     ),
 }
 _APART = "Parameters keep their names and become DTensors."
