@@ -72,8 +72,10 @@ def compare_runs(dump_a: str | Path, dump_b: str | Path, tolerance: float | None
     """
     a, b = _read(dump_a), _read(dump_b)
     if not a.keys() & b.keys():
-        rule, fix = "Runs are compared by step and module", "Record both with record_run, from the same model"
-        raise ShardkitError(message("compare_runs", f"{dump_a} and {dump_b} have none in common", rule, fix))
+        rule, fix = "Runs are compared step by step and module by module", "Record both runs from the same model"
+        raise ShardkitError(
+            message("compare_runs", f"{dump_a} and {dump_b} have no step and module in common", rule, fix)
+        )
     for key, (dtype, found) in a.items():
         other_dtype, other = b.get(key, (dtype, found))
         step, at, what, call = key

@@ -10,7 +10,7 @@ from shardkit.watching.calls import Difference
 from shardkit.watching.team import Seen
 
 RULE = "Every rank must make the same calls in the same order, with the same arguments"
-FIX = "Compare the lines of the ranks below; docs/when-ranks-disagree.md lists causes"
+FIX = "Compare the code lines of the ranks below; docs/when-ranks-disagree.md lists usual causes"
 
 
 def compose(seen: Mapping[int, Seen], difference: Difference | None, store: str = "") -> str:
@@ -30,9 +30,9 @@ def compose(seen: Mapping[int, Seen], difference: Difference | None, store: str 
         problems.append(_disagreement(difference))
     elif difference is not None and not problems:
         late = [rank for rank, call in difference.calls.items() if call is None]
-        problems.append(f"{_ranks(late)} did not make call {difference.number + 1} for {idle:.0f} s")
+        problems.append(f"{_ranks(late)} did not make call {difference.number + 1} within {idle:.0f} s")
     elif not problems:
-        problems.append(f"no rank has made a call for {idle:.0f} s, and all have made the same calls")
+        problems.append(f"no rank has made a call for {idle:.0f} s; until then all made the same calls")
     rows = _grouped(seen, lambda rank: _row(seen[rank], difference, rank))
     return "\n".join([message("watch", "; ".join(problems), RULE, FIX), *(f"- {_ranks(r)}: {row}" for row, r in rows)])
 
@@ -42,7 +42,7 @@ def _disagreement(difference: Difference) -> str:
     groups = [(call, ranks) for call, ranks in groups if call]
     names = {call.partition("(")[0] for call, _ in groups}
     if len(names) == 1 and all("(" in call for call, _ in groups):
-        return f"{names.pop()} has other arguments on some ranks: {_arguments(groups)}"
+        return f"{names.pop()} has different arguments on some ranks: {_arguments(groups)}"
     (call, ranks), other, *_ = sorted(groups, key=lambda group: len(group[1]))
     number = difference.number + 1
     if len(ranks) == len(other[1]):
@@ -60,7 +60,7 @@ def _row(seen: Seen, difference: Difference | None, rank: int) -> str:
     record = seen.record
     last = record["last"]
     call = difference.calls.get(rank) if difference is not None else None
-    parts = [seen.gone, call or f"last call{' known' * bool(seen.gone)}: {last}"]
+    parts = [seen.gone, call or f"last {'known ' * bool(seen.gone)}call: {last}"]
     if call and last != call:
         parts.append(f"now at {last}")
     return "; ".join(filter(None, [*parts, record.get("error"), record["line"]]))

@@ -17,7 +17,7 @@ class Seen(NamedTuple):
 
     record: Record  # the last that it published
     age: float = 0.0  # seconds since
-    gone: str = ""  # "ended", "is stopped", "has said nothing for 12 s", or nothing
+    gone: str = ""  # "ended", "is stopped", "has been silent for 12 s", or nothing
 
     @property
     def has_left(self) -> bool:
@@ -69,7 +69,7 @@ class Team:
         age = time.monotonic() - at
         if record["left"]:
             return Seen(record, age)
-        silence = "has not entered the watch" if record is NOTHING else f"has said nothing for {age:.0f} s"
+        silence = "has not entered the watch" if record is NOTHING else f"has been silent for {age:.0f} s"
         gone = "" if record is NOTHING else fate(record["host"], record["pid"])
         return Seen(record, age, gone or silence * (age >= self._silent))
 

@@ -78,7 +78,7 @@ def watch_script(model: nn.Module, setting: str) -> None:
     """Watch a model to the end of the program, as the value of ``SHARDKIT_WATCH`` says. Local."""
     seconds, _, end = setting.partition(",")
     if not seconds.replace(".", "", 1).isdigit() or end not in ("", "end"):
-        rule = "It is a number of seconds, and may end with ,end"
+        rule = "It must be a number of seconds, optionally followed by ,end"
         raise ShardkitError(message("SHARDKIT_WATCH", f"is {setting!r}", rule, "Set SHARDKIT_WATCH=30"))
     watching = _start([model], float(seconds), bool(end))
     if watching is not None:
@@ -90,7 +90,7 @@ def _start(models: Sequence[nn.Module], after: float, end: bool) -> _Watch | Non
     for model in models:
         check_module(model)
     if not after > 0:
-        raise ShardkitError(message("after", f"is {after!r}", "It is a number of seconds above 0", "Pass after=30"))
+        raise ShardkitError(message("after", f"is {after!r}", "It must be a positive number", "Pass after=30"))
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     params = [param for model in models for _, param in named_sharded_parameters(model)]

@@ -42,9 +42,11 @@ KINDS = {
     "one more forward": Kind(
         r"rank 1 differs from the others in call \d+: all-gather of layers\.0", r"again|py:\d+, from"
     ),
-    "other last": Kind(r"accumulate has other arguments on some ranks: last is True on ranks 0, 2-3, False on rank 1"),
+    "other last": Kind(
+        r"accumulate has different arguments on some ranks: last is True on ranks 0, 2-3, False on rank 1"
+    ),
     "clips alone": Kind(r"rank 1 differs from the others in call \d+: clip_grad_norm_\(max_norm=1\.0", "clips alone"),
-    "clips to less": Kind(r"clip_grad_norm_ has other arguments.*max_norm is 1\.0 on ranks 0, 2-3, 0\.5 on rank 1"),
+    "clips to less": Kind(r"clip_grad_norm_ has different arguments.*max_norm is 1\.0 on ranks 0, 2-3, 0\.5 on rank 1"),
     "saves alone": Kind(r"rank 1 differs from the others in call \d+: full_state_dict\(\)", "saves alone"),
     "counts alone": Kind(r"rank 1 differs from the others in call \d+: global_token_count\(\)", "counts alone"),
     "fewer steps": Kind(r"rank 1 differs from the others in call \d+: the end of the watch", "the end of the watch"),
@@ -52,13 +54,13 @@ KINDS = {
         r"rank 1 differs from the others in call \d+: raised ValueError", "ValueError: bad sample; .*raises"
     ),
     "is late": Kind(
-        r"rank 1 did not make call \d+ for \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
+        r"rank 1 did not make call \d+ within \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
     ),
     "own barrier": Kind(r"rank 1 (did not make call|differs)", "dist.barrier"),
-    "is killed": Kind(r"rank 1 ended", r"ended; last call known: "),
-    "is stopped": Kind(r"rank 1 is stopped", r"is stopped; last call known: "),
-    "first is killed": Kind(r"rank 0 ended", r"ended; last call known: ", odd=0),
-    "first is stopped": Kind(r"rank 0 is stopped", r"is stopped; last call known: ", odd=0),
+    "is killed": Kind(r"rank 1 ended", r"ended; last known call: "),
+    "is stopped": Kind(r"rank 1 is stopped", r"is stopped; last known call: "),
+    "first is killed": Kind(r"rank 0 ended", r"ended; last known call: ", odd=0),
+    "first is stopped": Kind(r"rank 0 is stopped", r"is stopped; last known call: ", odd=0),
 }
 
 

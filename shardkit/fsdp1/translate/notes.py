@@ -139,8 +139,8 @@ _BY_VALUE = {
     "auto_wrap_policy": _policy,
     "backward_prefetch": lambda decided, value: (
         "noted",
-        "FSDP2 all-gathers the next unit before a unit's backward, like BACKWARD_PRE; one more unit may be gathered at a "
-        "time than in FSDP1",
+        "FSDP2 all-gathers the next unit before a unit's backward, like BACKWARD_PRE; one more unit may be gathered "
+        "at a time than in FSDP1",
     ),
     "limit_all_gathers": lambda decided, value: (
         "noted",
