@@ -340,9 +340,7 @@ ATTRIBUTES |= INTERNALS
 # Private names of torch's modules
 
 _NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""', "names")
-_SUMMONED = _Internal(
-    "refused", "from shardkit.state, or FSDP.summon_full_params", "full_params(model, writeback=True)"
-)
+_SUMMONED = _Internal("refused", f"{_OURS}, or FSDP.summon_full_params", "full_params(model, writeback=True)")
 _OPTIM = _Internal("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
 _DTENSORS = _Internal("refused", "remove it: state dicts of FSDP2 hold DTensors")
 
