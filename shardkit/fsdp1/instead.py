@@ -317,25 +317,24 @@ _HANDLE = _Internal("refused", _GONE, "full_params({receiver})")
 # Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
 INTERNALS: dict[str, Row] = {
     **dict.fromkeys(("_flat_param", "flat_param"), ATTRIBUTES["params"]),
-    **dict.fromkeys(("_handle", "_handles", "_all_handles"), _HANDLE),
+    "_handles": _HANDLE,
     **dict.fromkeys(("_all_fsdp_states", "_fully_sharded_module_to_handle"), _MODULES),
     **dict.fromkeys(("_comm_hook", "_comm_hook_state"), _HOOK),
     "_exec_order_data": _Internal("refused", "it sets the order of all-gathers", "set_modules_to_forward_prefetch"),
     "_sync_gradients": _Internal("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
     "_unshard": _Internal("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard"),
-    "_unshard_stream": _Internal("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard"),
     "_reset_lazy_init": ATTRIBUTES["_lazy_init"],
     **dict.fromkeys(
-        (
-            *("_all_reduce_stream", "_default_stream", "_deregister_orig_params_ctx", "_device_handle"),
-            *("_free_event_queue", "_fsdp_extension", "_gradient_postdivide_factor", "_gradient_predivide_factor"),
-            *("_optim_state_dict_impl", "_optim_state_dict_to_load_impl", "_post_backward_stream"),
-            *("_pre_unshard_stream", "_use_training_state", "_wait_unshard_streams_on_current_stream"),
-        ),
-        INTERNAL,
+        ("_deregister_orig_params_ctx", "_device_handle", "_free_event_queue", "_fsdp_extension"), INTERNAL
     ),
+    **dict.fromkeys(("_gradient_postdivide_factor", "_gradient_predivide_factor", "_use_training_state"), INTERNAL),
+    **dict.fromkeys(("_optim_state_dict_impl", "_optim_state_dict_to_load_impl"), INTERNAL),
+    "_wait_unshard_streams_on_current_stream": INTERNAL,
 }
-ATTRIBUTES |= INTERNALS
+# Those that the drop-in answers.
+_STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
+_STREAM = _Internal("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
+ATTRIBUTES |= INTERNALS | dict.fromkeys(("_handle", "_all_handles"), _HANDLE) | dict.fromkeys(_STREAMS, _STREAM)
 
 # Private names of torch's modules
 

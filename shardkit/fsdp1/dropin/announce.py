@@ -50,6 +50,8 @@ def announce(root: nn.Module) -> None:
 
 def announcement(root: nn.Module) -> str:
     """Return the text; pure."""
+    while is_wrapper(inner := inner_of(root)):  # wrapped twice: the outer one shards nothing
+        root = inner
     record = record_of(root)
     told = [note for note in record.translation.notes if note.argument.partition(".")[0] in record.given.changed()]
     notes = [f"- {note}" for note in told if note.fate not in ("mapped", "implied")]

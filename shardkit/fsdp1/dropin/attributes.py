@@ -12,10 +12,10 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import is_under_way, own_parameters
-from shardkit._fsdp.fsdp1 import TrainingState
+from shardkit._fsdp.fsdp1 import TrainingState, stream_of
 from shardkit.errors import ShardkitError, message
 from shardkit.fsdp1.dropin.errors import DropinValueError, ShardedUse, UnavailableAttribute
-from shardkit.fsdp1.dropin.flat import flat_params
+from shardkit.fsdp1.dropin.flat import flat_params, handles, unit_handle
 from shardkit.fsdp1.dropin.record import Record, in_full_precision, inner_of, record_of, sharded_of
 from shardkit.fsdp1.dropin.tensors import MIXED
 from shardkit.fsdp1.instead import ATTRIBUTES, INTERNALS
@@ -93,6 +93,22 @@ def _inter_node_pg(record: Record) -> Any:
     return record.mesh.get_group(0)
 
 
+# FSDP1's streams, each with what FSDP2 has a stream for.
+_STREAMS = {
+    "_default_stream": "",
+    "_pre_unshard_stream": "all_gather_copy_in",
+    "_unshard_stream": "all_gather",
+    "_post_backward_stream": "reduce_scatter",
+    "_all_reduce_stream": "all_reduce",
+}
+
+
+def _stream(work: str, wrapper: nn.Module) -> Any:
+    if (sharded := sharded_of(wrapper)) is None:
+        raise AttributeError(f"no {work} stream: the wrapper shards no parameters")
+    return stream_of(sharded, work)
+
+
 _OF_RECORD: dict[str, Callable[[Record], Any]] = {
     # Public in FSDP1. Settings are never None.
     "process_group": lambda record: record.process_group,
@@ -118,6 +134,9 @@ _OF_WRAPPER: dict[str, Callable[[nn.Module], Any]] = {
         MixedPrecision() if in_full_precision(wrapper) else record_of(wrapper).mixed_precision
     ),
     "training_state": training_state,
+    "_handle": unit_handle,
+    "_all_handles": handles,
+    **{name: functools.partial(_stream, work) for name, work in _STREAMS.items()},
     "_assert_state": lambda wrapper: functools.partial(assert_state, wrapper),
     "_has_params": lambda wrapper: bool(own_parameters(sharded_of(wrapper) or nn.Module())),  # type: ignore[arg-type]
     "_ignored_modules": lambda wrapper: record_of(wrapper).ignored_in(inner_of(wrapper)),

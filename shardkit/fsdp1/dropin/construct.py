@@ -23,7 +23,15 @@ from shardkit.apply.mesh import ensure_process_group
 from shardkit.apply.shard import carry_out
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers, roots, state_load
-from shardkit.fsdp1.dropin.record import Record, inner_of, is_wrapper, record_of, without_wrappers, wrappers_of
+from shardkit.fsdp1.dropin.record import (
+    Record,
+    inner_of,
+    is_wrapper,
+    record_of,
+    sharded_of,
+    without_wrappers,
+    wrappers_of,
+)
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
@@ -56,7 +64,7 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
     given = _with_node(given)
     before = dict(module.named_parameters(remove_duplicate=False))
     below: Mapping[str, Mapping[str, Any]] = {}
-    if not wrapped and _all_ignored(module, given):
+    if is_wrapper(module) or (not wrapped and _all_ignored(module, given)):
         record = _without_parameters(module, given)
     elif module in _made and all(getattr(given, name) == getattr(_made[module].given, name) for name in _SAME):
         return replace(_made[module], root=None)
@@ -149,6 +157,7 @@ def _without_parameters(module: nn.Module, given: Arguments) -> Record:
     """Return the record of a wrapper that shards nothing, which FSDP1 allows; its mesh is that of any module."""
     plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
     translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
+    translation = replace(translation, plan=replace(translation.plan, units=(), params=()))
     ignored = {inner for each in _each(given.ignored_modules) for inner in each.modules()}
     fqns = tuple(fqn for fqn, child in module.named_modules() if child in ignored)
     return Record(given, replace(translation, ignored_modules=fqns), _shared_mesh(translation), top=True)
@@ -190,11 +199,12 @@ def copied(wrapper: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
     roots.reshard(wrapper)
     inner = _plain(inner_of(wrapper), memo, wrap)
     record = record_of(wrapper)
-    carry_out(inner, record.translation.plan, record.mesh, groups=())
-    if REDUCES_UNUSED:
-        reduce_unused_beside_used(inner)
-    _fill(inner, inner_of(wrapper))
-    roots.attend_to(inner, record.strategy)
+    if sharded_of(wrapper) is not None:
+        carry_out(inner, record.translation.plan, record.mesh, groups=())
+        if REDUCES_UNUSED:
+            reduce_unused_beside_used(inner)
+        _fill(inner, inner_of(wrapper))
+        roots.attend_to(inner, record.strategy)
     below = [each for each in wrappers_of(wrapper) if record_of(each).translation is record.translation]
     put_in_place(inner, {memo[id(each)]: _fresh(record_of(each), memo) for each in below if each is not wrapper}, wrap)
     new = memo[id(wrapper)] = wrap(inner, _fresh(record, memo))

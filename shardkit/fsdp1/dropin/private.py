@@ -12,14 +12,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.dropin.flat import flat_params
+from shardkit.fsdp1.dropin.flat import Handle, handles
 from shardkit.fsdp1.dropin.record import is_wrapper, roots_of, wrappers_of
 from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
 from shardkit.fsdp1.instead import PRIVATE, private
@@ -85,23 +85,30 @@ def _refusing(name: str, original: FunctionType) -> Callable[..., Any]:
     return refuse
 
 
-def _get_fsdp_handles(original: Callable[..., list[Any]], module: nn.Module) -> list[Any]:
-    """Return a handle for each parameter, not for each wrapper: an object with its ``flat_param``."""
-    if not (wrappers := wrappers_of(module)):
-        return original(module)
-    return [SimpleNamespace(flat_param=flat) for each in wrappers for flat in flat_params(each)]
+def _lazy_init(original: Callable[..., Any], state: Any, root_module: nn.Module) -> Any:
+    """Make the wrapper the root; FSDP2 does the rest in the first forward."""
+    if not is_wrapper(root_module):
+        return original(state, root_module)
+    root_module.check_is_root()  # type: ignore[operator]
+    return state
+
+
+def _reshard(original: Callable[..., None], state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
+    if isinstance(handle, Handle):
+        handle.reshard(free_unsharded_flat_param)
+    else:
+        original(state, handle, free_unsharded_flat_param)
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_get_fsdp_root_states": lambda original, module: roots_of(module) or original(module),
-    "_get_fsdp_handles": _get_fsdp_handles,
+    # One for each parameter, not for each wrapper.
+    "_get_fsdp_handles": lambda original, module: handles(module) if wrappers_of(module) else original(module),
     "_get_fsdp_states": lambda original, module: wrappers_of(module) or original(module),
     # The wrapper itself, as in FSDP1.
     "_get_module_fsdp_state": lambda original, module: module if is_wrapper(module) else original(module),
-    # Nothing to do: FSDP2 does it in the first forward.
-    "_lazy_init": lambda original, state, root_module: (
-        state if is_wrapper(root_module) else original(state, root_module)
-    ),
+    "_lazy_init": _lazy_init,
+    "_reshard": _reshard,
     "_is_fsdp_root": lambda original, state, module: (
         module.check_is_root() if is_wrapper(module) else original(state, module)
     ),

@@ -13,7 +13,7 @@ from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.announce import announce
 from shardkit.fsdp1.dropin.attributes import not_gathered
-from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, record_of, sharded_of, wrappers_of
+from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
 from shardkit.sharded.entry import attend
 from shardkit.sharded.outside import refuse_calls_outside
 
@@ -31,6 +31,7 @@ def begin(wrapper: nn.Module) -> bool:
         for each in wrappers_of(wrapper):
             record_of(each).root = each is wrapper
             _set_up_unit(each)
+        _cast_behind(wrapper)
         _cast_buffers(wrapper)
         optimizers.step_in_backward(wrapper)
         announce(wrapper)
@@ -72,6 +73,15 @@ def _set_up_unit(wrapper: nn.Module) -> None:
             param.grad_dtype = None  # any
             hook = partial(_cast_gradient, precision.param_dtype)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _cast_behind(root: nn.Module) -> None:
+    """Let the unit of a module that was wrapped twice cast the inputs of the outer wrapper, which has no unit."""
+    inner = inner_of(root)
+    while is_wrapper(inner) and (sharded := sharded_of(inner)) is None:
+        inner = inner_of(inner)
+    if is_wrapper(inner) and sharded is not None and record_of(root).casts_inputs:
+        set_cast_forward_inputs(sharded, True)
 
 
 def _cast_gradient(dtype: torch.dtype, param: torch.Tensor) -> None:

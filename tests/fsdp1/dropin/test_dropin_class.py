@@ -50,7 +50,7 @@ def test_what_a_program_sees_of_a_wrapped_model():
     for name in (*names, "forward_prefetch", "limit_all_gathers", "compute_device"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.process_group.size() == 2
-    assert not hasattr(ours, "_handle")
+    assert not hasattr(ours, "_handles")
     with pytest.raises(ShardkitError, match="no flat parameters"):
         ours._flat_param  # noqa: B018
     with pytest.raises(AttributeError, match="nowhere"):

@@ -1,6 +1,7 @@
 """Whole FSDP1 programs, as people write them, give the losses of torch's FSDP1 on the drop-in.
 
-The programs are in ``programs/``, each with habits of its own. None is changed but for the name of the package
+The programs are in ``programs/``, each with habits of its own; ``docs/migrating-from-fsdp1.md`` lists the public
+programs that they follow, and their calls. None is changed but for the name of the package
 that it imports, or not at all, where its imports are redirected. Sums over two ranks have one order, so losses are
 equal bit by bit, with two exceptions, which are bounded below.
 """
@@ -8,6 +9,7 @@ equal bit by bit, with two exceptions, which are bounded below.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 
 import pytest
@@ -22,7 +24,7 @@ from shardkit.testing import distributed
 VARIANTS = {
     "nano_gpt": ["--sample", "--dtype bfloat16 --strategy SHARD_GRAD_OP", "--dtype bfloat16 --flat --always-sync"],
     "dpo": ["--sample --activation-checkpointing", "--policy-mp bfloat16"],
-    "dit_ema": ["--grad-clip 1e9", "--precision bf16 --grad-precision fp32 --no-sync --grad-clip 1e9"],
+    "dit_ema": ["--grad-clip 1e9", "--precision bf16 --grad-precision fp32 --no-sync --grad-clip 1e9 --by-handles"],
     "llama_finetune": [
         "--low-cpu-fsdp --use-peft --fsdp-activation-checkpointing",
         "--low-cpu-fsdp --use-peft --pure-bf16",
@@ -39,7 +41,12 @@ VARIANTS = {
     "contrastive": ["--blocks --zeroshot", "--precision amp_bf16 --lock-image"],
     "convnet": ["--init", "--manual --strategy SHARD_GRAD_OP --offload", "--strategy NO_SHARD"],
     "olmo_like": ["--wrap by_block_and_size", "--sync-once --autocast", "--sync-once --precision mixed"],
-    "video_critic": ["--max-grad-norm 1e9", "--mixed-precision --wrap transformer --max-grad-norm 1e9"],
+    "video_critic": ["--max-grad-norm 1e9", "--mixed-precision --wrap transformer --max-grad-norm 1e9 --ema-shards"],
+    "rlhf": ["--offload --hybrid", "--lora"],
+    "dino": ["", "--strategy FULL_SHARD --half"],
+    "flamingo": ["", "--strategy SHARD_GRAD_OP --precision amp_bf16 --flat"],
+    "foundry": ["--hooks --checkpointing", "--pure"],
+    "seq2seq": ["--hybrid", "--half --generate"],
 }
 
 # Three losses: the second is of the first update, and the third of an update from the optimizer's state. The programs
@@ -89,6 +96,7 @@ FULL = {
     "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at} --by-flat-params"),
     "video_critic": ("--save-at 3 --out {at}/m.pt --max-grad-norm 1e9", "--resume {at}/m.pt --max-grad-norm 1e9"),
     "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
+    "flamingo": ("--save-at 1 --out {at}/trained.pt", "--resume {at}/trained.pt --first 1"),
 }
 # Each rank's own files, and directories of torch.distributed.checkpoint.
 SHARDED = {
@@ -97,6 +105,8 @@ SHARDED = {
     "pretrain_meta": ("--save-at 2 --ckpt {at}", "--ckpt {at}"),
     "olmo_like": ("--sharded --save-at 2 --save-folder {at}", "--sharded --load-path {at}"),
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --grad-clip 1e9"),
+    "rlhf": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
+    "seq2seq": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
 }
 
 
@@ -177,6 +187,13 @@ def test_the_programs_are_all_run_and_import_torchs_fsdp():
     names = {path.stem for path in PROGRAMS.glob("*.py") if "def main(" in path.read_text()}
     assert names == {*VARIANTS, "t5_summarize"}
     assert len(names) >= 8
+    page = (PROGRAMS.parents[3] / "docs" / "migrating-from-fsdp1.md").read_text()
+    rows = re.findall(r"^\|.*\| (`\w+`(?:, `\w+`)*) \| (\d+) \|$", page, re.MULTILINE)
+    listed = {tuple(re.findall(r"\w+", ours)): int(count) for ours, count in rows}
+    variants = VARIANTS | {"t5_summarize": list(ENCODED)}
+    assert listed == {ours: sum(len(variants[name]) for name in ours) for ours in listed}
+    assert names == {name for ours in listed for name in ours}
+    assert f"{sum(listed.values())} variants of {len(names)} programs, {len(rows) - 1} of them" in page
     for name in names:
         source = (PROGRAMS / f"{name}.py").read_text()
         assert "shardkit" not in source

@@ -8,10 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from shardkit.fsdp1._runtime_utils import _lazy_init, _reshard
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit._fsdp.fsdp1 import TrainingState
@@ -89,6 +91,7 @@ def test_modules_with_nothing_to_shard_and_one_that_is_sharded():
     with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
         ignored = FSDP(plain, ignored_modules=[plain])
     assert [id(p) for p in ignored.parameters()] == [id(p) for p in plain.parameters()]
+    assert torch.equal(copy.deepcopy(ignored)(torch.ones(2, 6)), plain(torch.ones(2, 6)))
     empty = FSDP(nn.Tanh())
     assert torch.equal(empty(torch.zeros(3)), torch.zeros(3))
     assert empty.state_dict() == {}
@@ -138,7 +141,7 @@ def test_internals_are_answered_or_say_what_to_use():
     model._assert_state([TrainingState.IDLE])
     with pytest.raises(ShardkitError, match="current state is"):
         model._assert_state(TrainingState.FORWARD_BACKWARD)
-    for name in ("_handles", "_unshard_stream", "_sync_gradients"):
+    for name in ("_handles", "_comm_hook", "_sync_gradients"):
         assert not hasattr(model, name)
         with pytest.raises(TranslationError, match=f"^{name}: is an internal of FSDP1.*[Uu]se |unshard"):
             getattr(model, name)
@@ -187,3 +190,55 @@ def test_gradients_that_are_kept_in_low_precision_and_the_norm_of_none():
     norms = [model.clip_grad_norm_(1e9) for model in (kept, whole)]
     assert [norm.dtype for norm in norms] == [HALF, torch.float32]
     torch.testing.assert_close(norms[0].float(), norms[1], rtol=2e-3, atol=0)  # float16 has 11 bits, added up twice
+
+
+@distributed(world_size=2, backend="gloo")
+def test_handles_reshard_a_root_and_move_shards():
+    model = FSDP(chain(), auto_wrap_policy=LINEARS, use_orig_params=True)
+    assert _lazy_init(model, model) is model
+    assert (model._is_root, model._handle) == (True, None)  # units inside it hold all parameters
+    assert not hasattr(model, "_unshard_stream")
+    single = FSDP(nn.Linear(6, 6))
+    assert single(torch.ones(2, 6)).requires_grad  # the root stays gathered for its backward
+    for free, is_sharded in ((False, False), (True, True)):
+        _reshard(single, single._handle, free)
+        assert isinstance(single.module.weight, DTensor) is is_sharded
+    before = model(torch.ones(2, 6)).sum()
+    assert model._unshard_stream is model[0]._unshard_stream is not None
+    for handle in model._all_handles:
+        flat = handle.flat_param
+        assert flat.data_ptr() == flat._local_shard.data_ptr()
+        handle.flat_param_to(torch.float64)
+        handle.flat_param_to(torch.float32)  # other memory, which is now the model's
+        flat.data.mul_(2)
+    assert not torch.equal(model(torch.ones(2, 6)).sum(), before)
+    with pytest.raises(TranslationError, match=r"^_handle.flat_param: has no counterpart in FSDP2.*wrapper.params"):
+        model[0]._handle.flat_param  # noqa: B018
+
+
+@distributed(world_size=2, backend="gloo")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_module_that_is_wrapped_twice_trains_like_one_that_is_wrapped_once(dtype):
+    """As programs did because a root's parameters stayed gathered: those of the inner wrapper do not."""
+    once, twice = (FSDP(chain(), mixed_precision=MixedPrecision(dtype, torch.float32)) for _ in range(2))
+    twice = FSDP(twice, mixed_precision=MixedPrecision(dtype, torch.float32))
+    copied = copy.deepcopy(twice)
+    for model in (once, twice, copied):
+        model(torch.ones(2, 6)).float().square().sum().backward()
+        with model.no_sync():
+            model(torch.ones(2, 6)).float().sum().backward()
+        model(torch.ones(2, 6)).float().sum().backward()
+        assert model.clip_grad_norm_(0.1) > 0.1
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    expected = once.state_dict()
+    for model in (twice, copied):
+        assert isinstance(model.module, FSDP)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+        with FSDP.summon_full_params(model):
+            assert {name for name, _ in model.named_parameters()} == expected.keys()
+            assert torch.equal(model.module[0].weight, expected["0.weight"])
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
+        assert model(torch.ones(2, 6)).abs().sum() == 0

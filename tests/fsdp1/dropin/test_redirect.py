@@ -93,7 +93,7 @@ REFUSED = [
     ("_unshard_param_utils", "_unshard_params", "summon_full_params"),
     ("_optim_utils", "_optim_state_dict", "optim_state_dict"),
     ("_fsdp_extensions", "_set_fsdp_extensions", "device_mesh"),
-    ("_runtime_utils", "_reshard", "FSDPModule.reshard"),
+    ("_runtime_utils", "_unshard", "FSDPModule.reshard"),
     ("_runtime_utils", "_post_backward_hook", "public method"),
     ("_state_dict_utils", "_full_post_state_dict_hook", "public method"),
     ("fully_sharded_data_parallel", "_unshard_params_for_summon", "summon_full_params"),

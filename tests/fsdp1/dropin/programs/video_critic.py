@@ -84,6 +84,24 @@ class EMA_FSDP:
                 param.copy_(value)
 
 
+class EMA_Shards:
+    """An average of what each rank has, without gathering."""
+
+    def __init__(self, fsdp_module, decay):
+        self.decay = decay
+        self.shadow = {name: p.detach().clone().float().cpu() for name, p in fsdp_module.module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, fsdp_module):
+        for name, param in fsdp_module.module.named_parameters():
+            self.shadow[name].mul_(self.decay).add_(param.detach().float().cpu(), alpha=1 - self.decay)
+
+    @torch.no_grad()
+    def copy_to(self, fsdp_module):
+        for name, param in fsdp_module.module.named_parameters():
+            param.data.copy_(self.shadow[name].to(dtype=param.dtype, device=param.device))
+
+
 class Distillation(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,7 +177,7 @@ class Trainer:
             EMA_FSDP.clean(n): p for n, p in self.model.generator.named_parameters() if p.requires_grad
         }
         assert "model.blocks.0.ffn.0.weight" in self.name_to_trainable_params
-        self.generator_ema = EMA_FSDP(self.model.generator, decay=0.9)
+        self.generator_ema = (EMA_Shards if args.ema_shards else EMA_FSDP)(self.model.generator, decay=0.9)
         if args.resume:
             self.load(args.resume)
 
@@ -238,6 +256,7 @@ def parse(argv):
     parser.add_argument("--wrap", default="size")
     parser.add_argument("--mixed-precision", action="store_true")
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--ema-shards", action="store_true")
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--out", default="")
     parser.add_argument("--resume", default="")

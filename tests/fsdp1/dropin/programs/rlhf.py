@@ -1,0 +1,250 @@
+"""Policy optimisation: an actor and a reference, whose memory is freed and moved by FSDP's handles between phases.
+
+Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad, and the root is
+then resharded by hand. The rollout receives the weights from sharded state, or the adapters unit by unit.
+"""
+
+import argparse
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp.api import ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+
+VOCABULARY, PROMPT, RESPONSE = 32, 3, 5
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained correction of low rank."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.out(F.silu(self.mix(self.norm(x)).cumsum(1)))
+
+
+class Policy(nn.Module):
+    _no_split_modules = ("DecoderLayer",)
+
+    def __init__(self, width=12, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList([DecoderLayer(width) for _ in range(layers)])
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def add_adapters(model):
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.mix, layer.out = Adapted(layer.mix), Adapted(layer.out)
+    return model
+
+
+def init_fn(module):
+    if dist.get_rank() != 0:
+        module = module.to_empty(device=torch.device("cpu"), recurse=False)
+    return module
+
+
+def class_named(model, name):
+    return next(type(module) for module in model.modules() if type(module).__name__ == name)
+
+
+def get_fsdp_wrap_policy(module, is_lora):
+    policies = []
+    if is_lora:
+
+        def trained_leaf(part):
+            weight = getattr(part, "weight", None)
+            return not list(part.named_children()) and weight is not None and weight.requires_grad
+
+        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=trained_leaf))
+    classes = {class_named(module, name) for name in module._no_split_modules}
+    policies.append(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes))
+    return functools.partial(_or_policy, policies=policies)
+
+
+def build(args, role, mesh):
+    torch.manual_seed(3)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Policy()
+        model = add_adapters(model) if args.lora else model
+    module = FSDP(
+        model.to(torch.float32),
+        cpu_offload=CPUOffload(offload_params=True) if role == "ref" and args.offload else None,
+        param_init_fn=init_fn,
+        use_orig_params=False,
+        auto_wrap_policy=get_fsdp_wrap_policy(model, args.lora),
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD,
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
+        sync_module_states=True,
+        device_mesh=mesh,
+        forward_prefetch=False,
+    )
+    FSDP.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+    return module
+
+
+@torch.no_grad()
+def move_model(model, device, to_host):
+    """The flat parameters of all units to the host, or back."""
+    _lazy_init(model, model)
+    assert model._is_root, "only a root is moved"
+    for handle in model._all_handles:
+        if handle._offload_params:
+            continue
+        flat_param = handle.flat_param
+        if to_host:
+            assert flat_param.data.data_ptr() == flat_param._local_shard.data_ptr()
+            assert flat_param.data.size() == flat_param._local_shard.size()
+        handle.flat_param_to(device, non_blocking=True)
+        flat_param._local_shard = flat_param.data
+        assert id(flat_param._local_shard) != id(flat_param.data)
+
+
+@torch.no_grad()
+def move_optimizer(optimizer, device):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            for key, value in state.items():
+                state[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def log_probs(model, tokens):
+    logits = model(input_ids=tokens)
+    logits.div_(0.9)
+    logits = logits[:, PROMPT - 1 : -1].float()
+    return torch.gather(logits.log_softmax(-1), 2, tokens[:, PROMPT:].unsqueeze(2)).squeeze(2)
+
+
+def without_grad(model, tokens):
+    """Outside of training nothing reshards a root, which would stay whole."""
+    model.eval()
+    with torch.no_grad():
+        found = log_probs(model, tokens)
+    if dist.get_world_size() > 1:
+        model._handle.reshard(True)
+    return found
+
+
+def weights_for_rollout(model, args):
+    """Sums of the full weights by name; of adapters, one unit after another."""
+    if not args.lora:
+        return {name: value.full_tensor().sum().item() for name, value in model.state_dict().items()}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDP) and name.replace("_fsdp_wrapped_module.", "").count(".") == 1:
+            with FSDP.summon_full_params(module, writeback=False):
+                state = {key: param for key, param in module.named_parameters() if "lora_" in key}
+                found.update({f"{name}.{key}": param.detach().sum().item() for key, param in state.items()})
+                module._is_root = False
+    assert found
+    return found
+
+
+def update(actor, optimizer, tokens, old, reference, args):
+    actor.train()
+    ratio = (log_probs(actor, tokens) - old).exp()
+    advantage = torch.linspace(-1, 1, len(tokens))[:, None]
+    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    loss = loss + 0.1 * (log_probs(actor, tokens) - reference).square().mean()
+    loss.backward()
+    norm = actor.clip_grad_norm_(max_norm=args.grad_clip)
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def checkpoint(actor, optimizer, folder, load):
+    """One file a rank."""
+    path = os.path.join(folder, f"rank{dist.get_rank()}.pt")
+    configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with FSDP.state_dict_type(actor, StateDictType.SHARDED_STATE_DICT, *configs):
+        if load:
+            state = torch.load(path, weights_only=False)
+            actor.load_state_dict(state["model"])
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(actor, optimizer, state["optimizer"]))
+        else:
+            os.makedirs(folder, exist_ok=True)
+            state = {"model": actor.state_dict(), "optimizer": FSDP.optim_state_dict(actor, optimizer)}
+            torch.save(state, path)
+    dist.barrier()
+
+
+def main(argv=None):
+    args = parse(argv)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    world, cpu = dist.get_world_size(), torch.device("cpu")
+    mesh = init_device_mesh(
+        "cpu", (1, world) if args.hybrid else (world,), mesh_dim_names=("ddp", "fsdp")[-1 - args.hybrid :]
+    )
+    actor, ref = build(args, "actor", mesh), build(args, "ref", mesh)
+    assert type(actor._fsdp_wrapped_module).__name__.endswith("Policy") or actor._fsdp_wrapped_module.embed
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=0.01)
+    if args.resume:
+        checkpoint(actor, optimizer, args.resume, load=True)
+    losses = []
+    for step in range(args.first, args.steps):
+        move_model(actor, cpu, to_host=True)
+        move_optimizer(optimizer, cpu)
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
+        move_model(actor, cpu, to_host=False)
+        move_optimizer(optimizer, cpu)
+        old, reference = without_grad(actor, tokens), without_grad(ref, tokens)
+        losses += [update(actor, optimizer, tokens, old, reference, args) for _ in range(2)]
+        losses += weights_for_rollout(actor, args).values()
+        if args.out and step + 1 == args.save_at:
+            checkpoint(actor, optimizer, args.out, load=False)
+    return losses
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--grad-clip", type=float, default=1e9)
+    for switch in ("--lora", "--offload", "--hybrid"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--resume", default="")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    print(main())
+    dist.destroy_process_group()
