@@ -104,7 +104,7 @@ def _refuse_fsdp1_arguments(function: Callable[P, R]) -> Callable[P, R]:
             if names:
                 rule = "Pass " + "; ".join(f"for {name}, {ARGUMENTS[name].use}" for name in names)
                 fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
-                raise PlanError(message(function.__name__, f"{listing(names)}: arguments of FSDP1", rule, fix))
+                raise PlanError(message(function.__name__, f"got FSDP1 arguments: {listing(names)}", rule, fix))
         return function(*args, **kwargs)
 
     return checked
@@ -223,10 +223,10 @@ def _warn_of_replicas(plan: ShardingPlan) -> None:
     replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
     size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
     if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
-        held = f"{nbytes(size)} on every rank, and as much again for gradients and each optimizer state"
-        rule = "They train in another dtype than the rest of their unit, and FSDP2 reduces a unit in one dtype"
-        fix = "Cast them to the dtype of the rest before shard_model, so that they are sharded"
-        logger.warning(message(listing((spec.fqn for spec in replicas), 6), f"replicated, {held}", rule, fix))
+        held = f"{nbytes(size)} on every rank, and as much for gradients and for each optimizer state"
+        rule = "Their dtype is not that of the rest of their unit, and FSDP2 reduces a unit in one dtype"
+        fix = "Cast them to that dtype before shard_model, so that they are sharded"
+        logger.warning(message(listing((spec.fqn for spec in replicas), 6), f"replicated: {held}", rule, fix))
 
 
 def _check_plan_alone(given: tuple[Any, ...], memory_budget: int | str | None) -> None:

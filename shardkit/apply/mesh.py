@@ -143,7 +143,7 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     if not isinstance(sp, int) or sp < 1 or world % sp:
         fix = "Pass a divisor, such as 1 or the number of ranks"
-        raise PlanError(message("sp", f"is {sp} on {world} ranks", "It divides the number of ranks", fix))
+        raise PlanError(message("sp", f"is {sp} on {world} ranks", "It must divide the number of ranks", fix))
     mesh = init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
     return with_timeout_of_world(mesh)
 

@@ -116,7 +116,7 @@ def _differing(states: Collection[str], columns: list[dict[int, int | None]]) ->
     fqn, column = next(iter(found.items()))
     first = next(iter(column))
     others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
-    problem = f"starts from other values on rank {others} than on rank {first}; "
+    problem = f"has different values on rank {others} than on rank {first}; "
     problem += f"{len(found)} of {len(columns)} parameters and buffers differ"
     rule = "Each rank shards its own copy of the model, so all copies must be equal"
     fix = "Call torch.manual_seed(0) on every rank before the model is built, or pass sync_module_states=True to "

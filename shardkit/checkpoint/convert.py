@@ -63,7 +63,7 @@ def convert_checkpoint(
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
     replaces = overwrite
     if kind not in KINDS:
-        rule = f"It is one of {', '.join(KINDS)}"
+        rule = f"It must be one of {', '.join(KINDS)}"
         raise CheckpointError(message("to", f"is {to!r}", rule, 'Use to="safetensors"'))
     if kind != "full":
         replaces = check_destination(place, kind, overwrite, None)
@@ -82,7 +82,7 @@ def convert_checkpoint(
         state = (source.contents.optimizer or {"state": {}})["state"]
         found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
         if found:
-            rule = "It is in blocks of the shards that made it: it has no full tensors, and dcp.load would not find it"
+            rule = "Its blocks follow the shards that saved it: it has no full tensors, and dcp.load would not find it"
             fix = "Convert to safetensors, or save the model alone"
             raise CheckpointError(message("to", f"quantised state of {listing(map(str, found))}", rule, fix))
         if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":

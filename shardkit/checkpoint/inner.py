@@ -109,7 +109,7 @@ def _grid(name: str, tensor: Tensor) -> _Grid:
     if not isinstance(tensor, DTensor):
         return _Grid((), (), (), 0)
     if any(place.is_partial() for place in tensor.placements):
-        rule = "A sum over ranks has no values of its own"
+        rule = "Its values are known only after a reduction over ranks"
         raise CheckpointError(message(name, "it is Partial", rule, "Redistribute it to Shard or Replicate"))
     axes = [axis for axis, place in enumerate(tensor.placements) if hasattr(place, "dim")]
     number = 0

@@ -175,13 +175,13 @@ def _compared(content: Content) -> dict[str, Any]:
 def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> bool:
     """Raise unless a checkpoint may be written to ``path``; return whether it may replace what is there. Local."""
     if format not in FORMATS:
-        rule = f"It is one of {', '.join(FORMATS)}"
+        rule = f"It must be one of {', '.join(FORMATS)}"
         raise CheckpointError(message("format", f"is {format!r}", rule, 'Use format="safetensors"'))
     if keep is not None and (type(keep) is not int or keep < 1):
-        rule = "It is the number of checkpoints to keep, including this one: 1 or more, or None for all"
+        rule = "It must be the number of checkpoints to keep, including this one: 1 or more, or None for all"
         raise CheckpointError(message("keep", f"is {keep!r}", rule, "Pass keep=3, for example"))
     if not path.name:
-        rule = "It is the directory of this one checkpoint"
+        rule = "It must be the directory of this one checkpoint"
         raise CheckpointError(message("path", f"is {path}", rule, f"Pass {path / 'step-1'}, for example"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return overwrite

@@ -136,7 +136,7 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     for (_, world), files in sets.items():
         if missing := [str(rank) for rank in range(int(world or max(files) + 1)) if rank not in files]:
             name, rule = next(iter(files.values())).name, "The files of all ranks are needed"
-            problem = f"beside {name} the files of ranks {listing(missing)} are missing"
+            problem = f"it has {name}, and the files of ranks {listing(missing)} are missing"
             raise CheckpointError(message(str(directory), problem, rule, "Fetch the missing files"))
     return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
 

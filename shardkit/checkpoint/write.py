@@ -119,13 +119,13 @@ def checked_layout(
 ) -> list[File]:
     """Assign different tensors to files, after checking the arguments and that safetensors can hold them. Local."""
     if os.path.basename(name) != name or not name:
-        raise CheckpointError(message("name", f"is {name!r}", "It is the start of file names", "Use 'model'"))
+        raise CheckpointError(message("name", f"is {name!r}", "It must be the start of file names", "Use 'model'"))
     if not isinstance(most, int) or most <= 0:
-        rule = "It is a positive number of bytes"
+        rule = "It must be a positive number of bytes"
         raise CheckpointError(message("max_shard_size", f"is {most!r}", rule, "Use 5 * 10**9"))
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
-        raise CheckpointError(message("dtype", f"is {dtype}", f"It is one of {floats}", "Leave it out"))
+        raise CheckpointError(message("dtype", f"is {dtype}", f"It must be one of {floats}", "Leave it out"))
     specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
     if unfit := [f"{name} ({reason})" for name in tensors for reason in _unfit(name, tensors[name], specs[name])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)

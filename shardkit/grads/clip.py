@@ -85,10 +85,10 @@ def clip_grad_norm_(
     """
     p, limit = float(norm_type), float(max_norm)
     if not p > 0:  # or nan
-        rule, fix = "A norm has an order p > 0, or inf", "Use 2.0, 1.0 or inf"
+        rule, fix = "The order of a norm must be > 0, or inf", "Use 2.0, 1.0 or inf"
         raise ShardkitError(message("norm_type", f"is {norm_type!r}", rule, fix))
     if not limit >= 0:
-        rule = "It is the largest norm allowed, so >= 0"
+        rule = "It must be at least 0"
         raise ShardkitError(message("max_norm", f"is {max_norm!r}", rule, "Use a number such as 1.0"))
     params = _parameters(parameters)
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
@@ -120,7 +120,7 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
     params = list(dict.fromkeys(parameters))
     others = sorted({type(param).__name__ for param in params if not isinstance(param, Tensor)})
     if others:
-        rule = "It is a module, a tensor, or an iterable of tensors"
+        rule = "It must be a module, a tensor, or an iterable of tensors"
         raise ShardkitError(message("parameters", f"yields {', '.join(others)}", rule, "Pass the model"))
     if not params and isinstance(parameters, Iterator):
         rule = "A generator such as model.parameters() can be read once"

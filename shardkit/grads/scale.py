@@ -135,7 +135,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(message("reduction", f"is {reduction!r}", 'It is "mean" or "sum"', 'Pass "mean" or "sum"'))
+        raise ShardkitError(message("reduction", f"is {reduction!r}", 'It must be "mean" or "sum"', "Pass one of them"))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]

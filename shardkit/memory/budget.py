@@ -135,7 +135,7 @@ def plan_for_budget(
         raise PlanError(message("batch", "is None", "Activations depend on the batch", fix))
     if isinstance(hardware, str) and hardware not in HARDWARE:
         fix = "Use one of these, or pass a shardkit.memory.Hardware with your own rates"
-        raise PlanError(message("hardware", f"is {hardware!r}", f"Known are {', '.join(HARDWARE)}", fix))
+        raise PlanError(message("hardware", f"is {hardware!r}", f"It must be one of {', '.join(HARDWARE)}", fix))
     rates = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     measured = Measured(model, base_plan(model, plan, world_size, mesh, mp_policy), batch, loss)
     keep_units = plan is not None if keep_units is None else keep_units
@@ -174,7 +174,7 @@ def parse_reserve(reserve: int | str, budget: int) -> int:
         size = 0 if str(reserve) == "0" else parse_bytes(reserve, "reserve")
     if size >= budget:
         problem = f"is {nbytes(size)} of a budget of {nbytes(budget)}"
-        raise PlanError(message("reserve", problem, "The rest is what the plan may use", 'Pass, for example, "10%"'))
+        raise PlanError(message("reserve", problem, "The plan uses the rest of the budget", 'Pass, for example, "10%"'))
     return size
 
 

@@ -62,7 +62,8 @@ class OptimizerBytes:
                 raise PlanError(message("optimizer", f"is {optimizer:g} bytes", "Bytes cannot be negative", fix))
             return cls(per_element=optimizer)
         if optimizer not in OPTIMIZERS:
-            raise PlanError(message("optimizer", f"is {optimizer!r}", f"Known are {', '.join(OPTIMIZERS)}", fix))
+            rule = f"It must be one of {', '.join(OPTIMIZERS)}"
+            raise PlanError(message("optimizer", f"is {optimizer!r}", rule, fix))
         per_byte, temporary = OPTIMIZERS[optimizer]
         return cls(per_byte, temporary=temporary)
 

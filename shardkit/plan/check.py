@@ -39,7 +39,7 @@ def _structure(plan: ShardingPlan) -> Iterator[str]:
         fix = 'Make ShardUnit(modules=("",), ...) the last unit'
         yield message("units", problem, "The root is sharded last, once and alone", fix)
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
-        yield message("prefetch", f"{plan.prefetch!r}", "It is a number of units, 0 or more", "Use prefetch=1 or 0")
+        yield message("prefetch", f"{plan.prefetch!r}", "It must be a number of units, 0 or more", "Use prefetch=1")
 
 
 def _children_first(plan: ShardingPlan) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
         value = unit.reshard_after_forward
         given = f"reshard_after_forward={value!r}"
         if not isinstance(value, int):
-            yield message(unit.name, given, "It is True, False or a number of ranks", "Use True")
+            yield message(unit.name, given, "It must be True, False or a number of ranks", "Use True")
         elif is_world_size(value) and value not in fits:
             problem = f"{given} does not divide the {size} ranks of axis {mesh.axis_names[-1]}"
             rule = "As an int it is the number of ranks to reshard to, a divisor of the shard axis"
@@ -171,7 +171,7 @@ def tile_problems(plan: ShardingPlan) -> dict[str, str]:
         compiled = next((name for name in (fqn, *ancestors(fqn)) if name in units and units[name].compile), None)
         problem = rule = ""
         if type(number) is not int or number < 2:
-            problem, rule, fix = f"tiles={number!r}", "It is a number of tiles, at least 2", "Use tiles=4"
+            problem, rule, fix = f"tiles={number!r}", "It must be a number of tiles, at least 2", "Use tiles=4"
         elif fqn in inner:
             problem = f"has tiles={number}, and {inner[fqn]} inside, a unit or in tiles too"
             rule, fix = "A unit inside would be gathered for each tile", "Select the innermost of them with tiles="

@@ -58,7 +58,7 @@ def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
         return fields
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
-        rule = f"It is what ShardingPlan.to_dict() wrote, version {VERSION}"
+        rule = f"It must be what ShardingPlan.to_dict() wrote, version {VERSION}"
         raise PlanError(message("plan", problem, rule, "Write it again with this version of shardkit")) from error
 
 

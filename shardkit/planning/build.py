@@ -175,7 +175,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
 def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
     """Return ``generate`` where the model has it, then the methods that the user named."""
     if isinstance(given, str):
-        rule = "It is a list of names"
+        rule = "It must be a list of names"
         raise PlanError(message("forward_methods", f"the string {given!r}", rule, f"Pass forward_methods=[{given!r}]"))
     own = ["generate"] if callable(getattr(tree.modules[0], "generate", None)) else []
     return tuple(dict.fromkeys([*own, *given]))

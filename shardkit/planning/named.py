@@ -32,7 +32,7 @@ def named_model(given: str) -> nn.Module:
                 model = operator.attrgetter(attribute)(importlib.import_module(name))()
     except Exception as error:  # whatever the user's code raises
         problem = f"{given} cannot be built: {type(error).__name__}: {error}"
-        rule = "It is package.module:factory, a callable without arguments, or a config.json of transformers"
+        rule = "It must be package.module:factory, a callable without arguments, or a config.json of transformers"
         raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
     if not isinstance(model, nn.Module):
         problem = f"{given} gives a {type(model).__name__}"

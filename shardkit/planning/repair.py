@@ -101,7 +101,7 @@ def split_dtypes(
         selections = [*selections, *new]  # one of these may itself be around a third dtype
         taken_out += [entry for selection in new for entry in selection.entries]
     names = listing((tree.fqns[entry] for entry in sorted(taken_out)), 4)
-    note = f"{names}: train in another dtype than what is around them, so are units of their own"
+    note = f"{names}: train in another dtype than the modules around them, so they are separate units"
     return selections, [note] * bool(taken_out)
 
 

@@ -244,7 +244,7 @@ def _rule_of_predicate(
     text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
     if isinstance(together, bool) or not isinstance(together, int) or together < 1:
-        rule = "It is the number of consecutive modules in one unit, at least 1"
+        rule = "It must be the number of consecutive modules in one unit, at least 1"
         raise PlanError(message(f"{text}, together", repr(together), rule, "Use together=2"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
@@ -303,8 +303,8 @@ def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     wrong = []
     for name, kind in _SETTINGS.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
-            rule = f"It is a {kind.__name__}"
-            rule = "It is True, False or a number of ranks" if name == "reshard_after_forward" else rule
+            rule = f"It must be of type {kind.__name__}"
+            rule = "It must be True, False or a number of ranks" if name == "reshard_after_forward" else rule
             where = f"{subject}, {name}" if subject else name
             wrong.append(message(where, f"is {settings[name]!r}", rule, "Pass a value of this type"))
     refuse(wrong)

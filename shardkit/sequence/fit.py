@@ -87,7 +87,7 @@ def _sharding(model: nn.Module, group: dist.ProcessGroup) -> Iterator[str]:
     if any(missing):
         rule = "FSDP's reduction sums the gradients of the parts, so it must include the ranks that share a sequence"
         fix = "Call shard_model(model) without mesh, or with a mesh of dp x sp ranks"
-        yield message("model", f"its mesh lacks ranks {sorted(set().union(*missing))} of the sequence's", rule, fix)
+        yield message("model", f"its mesh lacks ranks {sorted(set().union(*missing))} of one sequence", rule, fix)
     if any(param.is_meta for param in params.values()):
         yield message(
             "model", "on the meta device", "Splitting runs the model", "Call materialize or load weights first"
@@ -99,7 +99,7 @@ def _kind(inner: PreTrainedModel) -> Iterator[str]:
     if config._attn_implementation.startswith(PREFIX):
         yield message(name, "is split already", "A model is split once", "Use what the first call returned")
     if getattr(inner.config, "is_encoder_decoder", False):
-        yield message(name, "has an encoder and a decoder", "Only decoders and encoders alone can be split", ADVICE)
+        yield message(name, "has an encoder and a decoder", "Only models with one of the two can be split", ADVICE)
     if not takes_positions(inner) and not takes(inner, "past_key_values"):
         rule = "Each rank must tell the model the positions of its tokens"
         yield message(name, "forward takes neither position_ids nor past_key_values", rule, ADVICE)

@@ -45,9 +45,9 @@ def tiled_loss(
     if dims < 1 or labels.shape[:dims] != hidden.shape[:-1]:
         problem = f"has shape {tuple(labels.shape)}, and hidden {tuple(hidden.shape)}"
         fix = "Cut both in the same way, and shift labels before"
-        raise ShardkitError(message("labels", problem, "There is a label for each token", fix))
+        raise ShardkitError(message("labels", problem, "Each token needs a label", fix))
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
-        raise ShardkitError(message("tiles", f"is {tiles!r}", "It is a number of tiles, at least 1", "Use tiles=8"))
+        raise ShardkitError(message("tiles", f"is {tiles!r}", "It must be an int of at least 1", "Use tiles=8"))
     forward, own, made = head.forward, vars(head).get("forward"), list[Tensor]()
 
     def tile(hidden: Tensor, labels: Tensor) -> Tensor:

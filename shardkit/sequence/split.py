@@ -196,12 +196,12 @@ def _unknown(batch: Mapping[str, Any], shape: torch.Size) -> str:
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         problem = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        rule = "It is (batch, tokens); masks of pairs of tokens cannot be rebuilt"
-        return message("attention_mask", problem, rule, "Pass position_ids that begin anew with each document")
+        rule = "It must be of shape (batch, tokens); masks of pairs of tokens cannot be rebuilt"
+        return message("attention_mask", problem, rule, "Pass position_ids that restart at each document")
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and name not in PADDING}
     names = [name for name, x in tensors.items() if x.shape[:2] == shape]
     if not names:
         return ""
-    rule = "split cannot know whether it goes with tokens or with the labels, which are shifted"
+    rule = "split cannot tell whether it belongs to tokens, or to labels, which are shifted"
     fix = f'Cut it: part["{names[0]}"] = sequence.cut({names[0]})'
-    return message(f"batch[{names[0]!r}]", "has a value for each token, and is not known", rule, fix)
+    return message(f"batch[{names[0]!r}]", "has a value for each token, and an unknown name", rule, fix)

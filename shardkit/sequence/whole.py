@@ -120,7 +120,7 @@ def _of_whole(function: MaskFunction, mask: Tensor | None) -> MaskFunction:
         padding = torch.zeros_like(held["left_padding"]) if mask is None else (mask.cumsum(-1) == 0).sum(-1)
         return masking_utils.chunked_overlay(held["chunk_size"], padding)
     if maker is None or any(isinstance(value, Tensor) for value in held.values()):
-        problem = f"{getattr(function, '__qualname__', function)} masks attention by what the model knows of a part"
+        problem = f"{getattr(function, '__qualname__', function)} masks attention by what a rank knows of its own part"
         rule = "A mask must follow from positions, attention_mask and position_ids, so that each rank can rebuild it"
         raise PlanError(message("mask", problem, rule, "Do not split this model's sequences"))
     return function

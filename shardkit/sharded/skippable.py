@@ -249,7 +249,7 @@ class _Run:
 
     def _unexpected(self, place: int) -> ShardkitError:
         known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
-        problem = f"called in another way than ranks agreed on, which is {known}"
+        problem = f"called differently than ranks agreed on, which is {known}"
         rule = f"All ranks must gather the units that {self.caller.name} calls in one order, each as often, on the same"
         rule += " inputs that require grad, because ranks that skip one follow that order"
         fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "

@@ -115,21 +115,19 @@ class ShardedAverage(nn.Module):
         own, theirs = model_state(self.module).tensors, model_state(model).tensors
         names = own.keys() & theirs.keys()
         if differing := sorted(own.keys() ^ theirs.keys() | {n for n in names if _kind(own[n]) != _kind(theirs[n])}):
-            rule = (
-                "An average fits the model that it was made of: the same names, shapes, dtypes, devices and placements"
-            )
-            fix = "Make it after sharding and moving the model, of this model"
+            rule = "Names, shapes, dtypes, devices and placements must be those of the model that it was made from"
+            fix = "Make it from this model, after sharding and moving it"
             raise ShardkitError(message(listing(differing), "differs from the average", rule, fix))
         if thawed := [name for name in theirs if own[name] is theirs[name] and theirs[name].requires_grad]:
-            rule = "An average holds copies of what trained when it was made"
+            rule = "An average holds copies of the parameters that trained when it was made"
             fix = "Make it again with sharded_average(model), and load_checkpoint into it"
-            raise ShardkitError(message(listing(thawed), "trains, and was frozen then", rule, fix))
+            raise ShardkitError(message(listing(thawed), "trains now, and was frozen then", rule, fix))
         found = {id(own[name]): (own[name], theirs[name]) for name in own if own[name] is not theirs[name]}
         return sorted(found.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 
     def _check_not_swapped(self, call: str) -> None:
         if self.is_swapped:
-            rule = "There the model has the averaged values, and the average the model's"
+            rule = "Inside, the model has the averaged values, and the average the model's"
             raise ShardkitError(message(call, "called inside of swapped()", rule, "Call it after the context"))
 
 

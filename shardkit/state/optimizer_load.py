@@ -180,7 +180,7 @@ def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
     """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         problem = f"has no 'state' and 'param_groups', but is {type(state_dict).__name__}"
-        rule = "It is {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
+        rule = "It must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
         raise ShardkitError(message("state_dict", problem, rule, "Pass full_optimizer_state_dict(model, optimizer)"))
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     if any(not isinstance(name, str) for name in (*names, *state_dict["state"])):

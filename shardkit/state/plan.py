@@ -203,6 +203,6 @@ def check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
         for pattern, replacement in [] if isinstance(key_map, Mapping) else pairs:
             re.sub(pattern, replacement, "")
     except (TypeError, ValueError, re.error) as problem:
-        rule = "It is a function, a dict of names, or a list of (regular expression, replacement)"
+        rule = "It must be a function, a dict of names, or a list of (regular expression, replacement)"
         fix = r'Pass for example [("^transformer\.", "model.")]'
         raise error(message("key_map", f"cannot be used ({problem})", rule, fix)) from None

@@ -98,7 +98,7 @@ def test_an_axis_alone_is_all_ranks() -> None:
     [
         (spec(2, 2, 2), "ep", "'ep' is not one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
         (spec(2, 2), "fsdp", "'fsdp' is not one of the first two axes of efsdp=2 x ep=2"),
-        (spec(2, 2), 1, "is 1. It is a str"),
+        (spec(2, 2), 1, "is 1. It must be of type str"),
     ],
 )
 def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, found: str) -> None:
@@ -186,7 +186,7 @@ def test_experts_start_from_the_first_copy_of_each_or_must_be_equal():
     mesh = mesh_of((2, 2), "efsdp", "ep")
     same = dist.get_rank() < 2  # of axis efsdp, the first
     model = ExpertNet(0 if same else 1).split(mesh["ep"])
-    with pytest.raises(PlanError, match=r"layers\.0\.\S+: starts from other values on rank"):
+    with pytest.raises(PlanError, match=r"layers\.0\.\S+: has different values on rank"):
         shard_model(model, mesh=mesh, units=RULES)
     shard_model(model, mesh=mesh, units=RULES, sync_module_states=True)
     whole, expected = full_state_dict(model), ExpertNet(0).state_dict()

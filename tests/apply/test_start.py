@@ -72,7 +72,7 @@ def test_different_seeds_are_named_or_the_first_ranks_values_taken() -> None:
     plan = plan_model(model)
     for call in (lambda: shard_model(model), lambda: apply_plan(model, plan), lambda: shard_like_fsdp1(model)):
         text = raised_by(call)
-        assert text.startswith("weight: starts from other values on rank 1 than on rank 0; 6 of 9 parameters and buffe")
+        assert text.startswith("weight: has different values on rank 1 than on rank 0; 6 of 9 parameters and buffe")
         assert "torch.manual_seed(0)" in text
         assert "sync_module_states=True" in text
         assert snapshot(model) == before
@@ -134,7 +134,7 @@ def test_replicas_and_tensor_parallel_ranks() -> None:
     rank = dist.get_rank()
     for arguments in ({"mesh": MeshSpec.hybrid(2, 2)}, {"mesh": mesh_of((2, 2))}):
         text = raised_by(lambda arguments=arguments: shard_model(seeded(Decoder, rank // 2), **arguments))  # type: ignore[misc]
-        assert text.startswith("embed.weight: starts from other values on rank 2, 3 than on rank 0")
+        assert text.startswith("embed.weight: has different values on rank 2, 3 than on rank 0")
         model = shard_model(seeded(Decoder, rank), sync_module_states=True, **arguments)
         for name, param in seeded(Decoder, 0).named_parameters():
             held = model.get_parameter(name)
@@ -155,7 +155,7 @@ def test_replicas_and_tensor_parallel_ranks() -> None:
     assert isinstance(model.layers[0].up.weight, DTensor)
     shard_model(model, mesh=mesh["dp"])  # parts differ along tp, as they must
     text = raised_by(lambda: shard_model(parallel(off=rank == 3), mesh=mesh["dp"]))
-    assert "layers.1.up.weight: starts from other values on rank 3 than on rank 1; 1 of" in text
+    assert "layers.1.up.weight: has different values on rank 3 than on rank 1; 1 of" in text
     model = shard_model(parallel(off=rank == 1), mesh=mesh["dp"], sync_module_states=True)
     theirs = 1.0 if mesh["tp"].get_local_rank() else 0.0
     whole = model.layers[1].up.weight.full_tensor()

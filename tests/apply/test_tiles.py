@@ -272,7 +272,7 @@ def test_hooks_inside_are_refused() -> None:
     [
         (by_name("layers.*", tiles=2, compile=True), "tiles=2 with compile. A rule with tiles= makes no units"),
         (group("norm", "head", tiles=2), "group('norm', 'head'): tiles=2 for several modules."),
-        (by_class(Mlp, tiles=True), "layers.2.mlp: tiles=True. It is a number of tiles"),
+        (by_class(Mlp, tiles=True), "layers.2.mlp: tiles=True. It must be a number of tiles"),
         (by_class(Mlp, tiles="4"), "tiles: is '4'."),  # type: ignore[arg-type]
         ([by_class(Mlp), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),
         ([by_class(Mlp, tiles=2), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),

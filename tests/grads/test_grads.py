@@ -343,7 +343,7 @@ def test_offload_beside_a_mesh_of_gpus_reduces_on_the_gpu():
     [
         (
             (nn.Linear(2, 2), 1.0, 0),
-            "norm_type: is 0. A norm has an order p > 0, or inf. Use 2.0",
+            "norm_type: is 0. The order of a norm must be > 0, or inf. Use 2.0",
         ),
         ((nn.Linear(2, 2), 1.0, math.nan), "norm_type: is nan."),
         ((nn.Linear(2, 2), -1.0), "max_norm: is -1.0."),

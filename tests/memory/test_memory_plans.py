@@ -93,7 +93,7 @@ def test_bytes_of_an_optimizer_by_number():
         ({"world_size": 4, "optimizer": -8}, "optimizer: is -8 bytes."),
         ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node: is 0."),
         ({"plan": plan_model(decoder(), mesh=MeshSpec.sharded(4)), "batch": TOKENS}, "plan: names modules or"),
-        ({"world_size": 4, "optimizer": "adamax2"}, "optimizer: is 'adamax2'. Known are adamw,"),
+        ({"world_size": 4, "optimizer": "adamax2"}, "optimizer: is 'adamax2'. It must be one of adamw,"),
         ({"world_size": 4, "batch": {"nothing": TOKENS}}, "batch: forward or backward fails on fake tensors"),
     ],
 )

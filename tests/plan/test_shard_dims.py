@@ -107,7 +107,7 @@ def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     lines = str(caught.value).splitlines()
     assert f"{UP}: sharded on dim 1, whose size 6 is not a multiple of the 8 ranks of dp_shard." in lines[-1]
     assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
-    with pytest.raises(PlanError, match=r"by_class\('MoEBlock'\), shard_dim: is 'rows'. It is a int"):
+    with pytest.raises(PlanError, match=r"by_class\('MoEBlock'\), shard_dim: is 'rows'. It must be of type int"):
         plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
 
 

@@ -347,7 +347,7 @@ def test_half_set_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arguments_of_fsdp1_are_answered_with_what_takes_their_place() -> None:
     model = Decoder()
-    with refused(model, "shard_model: auto_wrap_policy, use_orig_params: arguments of FSDP1", "units=by_class(Block)"):
+    with refused(model, "shard_model: got FSDP1 arguments: auto_wrap_policy, use_orig_params", "units=by_class(Block)"):
         shard_model(model, auto_wrap_policy=None, use_orig_params=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'shards'"):
         shard_model(model, shards=4)  # type: ignore[call-arg]

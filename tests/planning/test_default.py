@@ -209,4 +209,4 @@ def test_large_replicas_are_named_with_their_bytes(rows: int, warns: bool, caplo
         assert [size in note for note in plan.notes] == [True]
         assert caplog.messages == []
         shard_model(model)
-    assert [("embed.weight: replicated, 73.2 MiB on every rank" in each) for each in caplog.messages] == [True] * warns
+    assert [("embed.weight: replicated: 73.2 MiB on every rank" in each) for each in caplog.messages] == [True] * warns

@@ -214,7 +214,7 @@ REFUSED = {
     "linear": (lambda: build("MiniMax"), "layers.1.self_attn: a MiniMaxLightningAttention"),
     "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv: a Lfm2ShortConv"),
     "own attention": (lambda: build("Bloom", n_layer=1), "a BloomAttention, which computes attention inside"),
-    "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what the model knows"),
+    "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
     "hidden": (lambda: Neighbours(build("Llama").config).double(), "of the tokens differ"),
     "plain": (lambda: torch.nn.Linear(4, 4), "without a model of transformers"),
 }

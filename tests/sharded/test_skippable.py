@@ -94,12 +94,12 @@ def test_a_call_besides_the_agreed_order_is_an_error():
     model = branches()
     model(torch.ones(2, 4), ["first", "second"])
     for names in (["first", "first"], ["second", "first"], ["third"]):
-        with pytest.raises(ShardkitError, match=r"called in another way than ranks agreed on, which is first, second"):
+        with pytest.raises(ShardkitError, match=r"called differently than ranks agreed on, which is first, second"):
             model(torch.ones(2, 4), names)
     dist.barrier()  # the other rank's last error is that of third
     for unit in fsdp_units(model):  # what gloo raises on ranks that wait when one ends
         unit.unshard = connection_closed
-    with pytest.raises(ShardkitError, match=r"^rank \d raised third: called in another way"):
+    with pytest.raises(ShardkitError, match=r"^rank \d raised third: called differently"):
         model(torch.ones(2, 4), ["first", "second"])
 
 
@@ -107,7 +107,7 @@ def test_a_call_besides_the_agreed_order_is_an_error():
 def test_an_error_that_ranks_survived_explains_no_later_one():
     model = branches()
     model(torch.ones(2, 4), ["first", "second"])
-    with pytest.raises(ShardkitError, match="called in another way"):
+    with pytest.raises(ShardkitError, match="called differently"):
         model(torch.ones(2, 4), ["third"])
     model(torch.ones(2, 4), ["first", "second"])
     dist.barrier()

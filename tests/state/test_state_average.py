@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_one_error():
     with pytest.raises(ShardkitError, match="with average"):
         average(torch.zeros(1))
     model[3].bias.requires_grad_(True)
-    with pytest.raises(ShardkitError, match=r"3.bias: trains, and was frozen then"):
+    with pytest.raises(ShardkitError, match=r"3.bias: trains now, and was frozen then"):
         average.update_parameters(model)
     with pytest.raises(ShardkitError, match="meta"), torch.device("meta"):
         sharded_average(nn.Linear(2, 2))

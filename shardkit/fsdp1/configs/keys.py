@@ -151,7 +151,7 @@ def _strategy(value: Any) -> ShardingStrategy:
     return parse_strategy(value)
 
 
-STRATEGY = Kind(f"It is one of {', '.join(STRATEGIES)}, or their number from 1", "Use FULL_SHARD", _strategy)
+STRATEGY = Kind(f"It must be one of {', '.join(STRATEGIES)}, or their number from 1", "Use FULL_SHARD", _strategy)
 
 
 def _strategy_1(section: Reader, elsewhere: ShardingStrategy | None) -> ShardingStrategy:

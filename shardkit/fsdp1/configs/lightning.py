@@ -149,7 +149,7 @@ def _device_mesh(arguments: Reader, ranks: Ranks) -> MeshSpec | None:
     strategy = arguments.get("sharding_strategy", STRATEGY)
     name = strategy.name if strategy else "FULL_SHARD"
     if not whole or (world is not None and sizes[0] * sizes[1] != world):
-        rule = "It is the sizes (replicate, shard), whose product is the number of ranks"
+        rule = "It must be sizes (replicate, shard), whose product is the number of ranks"
         arguments.problem("device_mesh", f"{value!r} on {world} ranks", rule, "Use [2, 8] on 16 ranks")
         return None
     if "HYBRID" not in name:

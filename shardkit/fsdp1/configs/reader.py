@@ -41,7 +41,7 @@ def choice(names: Iterable[str], numbered: bool = False) -> Kind:
     by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
     places = f", or their number from 1 to {len(names)}" if numbered else ""
     parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())  # an enum's member by name
-    return Kind(f"It is one of {', '.join(names)}{places}", f"Use {names[0]}", parse)
+    return Kind(f"It must be one of {', '.join(names)}{places}", f"Use {names[0]}", parse)
 
 
 def _lookup(table: Mapping[str, Any], text: Callable[[Any], str]) -> Callable[[Any], Any]:
@@ -71,14 +71,14 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 BOOLEAN = Kind("It is true or false", "Use true", _lookup(_BOOLEANS, lambda value: str(value).strip().lower()))
-NUMBER = Kind("It is a whole number, 0 or more", "Use 100000000", _integer)
-RANKS = Kind("It is a number of ranks, at least 1", "Use 8", lambda value: _integer(value, 1))
+NUMBER = Kind("It must be a whole number, 0 or more", "Use 100000000", _integer)
+RANKS = Kind("It must be a number of ranks, at least 1", "Use 8", lambda value: _integer(value, 1))
 DTYPE = Kind(
-    f"It is a dtype: {', '.join(_DTYPES)}",
+    f"It must be a dtype: {', '.join(_DTYPES)}",
     "Use bf16",
     _lookup(_DTYPES, lambda value: str(value).lower().removeprefix("torch.")),
 )
-NAMES = Kind("It is a name, names with commas between them, or a list of names", "Use LlamaDecoderLayer", _names)
+NAMES = Kind("It must be a name, names with commas between them, or a list of names", "Use LlamaDecoderLayer", _names)
 GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
 # A switch, or a section, which is on if it has a key.
 SWITCH = BOOLEAN._replace(parse=lambda value: bool(value) if isinstance(value, dict) else BOOLEAN.parse(value))
@@ -200,7 +200,7 @@ class Reader:
         elif value is None or isinstance(value, Mapping):
             self.note(key, "elsewhere: It is empty.")
         else:
-            self.problem(key, repr(value), "It is a section of keys and values", "Indent its keys below it")
+            self.problem(key, repr(value), "It must be a section of keys and values", "Indent its keys below it")
         return inner
 
     def beside(self, values: Mapping[Any, Any], path: str, prefix: str = "") -> Reader:

@@ -123,7 +123,7 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
     elif isinstance(value, str) and (match := _RANGE.match(value)):
         found = int(match[2]) - int(match[1] or 0)
     elif value is not None:
-        role.problem("device_mapping", repr(value), "It is a list, or list(range(0,8))", "Use list(range(0,8))")
+        role.problem("device_mapping", repr(value), "It must be a list, or list(range(0,8))", "Use list(range(0,8))")
     role.note("device_mapping", note_on_ranks("ranks in all", found, ranks.world_size))
     return ranks.world_size or found or None
 

@@ -119,7 +119,7 @@ def _section(config: Reader) -> Reader:
     try:
         values = load(path)
     except TranslationError as error:
-        config.problem("fsdp_config", str(error), "It is a section, or the path of a JSON file", "Give one of them")
+        config.problem("fsdp_config", str(error), "It must be a section, or the path of a JSON file", "Use one of them")
         values = {}
     config.note("fsdp_config", "mapped: Each key of that file has its own note.")
     return config.beside(values, path, prefix="fsdp_")

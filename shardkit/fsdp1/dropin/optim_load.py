@@ -231,7 +231,7 @@ def _named(optimizer: Optimizer, model: nn.Module, fqns: list[str]) -> dict[Key,
 
 def _groups_of_input(given: Iterable[Any], names: Mapping[nn.Parameter, str]) -> list[list[str]]:
     """Return the FQNs of an optimizer's input, one list for each group, or one for all."""
-    rule = "It is what the optimizer was built from, an iterable of parameters or of groups"
+    rule = "It must be what the optimizer was built from, an iterable of parameters or of groups"
     fix = "Leave it out and pass optim"
     try:
         found = list(given)

@@ -63,7 +63,7 @@ class Arguments:
 
 def check_arguments(given: Arguments) -> None:
     """Raise one TranslationError for all arguments that FSDP1 would not take either."""
-    wrong = [message(name, shown(getattr(given, name)), f"It is {rule}", fix) for name, rule, fix in _wrong(given)]
+    wrong = [message(name, shown(getattr(given, name)), f"It must be {rule}", fix) for name, rule, fix in _wrong(given)]
     if wrong:
         raise TranslationError("\n".join(wrong))
     if given.world_size is not None:
@@ -125,7 +125,7 @@ def _wrong(given: Arguments) -> Iterator[tuple[str, str, str]]:
         if not isinstance(getattr(given, name), (kind, type(None))):
             yield name, f"a {kind.__name__} or None", f"Use {fix}"
     if given.param_init_fn is not None and not isinstance(given.param_init_fn, Callable):  # type: ignore[arg-type]
-        yield "param_init_fn", "called with each module, so it has to be callable", "Pass a function"
+        yield "param_init_fn", "a function: it has to be callable with a module", "Pass a function"
     if not _is_device(given.device_id):
         yield "device_id", "a device or the index of one", "Use torch.cuda.current_device()"
     for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):

@@ -90,7 +90,7 @@ def _as_policy(policy: Any) -> Any:
         return ModuleWrapPolicy(set(classes))
     if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
         return policy
-    rule = "It is ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
+    rule = "Use ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
     raise TranslationError(message("auto_wrap_policy", repr(policy), rule, "Use ModuleWrapPolicy({MyBlock})"))
 
 
@@ -179,7 +179,7 @@ def _listed(argument: str, given: Any, kinds: Any) -> list[Any]:
 
 # These rules are in FSDP1's words, for which programs may look.
 _KINDS = {"ignored_modules": "nn.Module", "ignored_states": "all nn.Parameter or all nn.Module"}
-_RULE = "It is a list of modules or of parameters, and not the whole model"
+_RULE = "It must be a list of modules or of parameters, and not the whole model"
 
 
 def _types(states: Iterable[object]) -> list[type]:

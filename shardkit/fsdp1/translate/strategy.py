@@ -50,7 +50,7 @@ def parse_strategy(given: Any) -> ShardingStrategy:
     text = str(given).strip() if isinstance(given, (str, int)) else ""
     found = by_number.get(text) or by_name.get(text.rpartition(".")[2].upper().replace("-", "_").strip("_"))
     if found is None:
-        rule = f"It is a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
+        rule = f"It must be a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
         raise _error("sharding_strategy", repr(given), rule, "Use ShardingStrategy.FULL_SHARD")
     return found
 
@@ -85,7 +85,7 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
 def check_ranks(argument: str, value: Any) -> None:
     """Raise TranslationError unless ``value`` is a number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _error(argument, repr(value), "It is a number of ranks, at least 1", f"Use {argument}=8")
+        raise _error(argument, repr(value), "It must be a number of ranks, at least 1", f"Use {argument}=8")
 
 
 def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int | None) -> int:
@@ -163,7 +163,7 @@ def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
     if not isinstance(mesh, DeviceMesh):
-        raise _error("device_mesh", f"a {type(mesh).__name__}", "It is a DeviceMesh", "Use init_device_mesh")
+        raise _error("device_mesh", f"a {type(mesh).__name__}", "It must be a DeviceMesh", "Use init_device_mesh")
     _check_member("device_mesh", mesh.get_coordinate() is not None)
     if strategy.name in HYBRID:
         return _hybrid_of_mesh(strategy, mesh)
