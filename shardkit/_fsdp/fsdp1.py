@@ -106,13 +106,13 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
-def stream_of(module: FSDPModule, work: str) -> Any:
-    """Return FSDP2's stream for ``all_gather``, ``reduce_scatter`` and the like, or for "" the current one. Local.
+def stream_of(module: FSDPModule, name: str) -> Any:
+    """Return FSDP2's stream of that name, such as ``all_gather_stream``; for an empty name the current one. Local.
 
     torch 2.11 to 2.15 make them at the first forward of the root; before, this raises an AttributeError.
     """
     state: Any = module._get_fsdp_state()
-    return getattr(state._comm_ctx, f"{work}_stream") if work else state._device_handle.current_stream()
+    return getattr(state._comm_ctx, name) if name else state._device_handle.current_stream()
 
 
 def use_dtensor(config: Any) -> None:

@@ -93,20 +93,20 @@ def _inter_node_pg(record: Record) -> Any:
     return record.mesh.get_group(0)
 
 
-# FSDP1's streams, each with what FSDP2 has a stream for.
+# FSDP1's streams, each with FSDP2's for the same work; one is the device's current stream.
 _STREAMS = {
     "_default_stream": "",
-    "_pre_unshard_stream": "all_gather_copy_in",
-    "_unshard_stream": "all_gather",
-    "_post_backward_stream": "reduce_scatter",
-    "_all_reduce_stream": "all_reduce",
+    "_pre_unshard_stream": "all_gather_copy_in_stream",
+    "_unshard_stream": "all_gather_stream",
+    "_post_backward_stream": "reduce_scatter_stream",
+    "_all_reduce_stream": "all_reduce_stream",
 }
 
 
-def _stream(work: str, wrapper: nn.Module) -> Any:
+def _stream(name: str, wrapper: nn.Module) -> Any:
     if (sharded := sharded_of(wrapper)) is None:
-        raise AttributeError(f"no {work} stream: the wrapper shards no parameters")
-    return stream_of(sharded, work)
+        raise AttributeError(f"{name}: the wrapper shards no parameters")
+    return stream_of(sharded, name)
 
 
 _OF_RECORD: dict[str, Callable[[Record], Any]] = {
@@ -136,7 +136,7 @@ _OF_WRAPPER: dict[str, Callable[[nn.Module], Any]] = {
     "training_state": training_state,
     "_handle": unit_handle,
     "_all_handles": handles,
-    **{name: functools.partial(_stream, work) for name, work in _STREAMS.items()},
+    **{name: functools.partial(_stream, own) for name, own in _STREAMS.items()},
     "_assert_state": lambda wrapper: functools.partial(assert_state, wrapper),
     "_has_params": lambda wrapper: bool(own_parameters(sharded_of(wrapper) or nn.Module())),  # type: ignore[arg-type]
     "_ignored_modules": lambda wrapper: record_of(wrapper).ignored_in(inner_of(wrapper)),
