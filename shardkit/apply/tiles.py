@@ -18,7 +18,7 @@ from shardkit.tiles import Tokens, in_tiles
 _CONTIGUOUS = torch.contiguous_format
 SAMPLED = 8  # tokens of each sequence
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_RULE = "A module with tiles= works on each token alone, since it is called with one tile of them after another"
+_RULE = "A module with tiles= must compute each token alone, since each call gets one tile of tokens"
 _FIX = "Leave the module out of the rule with tiles="
 
 

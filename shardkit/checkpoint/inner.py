@@ -386,5 +386,5 @@ def _described(path: str) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, IndexError, StopIteration, AttributeError) as error:
         problem = f"its description cannot be read ({type(error).__name__}: {error})"
-        rule = "A save does not write such a description, so it was changed"
+        rule = "save_checkpoint does not write such a description: the file was changed"
         raise CheckpointError(message(path, problem, rule, "Use another checkpoint")) from None

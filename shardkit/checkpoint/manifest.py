@@ -83,7 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
         rule = f"This version of shardkit reads manifests up to version {VERSION}"
         raise CheckpointError(message(str(file), f"it has version {version}", rule, "Upgrade shardkit"))
     if problem := next(_problems(version, body), ""):
-        rule = "A save does not write such a manifest, so it was changed"
+        rule = "save_checkpoint does not write such a manifest: the file was changed"
         raise CheckpointError(message(str(file), problem, rule, "Use another checkpoint"))
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
     return Manifest(files=files, **body)

@@ -68,7 +68,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         return _decode(encoded, tensors)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-        problem = f"a value that no save writes ({type(error).__name__}: {error})"
+        problem = f"has a value that save_checkpoint does not write ({type(error).__name__}: {error})"
         rule = "It was changed after the save"
         raise CheckpointError(message("state.json", problem, rule, "Use another checkpoint")) from None
 

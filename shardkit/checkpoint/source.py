@@ -107,7 +107,7 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
         model = {key: value for key, value in tree.items() if isinstance(key, str)}
     flat = dict(_flattened(model or {}))
     if optimizer is None and not any(map(is_stored, flat.values())):
-        rule = f"A model is under one of {', '.join(MODEL_NAMES)}, or the tensors are at the top"
+        rule = f"A model is under one of {', '.join(MODEL_NAMES)}, or its tensors are at the top level"
         problem = f"it has no tensors under {listing(map(str, tree))}"
         raise CheckpointError(message(where, problem, rule, "Save the model's state dict under one of these keys"))
     return Contents(flat, None if optimizer is None else _optimizer(optimizer))

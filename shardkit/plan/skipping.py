@@ -41,6 +41,6 @@ def problems(plan: ShardingPlan) -> Iterator[str]:
         given = "is compiled" if unit.compile else f"is a unit of {len(unit.modules)} modules"
         if unit.compile or len(unit.modules) > 1:
             problem = f"{given}, and calls a unit with may_skip=True, or is inside of one and calls units"
-            rule = "Skipped calls are made up for in the forward of one module that is not compiled"
+            rule = "Skipped calls are replaced in the forward of a module that is not compiled and alone in its unit"
             fix = "Pass compile=False for this unit" if unit.compile else "Leave it out of group()"
             yield message(unit.name, problem, rule, fix)

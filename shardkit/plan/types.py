@@ -148,8 +148,10 @@ class MeshSpec:
         """
         if axis not in self.axis_names[:2]:
             problem = f"{axis!r} is not one of the first two axes of {self}"
-            rule = "A rule's mesh= is the axis that its units are sharded on; at most one axis before it replicates, "
-            rule += "and over those after it the model has split its experts"
+            rule = (
+                "A rule's mesh= is the axis that its units are sharded on. At most one axis, which replicates, comes "
+            )
+            rule += "before it, and the model's experts are split over those after it"
             fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")), for example'
             raise PlanError(message("mesh", problem, rule, fix))
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
@@ -165,7 +167,7 @@ class MeshSpec:
         cut = len(self.shape) - self.shard_axes
         shards = self.axis_names[cut:]
         if axis not in (None, shards[0]):
-            rule = "A unit is sharded on all axes that shard, or on the first of them alone"
+            rule = "A unit is sharded on all sharding axes, or on the first of them alone"
             raise PlanError(message("mesh", f"{axis!r}, on {self}", rule, f"Use {shards[0]!r}"))
         size = self.shard_size if axis is None else self.shape[cut]
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)

@@ -35,6 +35,6 @@ def named_model(given: str) -> nn.Module:
         rule = "It must be package.module:factory, a callable without arguments, or a config.json of transformers"
         raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
     if not isinstance(model, nn.Module):
-        problem = f"{given} gives a {type(model).__name__}"
-        raise PlanError(message("model", problem, "The factory returns an nn.Module", "Return the model"))
+        problem = f"{given} returns a {type(model).__name__}"
+        raise PlanError(message("model", problem, "The factory must return an nn.Module", "Return the model"))
     return model

@@ -250,8 +250,8 @@ class _Run:
     def _unexpected(self, place: int) -> ShardkitError:
         known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
         problem = f"called differently than ranks agreed on, which is {known}"
-        rule = f"All ranks must gather the units that {self.caller.name} calls in one order, each as often, on the same"
-        rule += " inputs that require grad, because ranks that skip one follow that order"
+        rule = f"All ranks must gather the units that {self.caller.name} calls in the same order, and with the same "
+        rule += "requires_grad of inputs, because ranks that skip one follow that order"
         fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "
         fix += "varies. Ranks that wait for this one fail when it ends, at the latest after the group's timeout"
         error = ShardkitError(message(_text(self.caller, place), problem, rule, fix))

@@ -109,7 +109,7 @@ def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, f
 
 def test_rules_on_two_axes_are_refused() -> None:
     rules = [by_name("layers.0.experts", mesh="efsdp"), by_name("layers.1.experts", mesh="ep")]
-    with pytest.raises(PlanError, match=r"'efsdp', on efsdp=2 x ep=2\. A unit is sharded on all axes that shard, or"):
+    with pytest.raises(PlanError, match=r"'efsdp', on efsdp=2 x ep=2\. A unit is sharded on all sharding axes, or"):
         plan_model(ExpertNet(), mesh=spec(2, 2), units=rules)
 
 

@@ -114,7 +114,7 @@ def test_all_that_is_refused_is_listed_and_cycles_end():
     "bad", [{"$": 1}, {"$": ["no", 1]}, {"$": ["dtype", "manual_seed"]}, {"$": ["tensor", "x"]}, {"$": ["bytes", 3]}]
 )
 def test_other_json_is_refused(bad):
-    with pytest.raises(CheckpointError, match="a value that no save writes"):
+    with pytest.raises(CheckpointError, match="a value that save_checkpoint does not write"):
         decode([bad], {})
 
 

@@ -133,7 +133,7 @@ def test_what_was_refused_is_printed_and_the_exit_code_is_1(values, arguments, s
         (("absent.yaml",), 1, "absent.yaml: cannot be read"),
         ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model: small_models:Absent cannot be built"),
         ((FSDP1, "--to", "plan", "--model", "small_models:Block.forward"), 1, "cannot be built"),
-        ((FSDP1, "--to", "plan", "--model", "builtins:dict"), 1, "model: builtins:dict gives a dict"),
+        ((FSDP1, "--to", "plan", "--model", "builtins:dict"), 1, "model: builtins:dict returns a dict"),
     ],
 )
 def test_the_exit_codes(arguments, code, said, capsys):
