@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from shardkit._torch import COLLECT, local_tensor, local_tensors, note_step, placements, plain_attributes, with_local
+from shardkit._torch import (
+    COLLECT,
+    local_tensor,
+    local_tensors,
+    note_step,
+    placements,
+    plain_attributes,
+    tree_leaves,
+    tree_map,
+    with_local,
+)
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.probe import check_elementwise
 from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
@@ -136,7 +146,7 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
             grads[:] = local_tensors(grads, params, layouts, _redistributed)
             for values in state:
                 if values:  # torch leaves the list empty of a kind of state that these options do not use
-                    values[:] = local_tensors(values, params, layouts, _refuse_layout)
+                    values[:] = local_tensors(values, params, layouts, _number_or_refuse)
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
             params[:] = [local_tensor(param) if isinstance(param, DTensor) else param for param in params]
@@ -170,7 +180,10 @@ def _redistributed(grad: DTensor, param: Any) -> Tensor:
     return grad.redistribute(placements=param.placements).to_local()
 
 
-def _refuse_layout(value: DTensor, param: Any) -> Tensor:
+def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
+    """Return a replicated number, as which a load gives those of one element; raise for any other layout."""
+    if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
+        return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
     problem = f"a DTensor of shape {tuple(value.shape)} has placements {value.placements}, its parameter {where}"
     rule, fix = "State is placed like its parameter", "Redistribute it, or load it with load_state_dict"
@@ -180,13 +193,23 @@ def _refuse_layout(value: DTensor, param: Any) -> Tensor:
 def _keep_state(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
     """Write one parameter's state after a step, ``inner``, into what the user sees, with DTensors for shards."""
     for key, value in inner.items():
-        held = outer.get(key)
-        if isinstance(held, DTensor) and local_tensor(held) is value:
-            continue
-        if isinstance(value, Tensor) and value.shape == local.shape and key not in NUMBERS:
-            like = param if value.dtype == param.dtype else torch.empty_like(param, dtype=value.dtype)
-            value = value if isinstance(value, DTensor) else with_local(like, value)  # type: ignore[arg-type]
-        outer[key] = value
+        if isinstance(value, (list, tuple)):
+            held = outer.get(key)
+            known = [*(held if isinstance(held, (list, tuple)) else ()), *value]
+            outer[key] = type(value)(map(functools.partial(_kept, key, param, local), value, known))
+        else:
+            outer[key] = _kept(key, param, local, value, outer.get(key))
+
+
+def _kept(key: str, param: DTensor, local: Tensor, value: Any, held: Any) -> Any:
+    """Return what the user sees of a value of the state: a DTensor for what has the shard's shape."""
+    if isinstance(held, DTensor) and local_tensor(held) is value:
+        return held
+    is_shard = isinstance(value, Tensor) and value.shape == local.shape and key not in NUMBERS
+    if not is_shard or isinstance(value, DTensor):
+        return value
+    like = param if value.dtype == param.dtype else torch.empty_like(param, dtype=value.dtype)
+    return with_local(like, value)  # type: ignore[arg-type]
 
 
 # ---- other classes: their groups and state hold local tensors during the step ------------------------------------
@@ -253,8 +276,10 @@ def _local_inside(optimizer: Optimizer) -> Iterator[None]:
 def _local_state(param: Any, values: Any) -> Any:
     if not isinstance(param, DTensor) or not isinstance(values, dict):
         return values
-    params, layouts = [param] * len(values), [placements(param)] * len(values)
-    return dict(zip(values, local_tensors([*values.values()], params, layouts, _refuse_layout), strict=True))
+    leaves = tree_leaves(values)
+    params, layouts = [param] * len(leaves), [placements(param)] * len(leaves)
+    found = iter(local_tensors(leaves, params, layouts, _number_or_refuse))
+    return tree_map(lambda _: next(found), values)
 
 
 def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:

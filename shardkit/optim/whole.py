@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, message
+from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
 from shardkit.optim.probe import check_separable
 from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
@@ -42,8 +43,9 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     loads at another world work as before. State of another shape than its parameter is sharded on its first dim.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, with no state in its groups.
-            Copies of it step small tensors together and apart, and the results must agree.
+        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself. Copies of it step small tensors
+            together and apart, and the results must agree. Numbers in its groups and attributes, such as a count of
+            steps, must change in the same way whichever parameters it steps.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
             first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
 
@@ -53,7 +55,7 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     Raises:
         ShardkitError: it is not a ``torch.optim.Optimizer``, steps parameters together, cannot be tried, already
             steps on local shards, or its ``step`` was replaced. Nothing was changed. In ``step()``, on every rank:
-            a parameter is sharded on two axes, or the step of an owner failed.
+            a parameter is sharded on two axes, the step of an owner failed, or owners disagree on a number.
 
     Example:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
@@ -80,9 +82,11 @@ def _whole_class(base: Any) -> Any:
             with torch.enable_grad():
                 loss = closure()
         _agree_on_gradients(self)
+        numbers = Numbers(self)
         with torch.no_grad():
             for bucket in buckets(self):
-                _step_bucket(inner, self, bucket)
+                _step_bucket(inner, self, bucket, numbers)
+        numbers.write()
         return loss
 
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
@@ -101,22 +105,23 @@ def _agree_on_gradients(optimizer: Any) -> None:
 # ---- one bucket --------------------------------------------------------------------------------------------------
 
 
-def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: Bucket) -> None:
+def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: Bucket, numbers: Numbers) -> None:
     """Gather to the owners, step, and write what they computed. Collective over the bucket's ranks."""
     ranks, mesh = bucket.ranks, bucket.ranks.mesh
     groups = [group for group in mesh.get_all_groups() if group.size() > 1] if mesh is not None else []
     _gather(optimizer, bucket)
     mine = [matrix for matrix in bucket.matrices if matrix.owner == ranks.here]
     with together(groups):
-        _run(inner, optimizer, mine)
+        changes = _run(inner, optimizer, mine, numbers)
         described = [tree_map(_described, matrix.state) for matrix in mine]
-    found = dict(zip(mine, described, strict=True))
+    of_ranks = [(described, changes)]
     if ranks.axis is not None and mesh is not None:
-        of_ranks = [
-            iter(pickle.loads(each)) for each in all_gather_bytes(pickle.dumps(described), mesh.get_group(ranks.axis))
-        ]
-        found = {matrix: next(of_ranks[matrix.owner]) for matrix in bucket.matrices}
-    _scatter(optimizer, bucket, found)
+        gathered = all_gather_bytes(pickle.dumps(of_ranks[0]), mesh.get_group(ranks.axis))
+        of_ranks = [pickle.loads(each) for each in gathered]
+    for _, changes in of_ranks:
+        numbers.add(changes, (matrix.group for matrix in bucket.matrices))
+    owned = [iter(each) for each, _ in of_ranks]
+    _scatter(optimizer, bucket, {matrix: next(owned[matrix.owner]) for matrix in bucket.matrices})
 
 
 def _gather(optimizer: Any, bucket: Bucket) -> None:
@@ -133,7 +138,9 @@ def _gather(optimizer: Any, bucket: Bucket) -> None:
             if matrix.owner != here:
                 out[matrix.owner] += [(part, part.dtype)] * (cut.dim is not None)
                 return None
-            whole = torch.empty(stored.shape[matrix.index is not None :], dtype=stored.dtype, device=part.device)
+            of_slice = slice(matrix.index is not None, None)
+            shape, strides = stored.shape[of_slice], stored.stride()[of_slice]
+            whole = torch.empty_strided(shape, strides, dtype=stored.dtype, device=part.device)
             copy_into(cut.of_whole(whole, here), part)
             for peer in range(ranks.size) if cut.dim is not None else ():
                 into[peer] += [(cut.of_whole(whole, peer), whole.dtype)] * (peer != here)
@@ -154,33 +161,19 @@ def _exchange(bucket: Bucket, out: Mapping[int, Parcel], into: Mapping[int, Parc
         exchange(out, into, group, device if device.type != "cpu" else torch.device(collective_device(group)))
 
 
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[Matrix]) -> None:
-    """Step the whole matrices of this rank with the optimizer's options. Local."""
-    groups, state = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [
-        {**group, "params": [matrix.whole for matrix in mine if matrix.group == number]}
-        for number, group in enumerate(groups)
-    ]
-    optimizer.state = defaultdict(dict, {matrix.whole: matrix.state for matrix in mine if matrix.state})
+def _run(inner: Callable[..., Any], optimizer: Any, mine: list[Matrix], numbers: Numbers) -> Changes:
+    """Step the whole matrices of this rank with the optimizer's options; return the numbers it changed. Local."""
+    numbers.begin()
     try:
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
+        optimizer.state.update({matrix.whole: matrix.state for matrix in mine if matrix.state})
         inner(optimizer)
-        if changed := [
-            key for old, new in zip(groups, optimizer.param_groups, strict=True) for key in _changed(old, new)
-        ]:
-            problem = f"its step changed {listing(dict.fromkeys(changed))} of its groups"
-            rule = "Each owner steps its own matrices, so that numbers of a group would differ between ranks"
-            fix = "Use an optimizer that keeps its state by parameter"
-            raise ShardkitError(message("optimizer", problem, rule, fix))
         for matrix in mine:
             matrix.state = _by_key(optimizer.state.get(matrix.whole, {}))
     finally:
-        optimizer.param_groups, optimizer.state = groups, state
-
-
-def _changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for key, value in new.items():
-        if key != "params" and isinstance(value, (int, float)) and value != old.get(key):
-            yield key
+        changes = numbers.end()
+    return changes
 
 
 def _scatter(optimizer: Any, bucket: Bucket, found: dict[Matrix, Any]) -> None:
@@ -218,6 +211,7 @@ class _Described:
     """A tensor of an owner's state; one without dims comes with its value."""
 
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
     value: Any = None
@@ -230,7 +224,8 @@ def _described(leaf: Any) -> Any:
         rule = "State is sent and stored in parts, which a tensor subclass may not have"
         problem, fix = f"its state is of {type(leaf).__name__}", "Step it on DTensors, as it is"
         raise ShardkitError(message("optimizer", problem, rule, fix))
-    return _Described(leaf.shape, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
+    strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
+    return _Described(leaf.shape, strides, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
 
 
 def _by_key(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -264,18 +259,20 @@ def _room(matrix: Matrix, ranks: Ranks, leaf: _Described, held: Any, device: tor
         problem = f"state of shape {tuple(leaf.shape)} of a slice of a parameter of shape {tuple(param.shape)}"
         rule, fix = "State of slices has their shape, so that it is stored as one tensor", "Pass slices=False"
         raise ShardkitError(message("optimizer", problem, rule, fix))
+    strides = leaf.strides if matrix.index is None else (leaf.shape.numel(), *leaf.strides)
     own = param.placements if isinstance(param, DTensor) else ()
     wanted = tuple(own if shape == param.shape else [Shard(0) if each.is_shard() else each for each in own])
-    fits = isinstance(held, Tensor) and (held.shape, held.dtype) == (shape, leaf.dtype)
+    fits = isinstance(held, Tensor) and (held.shape, held.stride(), held.dtype) == (shape, strides, leaf.dtype)
     if fits and getattr(held, "placements", ()) == wanted:
         return held  # type: ignore[no-any-return]
     if not isinstance(param, DTensor):
-        return torch.empty(shape, dtype=leaf.dtype, device=device)
-    like = torch.empty(shape, device="meta")
+        return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
     dim = None if ranks.axis is None else wanted[ranks.axis].dim  # type: ignore[attr-defined]
+    like = torch.empty(shape, device="meta")
     part = Cut(dim, 0 if dim is None else shape[dim], ranks.size).of_whole(like, ranks.here)
     local = torch.empty(part.shape, dtype=leaf.dtype, device=device)
-    return around(local, param.device_mesh, wanted, shape, like.stride())
+    # With the strides of the whole: matrix products of another memory order round differently.
+    return around(local, param.device_mesh, wanted, shape, strides)
 
 
 def _local(tensor: Tensor) -> Tensor:

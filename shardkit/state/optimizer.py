@@ -19,6 +19,8 @@ from shardkit.state.quantised import is_quantised, values_of, written
 from shardkit.state.routes import Routes, routes_of
 from shardkit.state.transfer import Want, gathered
 
+# The option of an optimizer's first group for state that it keeps under a name instead of a parameter, as MADGRAD does.
+NAMED = "named_state"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
 
@@ -50,6 +52,8 @@ def sharded_optimizer_state_dict(
         packed = each.state_dict()  # whose hooks run
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found.append(renamed_state(packed, dict(zip(numbers, fqns, strict=True)).get))
+        if named := {key: value for key, value in packed["state"].items() if isinstance(key, str)}:
+            found[-1]["param_groups"][0][NAMED] = named
     groups = list(chain.from_iterable(each["param_groups"] for each in found))
     if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
         rule = "State is kept by parameter, so each may be in one group of one optimizer"
