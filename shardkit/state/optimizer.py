@@ -19,8 +19,9 @@ from shardkit.state.quantised import is_quantised, values_of, written
 from shardkit.state.routes import Routes, routes_of
 from shardkit.state.transfer import Want, gathered
 
-# The option of an optimizer's first group for state that it keeps under a name instead of a parameter, as MADGRAD does.
-NAMED = "named_state"
+# The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
+# under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
+OTHERS = "beside_parameters"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
 
@@ -52,8 +53,7 @@ def sharded_optimizer_state_dict(
         packed = each.state_dict()  # whose hooks run
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found.append(renamed_state(packed, dict(zip(numbers, fqns, strict=True)).get))
-        if named := {key: value for key, value in packed["state"].items() if isinstance(key, str)}:
-            found[-1]["param_groups"][0][NAMED] = named
+        _keep_others(packed, found[-1]["param_groups"])
     groups = list(chain.from_iterable(each["param_groups"] for each in found))
     if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
         rule = "State is kept by parameter, so each may be in one group of one optimizer"
@@ -63,6 +63,14 @@ def sharded_optimizer_state_dict(
     for each in optimizers if initialize else ():
         state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
     return {"state": state, "param_groups": groups}
+
+
+def _keep_others(packed: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    if named := {key: value for key, value in packed["state"].items() if isinstance(key, str)}:
+        others["state"] = named
+    for group in [group for group in groups if group["params"]][: bool(others)]:
+        group[OTHERS] = others
 
 
 def full_optimizer_state_dict(

@@ -19,7 +19,7 @@ from shardkit.ranks import Groups, groups_of, together
 from shardkit.shards import as_sharded, replicated
 from shardkit.state.names import clean_name, parameter_names
 from shardkit.state.optimizer import (
-    NAMED,
+    OTHERS,
     OptimizerState,
     as_values,
     group_names,
@@ -38,7 +38,7 @@ from shardkit.state.transfer import Move, Source, check_src, shape_of, share, tr
 
 logger = logging.getLogger("shardkit")
 
-_NO_OPTIONS = ("params", "param_names", NAMED)
+_NO_OPTIONS = ("params", "param_names", OTHERS)
 _SCHEDULED = ("lr", "betas", "momentum")  # which LR schedulers set at every step
 
 
@@ -274,8 +274,11 @@ def install(
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found = zip(numbers, chain.from_iterable(fqns), strict=True)
         entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
-        entries |= next((options[fqn][NAMED] for fqn in chain(*fqns) if NAMED in options.get(fqn, {})), {})
-        optimizer.load_state_dict({**packed, "state": entries, "param_groups": groups})
+        others: dict[str, Any] = next(
+            (options[fqn][OTHERS] for fqn in chain(*fqns) if OTHERS in options.get(fqn, {})), {}
+        )
+        entries |= others.get("state", {})
+        optimizer.load_state_dict({**packed, **others, "state": entries, "param_groups": groups})
         for old, new in zip(before, optimizer.param_groups, strict=True):
             for key, tensor in old.items():
                 if isinstance(tensor, Tensor):  # compiled code holds on to tensors such as ``lr``

@@ -74,6 +74,16 @@ def optimizers() -> Iterator[tuple[str, Make]]:
         yield name, lambda params, made=made: made(params, lr=1e-2)
 
 
+def resumed_plainly(make: Make) -> dict[str, Tensor]:
+    """What torch's own state dict makes of the last steps: it casts some state, and lacks attributes."""
+    net = build(None)
+    optimizer = make(list(net.parameters()))
+    train(net, optimizer, range(3))
+    again = make(list(net.parameters()))
+    again.load_state_dict(optimizer.state_dict())
+    return train(net, again, range(3, 5))
+
+
 def train(net: nn.Module, optimizer: Any, steps: range) -> dict[str, Tensor]:
     """Take these steps, and return the parameters after them."""
     if callable(getattr(optimizer, "train", None)):
@@ -102,8 +112,8 @@ def compared(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
     """Equal to the bit, within rounding, or wrong."""
     off = max(float((found[fqn] - value).abs().max()) for fqn, value in wanted.items())
     if not off < 1e-10:
-        return f"WRONG by {off:.0e}"
-    return "bits" if off == 0 else f"within {off:.0e}"
+        return f"wrong by {off:.0e}"
+    return "bits" if off == 0 else f"within {off:.0e}"  # in this order the best is the least
 
 
 def by_door(step_on: Any, make: Make, plain: list[dict[str, Tensor]]) -> str:
@@ -123,7 +133,8 @@ def by_door(step_on: Any, make: Make, plain: list[dict[str, Tensor]]) -> str:
         load_checkpoint(Path(folder[0]) / "c", other, again)
     except ShardkitError as error:
         return f"{found}, checkpoint refused: {error}"
-    return f"{found}, resumed {compared(train(other, again, range(3, 5)), plain[1])}"
+    resumed = train(other, again, range(3, 5))
+    return f"{found}, resumed {min(compared(resumed, wanted) for wanted in plain[1:])}"
 
 
 def both(make: Make) -> dict[str, str]:
@@ -131,10 +142,7 @@ def both(make: Make) -> dict[str, str]:
     try:
         net = build(None)
         optimizer = make(list(net.parameters()))
-        plain = [train(net, optimizer, range(3))]
-        again = make(list(net.parameters()))
-        again.load_state_dict(optimizer.state_dict())  # which loses what some keep in attributes
-        plain.append(train(net, again, range(3, 5)))
+        plain = [train(net, optimizer, range(3)), train(net, optimizer, range(3, 5)), resumed_plainly(make)]
     except Exception as error:
         return {"plain": f"fails: {type(error).__name__}: {error}"}
     found = {}

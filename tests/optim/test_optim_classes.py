@@ -84,6 +84,44 @@ class Blockwise(Lion):
             p.sub_((grad.sign() * grad.abs().amax(-1, keepdim=True)).view_as(p), alpha=0.01)
 
 
+class LateLamb(Lion):
+    """Scales by the norm from the 25th step on, each tenth step, as Shampoo's kin precondition; counts in its group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        is_late = group["step"] > 25 and group["step"] % 10 == 0
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-group["lr"] * (float(p.norm()) if is_late else 1))
+
+
+class CountsWithoutParams(LateLamb):
+    """The same, with its count in the state under a name, from the constructor on."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.state["step"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["step"] += 1
+        is_late = self.state["step"] > 25 and self.state["step"] % 10 == 0
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-0.1 * (float(p.norm()) if is_late else 1))
+
+
+class EndsEarly(LateLamb):
+    """Element-wise, with a schedule that ends."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["step"] = self.state.get("step", 0) + 1
+        rates = {step: 0.1 / step for step in range(1, 1000)}
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-rates[self.state["step"]])
+
+
 class Noisy(Lion):
     @torch.no_grad()
     def step(self, closure=None):
@@ -121,6 +159,11 @@ def test_torchs_own_classes_collect_what_they_step_on(name):
             lambda: Blockwise(params()),
             r"^optimizer: is test_optim_classes\.Blockwise, whose 'update' .* Call step_on_whole_matrices",
         ),
+        (lambda: LateLamb(params()), r"\.LateLamb, whose 'update' .* Call step_on_whole_matrices"),
+        (
+            lambda: CountsWithoutParams(params()),
+            r"\.CountsWithoutParams, whose 'update' .* Call step_on_whole_matrices",
+        ),
         (
             lambda: torch.optim.Muon(params()),
             r"^optimizer: is .*Muon, whose .* Call step_on_whole_matrices\(optimizer\)\.$",
@@ -137,7 +180,7 @@ def test_what_is_not_elementwise_is_caught_whatever_was_said(make, text, vouched
 
 
 def test_what_is_elementwise_needs_no_vouch():
-    for optimizer in (Lion(params()), type("Mine", (torch.optim.AdamW,), {})(params(), lr=0.1)):
+    for optimizer in (Lion(params()), EndsEarly(params()), type("Mine", (torch.optim.AdamW,), {})(params(), lr=0.1)):
         step_on_local_shards(optimizer)
 
 

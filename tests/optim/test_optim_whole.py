@@ -260,6 +260,29 @@ def test_a_number_that_depends_on_the_parameters_is_refused_on_every_rank():
     assert "largest" not in optimizer.param_groups[0]
 
 
+@distributed(world_size=2, backend="gloo")
+def test_state_keeps_its_memory_order():
+    strides = []
+
+    class Turned(PerTensor):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                held = self.state[p].setdefault("turned", p.grad.t().clone(memory_format=torch.contiguous_format).t())
+                strides.append(held.stride())
+                p.sub_(held @ p.grad.t() @ p, alpha=0.1)
+
+    net = build((2,))
+    optimizer = step_on_whole_matrices(Turned(net.layers[0].parameters()))
+    strides.clear()
+    for step in (0, 2):
+        give_grads(net, step)
+        optimizer.step()
+    mine = [(1, 6)] * 2 if torch.distributed.get_rank() == 0 else []  # the one matrix has the first rank for owner
+    assert strides == mine
+    assert optimizer.state[net.layers[0].weight]["turned"].to_local().is_contiguous()
+
+
 @fake_world(4)
 def test_what_steps_parameters_together_is_refused():
     class ClipsAll(PerTensor):

@@ -68,6 +68,29 @@ class RowSums(Optimizer):
                     param.add_(param.grad, alpha=-scale)
 
 
+class Beside(Optimizer):
+    """State beside that of parameters: under a name, and in an entry of its own of the state dict."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {"lr": 0.01})
+        self.state["k"], self.total = torch.zeros(1), 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.state["k"].add_(1)
+        self.total += 1
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                param.add_(param.grad, alpha=-group["lr"] * self.state["k"].item() / (self.total + 1))
+
+    def state_dict(self) -> dict:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.total = state_dict["total"]
+
+
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -83,6 +106,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.9, centered=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
     "row_sums": lambda groups: RowSums(groups),
+    "beside": lambda groups: Beside(groups),
     "local_adamw": lambda groups: step_on_local_shards(torch.optim.AdamW(groups, lr=0.01)),
 }
 
