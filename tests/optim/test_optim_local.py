@@ -386,31 +386,3 @@ def test_an_optimizer_that_draws_and_fails_leaves_pythons_generator():
     before = random.getstate()
     step_on_local_shards(Failing([nn.Parameter(torch.ones(2))], lr=0.1), elementwise=True)
     assert random.getstate() == before
-
-
-class TwoMeans(torch.optim.Optimizer):
-    """Element-wise, with two tensors in a list of its state."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
-            means = self.state[p].setdefault("means", [torch.zeros_like(p), torch.zeros_like(p)])
-            for decay, mean in zip((0.5, 0.9), means, strict=True):
-                mean.lerp_(p.grad, 1 - decay)
-                p.sub_(mean, alpha=self.param_groups[0]["lr"])
-
-
-@fake_world(4, rank=1)
-def test_state_in_lists_is_sharded_too():
-    net, other = two_nets()
-    ours, theirs = step_on_local_shards(TwoMeans(trainable(net))), TwoMeans(trainable(other))
-    run_both(ours, theirs, net, other, 3)
-    assert_same_parameters(net, other)
-    for param, expected in zip(trainable(net), trainable(other), strict=True):
-        means = zip(ours.state[param]["means"], theirs.state[expected]["means"], strict=True)
-        for mean, like in means:
-            assert torch.equal(local(mean), local(like))
-            assert (type(mean), mean.shape) == (type(like), param.shape)
