@@ -211,10 +211,11 @@ class FullyShardedDataParallel(nn.Module):
 
         In the form that ``set_state_dict_type`` chose: FULL_STATE_DICT, the default, gives plain tensors in memory of
         their own on every rank, or with ``rank0_only`` nothing on the others; SHARDED_STATE_DICT gives copies of the
-        DTensors. Persistent buffers and parameters that are not sharded are the model's own, as in FSDP1.
+        DTensors, and LOCAL_STATE_DICT DTensors in the parameters' own memory. Persistent buffers and parameters that
+        are not sharded are the model's own, as in FSDP1.
 
         Raises:
-            TranslationError: LOCAL_STATE_DICT.
+            TranslationError: LOCAL_STATE_DICT, and the model was given a DeviceMesh.
         """
         return state.state_dict(self, destination, prefix, keep_vars)
 

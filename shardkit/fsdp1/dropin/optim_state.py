@@ -218,7 +218,7 @@ def _config(model: nn.Module) -> OptimStateDictConfig:
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
         raise TranslationError(message("model", "no part of it is wrapped", rule, fix))
     if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise no_local_state("optim_state_dict")
+        raise no_local_state("optim_state_dict", "an optimizer's state has no such form")
     return found.optim_state_dict_config
 
 

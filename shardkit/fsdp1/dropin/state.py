@@ -123,12 +123,11 @@ def _note_dtensors(wrapper: nn.Module) -> None:
         use_dtensor(settings.optim_state_dict_config)
 
 
-def no_local_state(call: str) -> Unavailable:
-    """Return the error for LOCAL_STATE_DICT, the layout of FSDP1's flat parameters."""
-    problem = "LOCAL_STATE_DICT: DeviceMesh is not compatible with LOCAL_STATE_DICT"
-    rule = "FSDP2 has no flat parameters, so there is nothing in that layout to save or to load into"
+def no_local_state(call: str, problem: str) -> Unavailable:
+    """Return the error for what LOCAL_STATE_DICT does not support."""
+    rule = "It is the state of a model only, each rank's shards, as of FSDP1"
     fix = "Use StateDictType.SHARDED_STATE_DICT, whose files shardkit and torch.distributed.checkpoint read"
-    return Unavailable(message(call, problem, rule, fix))
+    return Unavailable(message(call, f"LOCAL_STATE_DICT: {problem}", rule, fix))
 
 
 def _checked(
@@ -174,10 +173,9 @@ def _by_settings(wrapper: nn.Module, prefix: str, keep_vars: bool) -> Any:
     kind, config = kind_of(wrapper)
     own = _Names(wrapper, prefix)
     summoned = record_of(wrapper).summoned
-    if summoned or kind is StateDictType.SHARDED_STATE_DICT:  # summoned: perhaps on this rank alone
-        return own.finish(_collected(wrapper, prefix, keep_vars), config, copy=summoned)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        raise no_local_state("state_dict")
+    if summoned or kind is not StateDictType.FULL_STATE_DICT:  # summoned: perhaps on this rank alone
+        is_local = kind is StateDictType.LOCAL_STATE_DICT
+        return own.finish(_collected(wrapper, prefix, keep_vars), config, copy=summoned, copy_shards=not is_local)
     assert isinstance(config, FullStateDictConfig), "set_state_dict_type checks it"
     rank = first_rank(wrapper)
     want = Want(not config.rank0_only, torch.device("cpu") if config.offload_to_cpu else None)
@@ -212,7 +210,9 @@ class _Names:
             if (module, name) in cast
         }
 
-    def finish(self, found: dict[str, Any], config: StateDictConfig, copy: bool = False) -> dict[str, Any]:
+    def finish(
+        self, found: dict[str, Any], config: StateDictConfig, copy: bool = False, copy_shards: bool = True
+    ) -> dict[str, Any]:
         """Give each parameter memory of its own, and buffers their original dtype; all else is the model's own."""
         seen: set[int] = set()
         for name, value in found.items():
@@ -220,7 +220,7 @@ class _Names:
                 continue
             device = torch.device("cpu") if config.offload_to_cpu else local_of(value).device
             if isinstance(value, DTensor):
-                found[name] = _torch.with_local(value, local_of(value).to(device, copy=True))
+                found[name] = _torch.with_local(value, local_of(value).to(device, copy=copy_shards))
             elif name in self.params:
                 is_tied = value.data_ptr() in seen
                 seen.add(value.data_ptr())
@@ -245,6 +245,9 @@ def kind_of(wrapper: nn.Module) -> tuple[StateDictType, StateDictConfig]:
 
     ``torch.distributed.checkpoint.state_dict`` gets sharded state whatever was set, as it does from FSDP1. NO_SHARD
     always gives full state, as in FSDP1.
+
+    Raises:
+        TranslationError: LOCAL_STATE_DICT of a model that was given a DeviceMesh, which FSDP1 refused too.
     """
     if asked_by_checkpoint():
         return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
@@ -256,6 +259,8 @@ def kind_of(wrapper: nn.Module) -> tuple[StateDictType, StateDictConfig]:
         problem = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned."
         warnings.warn(problem, stacklevel=4)
         return StateDictType.FULL_STATE_DICT, FullStateDictConfig(found.state_dict_config.offload_to_cpu)
+    if found.state_dict_type is StateDictType.LOCAL_STATE_DICT and record_of(wrapper).given.device_mesh is not None:
+        raise no_local_state("state_dict", "DeviceMesh is not compatible with LOCAL_STATE_DICT")
     return found.state_dict_type, found.state_dict_config
 
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
@@ -34,7 +34,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: b
     With FULL and ``rank0_only``, other ranks may pass ``{}``: rank 0's dict is sent to them. FSDP1 raised there.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT.
+        TranslationError: LOCAL_STATE_DICT, and the model was given a DeviceMesh.
         RuntimeError: on every rank, with no parameter or buffer changed: as ``nn.Module.load_state_dict``, with clean
             names. Modules with ``set_extra_state`` have theirs by then.
         TypeError: it is not a dict; ranks that have one raise the RuntimeError.
@@ -46,9 +46,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], strict: b
         if not isinstance(state_dict, Mapping):
             problem = f"Expected state_dict to be dict-like, got {type(state_dict)}"
             raise DropinTypeError(message("state_dict", problem, "It maps names to tensors", "Pass a state dict"))
-        kind, config = state.kind_of(wrapper)
-        if kind is StateDictType.LOCAL_STATE_DICT:
-            raise state.no_local_state("load_state_dict")
+        _, config = state.kind_of(wrapper)
     if isinstance(config, FullStateDictConfig) and config.rank0_only and any_true(not state_dict, groups):
         try:
             return load_full_state_dict(wrapper, state_dict, strict=strict, assign=assign)

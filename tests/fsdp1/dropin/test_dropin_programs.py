@@ -101,11 +101,12 @@ FULL = {
 # Each rank's own files, and directories of torch.distributed.checkpoint.
 SHARDED = {
     "llama_finetune": ("--out {at}", "--dist-checkpoint {at}/sharded --first-epoch 1"),
-    "nested_lm": ("--save-at 1 --out {at}", "--restore {at} --first 1"),
+    "nested_lm": ("--save-at 1 --out {at} --state local", "--restore {at} --first 1 --state local"),
     "pretrain_meta": ("--save-at 2 --ckpt {at}", "--ckpt {at}"),
     "olmo_like": ("--sharded --save-at 2 --save-folder {at}", "--sharded --load-path {at}"),
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --grad-clip 1e9"),
     "rlhf": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
+    "dino": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
     "seq2seq": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp1_models import hybrid_mesh, quiet
+from meshes import mesh_of
 from shim_states import BF16, FULL, LOCAL, SHARDED, Around, batch, is_same, net, ours, theirs, wiped
 from state_models import VOCAB
 from torch import nn
@@ -86,8 +87,16 @@ def test_every_type_and_config():
     assert is_same(model.state_dict(), plain)
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
         assert model.state_dict()["embed.weight"].to_local().device.type == "cpu"
-    for call in (model.state_dict, lambda: model.load_state_dict(plain)):
-        with FSDP.state_dict_type(model, LOCAL), pytest.raises(TranslationError, match="SHARDED_STATE_DICT") as caught:
+    with FSDP.state_dict_type(model, LOCAL):
+        shared = model.state_dict()  # in the parameters' memory, as in FSDP1
+        kept = {name: value.clone() if torch.is_tensor(value) else value for name, value in shared.items()}
+        shared["embed.weight"].copy_(kept["embed.weight"] * 2)
+        assert torch.equal(model.state_dict()["embed.weight"].full_tensor(), plain["embed.weight"] * 2)
+        model.load_state_dict(kept)
+        assert is_same(model.state_dict(), plain)
+    meshed = ours(device_mesh=mesh_of((2,)))
+    for call in (meshed.state_dict, lambda: meshed.load_state_dict(plain)):  # refused by FSDP1, too
+        with FSDP.state_dict_type(meshed, LOCAL), pytest.raises(TranslationError, match="DeviceMesh is not") as caught:
             call()
         assert isinstance(caught.value, RuntimeError)
 

@@ -5,6 +5,7 @@ root are given to the others, gradients are clipped part by part, and groups hav
 """
 
 import argparse
+import os
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -149,6 +150,20 @@ class SSLMetaArch(nn.Module):
         return list(fused.values())
 
 
+def checkpoint(model, optimizer, folder, load):
+    """A file a rank, of the state as it is there, of parts that are FSDP in a model that is not."""
+    path = os.path.join(folder, f"model.rank_{dist.get_rank()}.pth")
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        if load:
+            state = torch.load(path, weights_only=False)
+            found = model.load_state_dict(state["model"], strict=False)
+            assert found.missing_keys == found.unexpected_keys == []
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            os.makedirs(folder, exist_ok=True)
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
 def main(argv=None):
     args = parse(argv)
     if not dist.is_initialized():
@@ -158,8 +173,10 @@ def main(argv=None):
     model.prepare_for_distributed_training()
     model.train()
     optimizer = torch.optim.AdamW(model.params_groups(), betas=(0.9, 0.999))
+    if args.resume:
+        checkpoint(model, optimizer, args.resume, load=True)
     losses = []
-    for step in range(args.steps):
+    for step in range(args.first, args.steps):
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.01 * group["rate"], 0.04 * group["decay"]
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -173,15 +190,21 @@ def main(argv=None):
         model.fp16_scaler.update()
         model.update_teacher(0.9)
         losses.append(loss.item())
+        if args.out and step + 1 == args.save_at:
+            checkpoint(model, optimizer, args.out, load=False)
     return losses
 
 
 def parse(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--clip-grad", type=float, default=1e9)
     parser.add_argument("--strategy", default="SHARD_GRAD_OP")
     parser.add_argument("--half", action="store_true")
+    parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--resume", default="")
     return parser.parse_args(argv)
 
 
