@@ -148,10 +148,8 @@ class MeshSpec:
         """
         if axis not in self.axis_names[:2]:
             problem = f"{axis!r} is not one of the first two axes of {self}"
-            rule = (
-                "A rule's mesh= is the axis that its units are sharded on. At most one axis, which replicates, comes "
-            )
-            rule += "before it, and the model's experts are split over those after it"
+            rule = "A rule's mesh= is the axis that its units are sharded on. At most one axis, which replicates, "
+            rule += "comes before it, and the model's experts are split over those after it"
             fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")), for example'
             raise PlanError(message("mesh", problem, rule, fix))
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
