@@ -36,9 +36,8 @@ _NEXT = """Next:
   torchrun --nproc-per-node 2 -m shardkit demo
   docs/tutorial.md, to shard your own model"""
 
-_FAILED = """The two trainings differ by more than they may.
-  Please report this with the lines above, your processor or GPU, and what `python -c "import torch;
-  print(torch.__version__)"` prints."""
+_FAILED = """The sharded and the plain training differ by more than rounding allows.
+  Please report this with the lines above and the output of `python -m shardkit env`."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

@@ -61,8 +61,8 @@ def announcement(root: nn.Module) -> str:
         str(whole_plan(root)),
         *(["What differs in FSDP2:\n" + "\n".join(notes)] if notes else []),
         f"The same without the wrapper, before the optimizer is built:\n\n{code}",
-        "As plain torch code: from shardkit.fsdp1 import translate_fsdp1, and with the same arguments "
-        "print(translate_fsdp1(model, ...).plan.to_python()). For the rest of the program: "
+        "As plain torch code: print(translate_fsdp1(model, ...).plan.to_python()), from shardkit.fsdp1, with the same "
+        "arguments. For the rest of the program: "
         "python -m shardkit audit FILES",
     ]
     return "\n\n".join(parts)
