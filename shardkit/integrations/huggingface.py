@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import compute_dtypes
 from shardkit.errors import ShardkitError, message
+from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 
 Runner = TypeVar("Runner")
 _OURS = "of_shardkit"  # marks the plugin: accelerate's state outlives an Accelerator
@@ -27,9 +31,10 @@ def keep_sharded(runner: Runner) -> Runner:
     """Make accelerate leave sharded models as they are. In place, local, once; before anything is prepared.
 
     From then on ``prepare`` accepts models sharded with FSDP2 and no others, wraps nothing around them and nothing
-    around their forward, and leaves the optimizer's parameters alone. Gradient accumulation, clipping, evaluation and
-    ``save_state`` work as with accelerate's own FSDP2. Checkpoints are full: rank 0 gathers the model and the optimizer
-    state in CPU memory. Resume on any number of ranks.
+    around their forward, and leaves the optimizer's parameters alone. It lets an optimizer step on local shards or, if
+    it is not element-wise, on whole matrices; one that can do neither steps DTensors, as it is. Gradient accumulation,
+    clipping, evaluation and ``save_state`` work as with accelerate's own FSDP2. Checkpoints are full: rank 0 gathers
+    the model and the optimizer state in CPU memory. Resume on any number of ranks.
 
     Args:
         runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``, TRL's.
@@ -40,7 +45,8 @@ def keep_sharded(runner: Runner) -> Runner:
     Raises:
         ShardkitError: accelerate is also told to shard (``fsdp=``, DeepSpeed), or runs another number of processes than
             the process group, or in fp16; the trainer's model is not sharded. ``prepare`` raises it for a model that is
-            not sharded, or computes in another dtype than ``bf16=True`` asks for.
+            not sharded, or computes in another dtype than ``bf16=True`` asks for. ``step`` raises it for an optimizer
+            that fails on DTensors.
     """
     accelerator = _accelerator_of(runner)
     _check(runner, accelerator)
@@ -132,8 +138,44 @@ def _prepare_one(accelerator: Any, given: Any, device_placement: bool | None) ->
     if isinstance(given, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(given, device_placement=device_placement)
     if isinstance(given, torch.optim.Optimizer):
-        return accelerator.prepare_optimizer(given, device_placement=device_placement)
+        return _prepare_optimizer(accelerator, given, device_placement)
     return given
+
+
+def _prepare_optimizer(accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None) -> Any:
+    """Let it step without DTensors where it can: many cannot step those, such as Adafactor and bitsandbytes'."""
+    is_ready = _steps_plain_tensors(optimizer)
+    prepared = accelerator.prepare_optimizer(optimizer, device_placement=device_placement)
+    if not is_ready:
+        prepared.step = MethodType(_step_dtensors, prepared)
+    return prepared
+
+
+def _steps_plain_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it steps on plain tensors, from now on at the latest. In place."""
+    ways = ("steps_on_local_shards", "steps_on_whole_matrices")
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(getattr(type(optimizer), way, False) for way in ways) or not any(isinstance(p, DTensor) for p in params):
+        return True
+    for step_on in (step_on_local_shards, step_on_whole_matrices):
+        with suppress(ShardkitError):
+            step_on(optimizer)
+            return True
+    return False
+
+
+def _step_dtensors(self: Any, closure: Any = None) -> Any:
+    """The step of a prepared optimizer, whose errors of DTensors name it."""
+    try:
+        return type(self).step(self, closure)
+    except RuntimeError as error:
+        if not any(word in str(error) for word in ("DTensor", "harding")):  # sharding propagation, a sharding strategy
+            raise
+        kind = type(self.optimizer)
+        problem = f"is {kind.__module__}.{kind.__qualname__}, whose step failed on DTensors: {error}"
+        rule = "It can step neither on local shards nor on whole matrices"
+        fix = "Use another, such as adamw_torch or adafactor; step_on_whole_matrices(optimizer) says what is in the way"
+        raise ShardkitError(message("optimizer", problem, rule, fix)) from error
 
 
 def _check_model(accelerator: Any, model: nn.Module) -> None:

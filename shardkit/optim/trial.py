@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import local_tensor, make_adagrad_state
+from shardkit._torch import is_wrapper, local_tensor, make_adagrad_state
 
 STEPS = 4
 # Some optimizers change their update after a number of steps, or each so many, such as Shampoo. So after the first
@@ -116,11 +116,18 @@ def _found(copied: Any, starts: list[list[Tensor]], when: str) -> Found:
         for j, (param, before) in enumerate(zip(group["params"], befores, strict=True)):
             found[i, j, when, "update"] = param.detach() - before, param.shape
             state = copied.state.get(param, {})
-            found |= {(i, j, when, str(key)): (value, param.shape) for key, value in state.items()}
+            found |= {
+                (i, j, when, str(key)): (_subclass_of(value) or value, param.shape) for key, value in state.items()
+            }
         found |= {(i, when, key): value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
     others = {key: value for key, value in copied.state.items() if isinstance(key, str)} | vars(copied)
     found |= {(when, key): value for key, value in others.items() if isinstance(value, (int, float, Tensor))}
     return copy.deepcopy(found)
+
+
+def _subclass_of(value: Any) -> type | None:
+    """Return what stands for a tensor of a subclass, which may have no copies: torchao's do not."""
+    return type(value) if isinstance(value, Tensor) and is_wrapper(value) else None
 
 
 def _places(copied: Any) -> list[tuple[Any, dict[str, Any]]]:

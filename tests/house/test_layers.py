@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"},
-    "integrations": {"errors", "_fsdp"},  # other trainers, for any FSDP2 model; nothing imports it
+    "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
     "demo": EVERYTHING | {"__init__", "testing"},  # beside it nothing imports testing

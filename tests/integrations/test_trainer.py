@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -118,6 +119,39 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
         best_run = short_run(tmp_path, optimizer=muon, save_strategy="steps", **best)
         losses = logged(best_run, "eval_loss")
         assert best_run.evaluate()["eval_loss"] == min(losses) != losses[0]
+
+
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_optimizers_step_as_they_can(tmp_path):
+    from transformers.optimization import Adafactor
+
+    class OnDTensors(torch.optim.SGD):  # joins the norms of all parameters
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+            return super().step(closure)
+
+    class OnNothing(torch.optim.Adafactor):  # does too, and fails on DTensors
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+            return super().step(closure)
+
+    def steps_on(run: Any) -> str:
+        ways = ("steps_on_local_shards", "steps_on_whole_matrices")
+        return " ".join(way for way in ways if hasattr(type(run.optimizer.optimizer), way))
+
+    def by_hand(model: nn.Module) -> torch.optim.Optimizer:
+        options = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.0}
+        return step_on_whole_matrices(Adafactor(list(model.parameters()), lr=LR, **options))
+
+    with torchrun():
+        run = short_run(tmp_path, optim="adafactor")
+        assert steps_on(run) == "steps_on_whole_matrices"
+        assert_same(full(run.model), full(short_run(tmp_path, optimizer=by_hand).model))
+        assert steps_on(short_run(tmp_path)) == "steps_on_local_shards"
+        assert not steps_on(short_run(tmp_path, optimizer=lambda model: OnDTensors(model.parameters(), lr=LR)))
+        text = r"OnNothing, whose step failed on DTensors: .*\. It can step neither on local shards nor"
+        with pytest.raises(ShardkitError, match=re.compile(text, re.DOTALL)):
+            short_run(tmp_path, optimizer=lambda model: OnNothing(model.parameters(), lr=LR))
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)

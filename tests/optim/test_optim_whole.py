@@ -308,7 +308,9 @@ def test_what_steps_parameters_together_is_refused():
 def test_state_of_tensor_subclasses_is_refused_on_every_rank():
     torchao = pytest.importorskip("torchao.optim")
     net = fully_shard(nn.Sequential(nn.Linear(128, 64)), mesh=mesh_of((2,)))
-    optimizer = step_on_whole_matrices(torchao.AdamW8bit(net.parameters()))
+    with pytest.raises(ShardkitError, match="its state is of OptimState8bit, which cannot be sent"):
+        step_on_whole_matrices(torchao.AdamW8bit(net.parameters()))
+    optimizer = step_on_whole_matrices(torchao.AdamW8bit(net.parameters(), block_size=8192))  # more than it is tried on
     give_grads(net, 0)
     before = full(net)
     with torch.compiler.set_stance("force_eager"), pytest.raises(ShardkitError, match="its state is of OptimState8bit"):
