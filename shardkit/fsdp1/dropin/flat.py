@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,8 +35,12 @@ class Handle:
             self.flat_param = flat
 
     def __getattr__(self, name: str) -> Any:
-        rule = "Each parameter of FSDP2 is a DTensor of its own, so a wrapper has no flat parameter for all of them"
-        fix = "Use wrapper.params, or the handles of torch.distributed.fsdp._traversal_utils._get_fsdp_handles(model)"
+        if name == "flat_param":
+            rule = "Each parameter of FSDP2 is a DTensor of its own, so a wrapper has no flat parameter for all of them"
+            fix = "Use wrapper.params, or wrapper._all_handles, one for each parameter"
+        else:
+            rule = "A handle has reshard, flat_param and flat_param_to"
+            fix = "Use a public method of FSDPModule, such as wrapper.module.unshard()"
         raise UnavailableAttribute(message(f"_handle.{name}", "has no counterpart in FSDP2", rule, fix))
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
@@ -45,15 +50,18 @@ class Handle:
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard, as ``Tensor.to``. Local; the next forward needs it on the mesh's device."""
-        self.flat_param.data = self.flat_param.data.to(*args, **kwargs)
+        before = self.flat_param.data
+        self.flat_param.data = before.to(*args, **kwargs)
+        if before.device.type != "cpu" and self.flat_param.device.type == "cpu":
+            torch.accelerator.synchronize()  # FSDP2 pads uneven shards, and reads the copy for it
         if isinstance(self._param, DTensor):
             rebind(self._unit, self._param, self.flat_param.data.view(local_of(self._param).shape))
 
 
 def unit_handle(wrapper: nn.Module) -> Handle | None:
     """Return the handle of a wrapper; None where it shards no parameter itself, as in FSDP1. Local."""
-    unit: Any = sharded_of(wrapper)
-    return Handle(wrapper) if unit is not None and own_parameters(unit) else None
+    found = _flattened(wrapper)
+    return Handle(wrapper, *(found[0] if len(found) == 1 else ())) if found else None
 
 
 def handles(module: nn.Module) -> list[Handle]:

@@ -214,6 +214,9 @@ def test_handles_reshard_a_root_and_move_shards():
     assert not torch.equal(model(torch.ones(2, 6)).sum(), before)
     with pytest.raises(TranslationError, match=r"^_handle.flat_param: has no counterpart in FSDP2.*wrapper.params"):
         model[0]._handle.flat_param  # noqa: B018
+    with pytest.raises(TranslationError, match=r"^_handle.pre_unshard: has no counterpart in FSDP2.*unshard"):
+        model._all_handles[0].pre_unshard()
+    assert FSDP(nn.Linear(6, 6, bias=False))._handle.flat_param.numel() == 18  # its only parameter
 
 
 @distributed(world_size=2, backend="gloo")
