@@ -150,6 +150,29 @@ def test_every_page_is_in_the_index_and_in_the_sites_navigation():
     assert unlisted(pages, index, site) == {"index.md"}
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path, text: str) -> set[str]:
+    """The page's links to files that do not exist, or to headings that their pages lack."""
+    dead = set()
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        file, _, anchor = link.partition("#")
+        to = page.parent / file if file else page
+        there = link.startswith("https:") or to.exists()
+        if not there or (anchor and to.suffix == ".md" and anchor not in anchors(to.read_text() if file else text)):
+            dead.add(link)
+    return dead
+
+
+def test_the_links_of_the_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert {str(page): dead for page in pages if (dead := dead_links(page, page.read_text()))} == {}
+
+
 @pytest.mark.parametrize("name", ["api", "plan.types", "testing.counts", "planning.rules"])
 def test_the_examples_of_docstrings_are_right(name):
     module = importlib.import_module(f"shardkit.{name}")
@@ -204,6 +227,11 @@ def test_the_rest_of_a_page_runs_in_the_world_it_asks_for():
 def test_a_page_that_is_not_listed_is_noticed():
     index, site = "[a](a.md) [b](b.md#part)", "nav:\n  - a.md\n  - Part:\n      - c.md\n"
     assert unlisted(["a.md", "b.md", "c.md"], index, site) == {"b.md", "c.md"}
+
+
+def test_a_dead_link_is_noticed():
+    text = "# One `f_x`: yes\n[a](#one-f_x-yes) [b](#two) [c](docs/guide.md#pitfalls) [d](docs/guide.md#pit) [e](no.md)"
+    assert dead_links(ROOT / "README.md", text) == {"#two", "docs/guide.md#pit", "no.md"}
 
 
 def test_a_failing_test_file_fails(tmp_path):
