@@ -45,10 +45,10 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(mixed_precision._module_classes_to_ignore)
 
 
-def unsharded_parameters(module: nn.Module | None) -> list[nn.Parameter]:
-    """Return the full parameters that FSDP2 registers for those of one module's unit while they are gathered. Local."""
-    states = [] if module is None else states_of([module])
-    found = [unsharded_parameter(param) for state in states for unit in units_of(state) for param in unit.fsdp_params]
+def gathered_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the full parameters that one module's unit has gathered at present, none while it is sharded. Local."""
+    units = [unit for unit in units_of(module._get_fsdp_state()) if not unit.is_sharded]
+    found = [unsharded_parameter(param) for unit in units for param in unit.fsdp_params]
     return [each for each in found if each is not None]
 
 

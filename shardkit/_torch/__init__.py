@@ -98,19 +98,29 @@ def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]
     Between an unshard and a reshard FSDP2 registers unsharded parameters, while gradients and the optimizer's
     entries stay with the sharded ones, which torch has no public way to reach (2.11 to 2.15).
     """
-    sharded = sharded_stand_ins(model)
+    sharded = sharded_stand_ins(model.modules())
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
 
 
-def sharded_stand_ins(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the sharded parameter for each unsharded one that is registered at present. Local."""
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return ``model.parameters()``, with each gathered parameter replaced by its sharded one. Local.
+
+    Every clip asks; with their names it would take three times as long.
+    """
+    modules = list(model.modules())
+    sharded = sharded_stand_ins(modules)
+    found = dict.fromkeys(param for module in modules for param in module._parameters.values())
+    return [sharded.get(param, param) for param in found if param is not None]
+
+
+def sharded_stand_ins(modules: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the sharded parameter for each unsharded one that these modules register at present. Local."""
     sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for fsdp_param in _fsdp_params(module):
-                if fsdp_param.sharded_state.name != "SHARDED":
-                    info = fsdp_param._module_info
-                    sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param
+    for module in modules:
+        for unit in units_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            for fsdp_param in () if unit.is_sharded else unit.fsdp_params:
+                info = fsdp_param._module_info
+                sharded[getattr(info.module, info.param_name)] = fsdp_param.sharded_param
     return sharded
 
 

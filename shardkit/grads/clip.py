@@ -18,8 +18,8 @@ from shardkit._torch import (
     foreach_norm,
     layout_of,
     local_tensor,
-    named_sharded_parameters,
     plain_attributes,
+    sharded_parameters,
     steps_in_backward,
 )
 from shardkit.errors import ShardkitError, message
@@ -114,7 +114,7 @@ def clip_grad_norm_(
 def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return each parameter once, in order; of a unit left unsharded the sharded ones, which have the gradients."""
     if isinstance(parameters, nn.Module):
-        return [param for _, param in named_sharded_parameters(parameters)]
+        return list(sharded_parameters(parameters))
     if isinstance(parameters, Tensor):
         return [parameters]
     params = list(dict.fromkeys(parameters))
@@ -197,35 +197,44 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     """
     parent = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = parent.mesh.get_all_groups()
-    slices = [each for each in buckets if set(each.mesh.get_all_groups()) <= set(groups)]
-    submeshes = [each for each in buckets if each not in slices and each.ranks() <= parent.ranks()]
+    slices = [each for each in buckets if each is parent or set(each.mesh.get_all_groups()) <= set(groups)]
+    others = [each for each in buckets if each not in slices]
+    submeshes = [each for each in others if each.ranks() <= parent.ranks()]
     every = tuple(axis for axis in groups if axis.size() > 1)
     used = tuple(axis for axis in every if any(axis in each.axes(sharding=True) for each in slices))
-    at = parent.mesh.get_coordinate()
-    assert at is not None, "a rank outside its parameters' mesh"
-    index = tuple(slice(None) if group in used else at[number] for number, group in enumerate(groups))
-    reached = set(parent.mesh.mesh[index].flatten().tolist())  # the ranks that sums over these axes connect
+    reached = _reached(parent.mesh, used) if submeshes else set()
     axes = every if has_plain or not all(each.ranks() <= reached for each in submeshes) else used
 
     def times(summed: Axes, needed: Axes) -> int:  # how often the sum counts an element; a maximum does not mind
         return 1 if p == math.inf else math.prod(axis.size() for axis in summed if axis not in needed)
 
-    powers = [_power_sum(plain, p, parent.device) / times(axes, ())]
+    powers = [_power_sum(plain, p, parent.device) / times(axes, ())] if plain else []
     for each in slices:
         powers.append(_power_sum(each.grads, p, parent.device) / times(axes, each.axes(sharding=True)))
     for each in submeshes:
         copies = times(each.axes(sharding=False), ()) * times(axes, used if each.ranks() <= reached else every)
         powers.append(_power_sum(each.grads, p, parent.device) / copies)
-    parts = [_all_reduced(_combined(torch.stack(powers), p), p, axes)]
-    for each in buckets:
-        if each not in slices and each not in submeshes:
+    parts = [_all_reduced(_combined(powers, p), p, axes)]
+    for each in others:
+        if each not in submeshes:
             power = _power_sum(each.grads, p, each.device)
             parts.append(_all_reduced(power, p, each.axes(sharding=True)).to(parent.device))
-    return _combined(torch.stack(parts), p)
+    return _combined(parts, p)
 
 
-def _combined(powers: Tensor, p: float) -> Tensor:
-    return powers.max() if p == math.inf else powers.sum()
+def _reached(mesh: DeviceMesh, axes: Axes) -> set[int]:
+    """Return the ranks that sums over these axes connect with this one. Local."""
+    at = mesh.get_coordinate()
+    assert at is not None, "a rank outside its parameters' mesh"
+    index = tuple(slice(None) if group in axes else at[number] for number, group in enumerate(mesh.get_all_groups()))
+    return set(mesh.mesh[index].flatten().tolist())
+
+
+def _combined(powers: list[Tensor], p: float) -> Tensor:
+    if len(powers) == 1:
+        return powers[0]
+    each = torch.stack(powers)
+    return each.max() if p == math.inf else each.sum()
 
 
 def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
@@ -241,7 +250,7 @@ def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
         dtype = torch.promote_types(same[0].dtype, torch.float32)
         norms.append(torch.stack(foreach_norm(same, p, dtype=dtype)).to(device, torch.float64))
     flat = torch.cat(norms)
-    return _combined(flat if p == math.inf else flat.pow(p), p)
+    return flat.max() if p == math.inf else flat.pow(p).sum()
 
 
 def _all_reduced(value: Tensor, p: float, axes: Iterable[dist.ProcessGroup]) -> Tensor:

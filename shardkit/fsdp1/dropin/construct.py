@@ -67,7 +67,7 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
     if is_wrapper(module) or (not wrapped and _all_ignored(module, given)):
         record = _without_parameters(module, given)
     elif module in _made and all(getattr(given, name) == getattr(_made[module].given, name) for name in _SAME):
-        return replace(_made[module], root=None)
+        return replace(_made[module], root=None, shown=[])
     else:
         apart = [fqn for fqn in dict.fromkeys(wrapped) if not any(fqn.startswith(f"{outer}.") for outer in wrapped)]
         groups = groups_to_agree(given.process_group, given.device_mesh)
@@ -250,4 +250,4 @@ def _fill(inner: nn.Module, original: nn.Module) -> None:
 def _fresh(record: Record, memo: dict[int, Any]) -> Record:
     """Return the record for a copy: not a root yet, nor summoned; with the original dtypes of buffers cast already."""
     buffers = {(memo.get(id(module), module), name): dtype for (module, name), dtype in record.buffer_dtypes.items()}
-    return replace(record, root=None, summoned=False, buffer_dtypes=buffers)
+    return replace(record, root=None, summoned=False, shown=[], buffer_dtypes=buffers)

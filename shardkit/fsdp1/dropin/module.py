@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from shardkit import _fsdp, grads
 from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype
-from shardkit._torch import plain_attributes, sharded_stand_ins
+from shardkit._torch import plain_attributes, sharded_parameters, sharded_stand_ins
 from shardkit.errors import message
 from shardkit.fsdp1.dropin import (
     attributes,
@@ -107,13 +107,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward. Collective."""
-        is_root = roots.begin(self)
-        unit: Any = sharded_of(self)
-        tensors.show_gathered(unit, nn.Parameter)  # the class that torch.compile knows
+        roots.begin_forward(self)
         output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
-        tensors.show_gathered(unit, tensors.Gathered)
-        if is_root and not torch.is_grad_enabled():
-            roots.reshard(self)
+        roots.end_forward(self)
         return output
 
     def named_modules(
@@ -138,7 +134,7 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the sharded parameters, by their names in the plain model. Local, also between forward and backward."""
-        sharded = sharded_stand_ins(self)
+        sharded = sharded_stand_ins(self.modules())
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield without_wrappers(name), sharded.get(param, param)
 
@@ -197,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: it is not the root.
         """
         _check_root(self, "clip_grad_norm_()")
-        params = list(self.parameters())
+        params = sharded_parameters(self)
         with plain_attributes():
             dtypes = [param.grad.dtype for param in params if param.grad is not None]
         if not dtypes:

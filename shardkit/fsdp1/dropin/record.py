@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Record:
         buffer_dtypes: the original dtypes of buffers that the first forward cast, by module and name.
         state_dict_settings: what ``state_dict_type`` was set to.
         summoned: whether ``summon_full_params`` is active.
+        shown: its full parameters that the last forward left gathered, marked so that writing to them raises.
     """
 
     given: Arguments
@@ -55,6 +57,7 @@ class Record:
         )
     )
     summoned: bool = False
+    shown: list[Any] = field(default_factory=list)
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -124,8 +127,9 @@ def inner_of(wrapper: nn.Module) -> nn.Module:
 
 def sharded_of(wrapper: nn.Module) -> FSDPModule | None:
     """Return the module that ``fully_shard`` was called on; None where it had no parameters left to shard."""
-    candidates: tuple[object, ...] = (wrapper._modules[WRAPPED], inner_of(wrapper))
-    return next((each for each in candidates if isinstance(each, FSDPModule)), None)
+    outer = wrapper._modules[WRAPPED]
+    found = outer if isinstance(outer, FSDPModule) else inner_of(wrapper)  # every forward asks
+    return found if isinstance(found, FSDPModule) else None
 
 
 def in_full_precision(wrapper: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit._fsdp import not_compiled, own_parameters
 from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
-from shardkit.fsdp1.dropin import optimizers
+from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.announce import announce
 from shardkit.fsdp1.dropin.attributes import not_gathered
 from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
@@ -36,6 +36,24 @@ def begin(wrapper: nn.Module) -> bool:
         optimizers.step_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
+
+
+@not_compiled
+def begin_forward(wrapper: nn.Module) -> None:
+    """Make ``wrapper`` the root if it is the first, and its parameters what forward expects. Local."""
+    begin(wrapper)
+    record = record_of(wrapper)
+    tensors.show_plain(record.shown)
+    record.shown = []
+
+
+@not_compiled
+def end_forward(wrapper: nn.Module) -> None:
+    """Mark what stays gathered for backward; without grad reshard it. Local."""
+    record = record_of(wrapper)
+    record.shown = tensors.show_gathered(sharded_of(wrapper))
+    if record.root and not torch.is_grad_enabled():
+        reshard(wrapper)
 
 
 def attend_to(module: nn.Module, strategy: ShardingStrategy) -> None:

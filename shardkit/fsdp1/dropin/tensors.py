@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,8 +20,8 @@ from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._fsdp import not_compiled, own_parameters
-from shardkit._fsdp.fsdp1 import first_after_accumulation, rebind, unsharded_parameters
+from shardkit._fsdp import own_parameters
+from shardkit._fsdp.fsdp1 import first_after_accumulation, gathered_parameters, rebind
 from shardkit._torch import layout_of, local_tensor, plain_attributes, tree_leaves, tree_map, with_local
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin.errors import ShardedUse
@@ -62,6 +63,24 @@ _DATA: Any = Tensor.data
 _owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
+def _read_plainly(name: str) -> Any:
+    """Return an attribute for :class:`Sharded` without ``__torch_function__``, which takes five times as long.
+
+    FSDP2 and optimizers read it of every parameter in every step.
+    """
+    plain = getattr(DTensor, name)
+
+    def read(self: Any) -> Any:
+        with plain_attributes():
+            return plain.__get__(self)
+
+    def write(self: Any, value: Any) -> None:
+        with plain_attributes() if not _is_plain(value) else nullcontext():
+            plain.__set__(self, value)
+
+    return property(read, write)
+
+
 class Sharded(DTensor):
     """A DTensor that can be combined with plain tensors of the full shape, of which it takes its part, or the shard's.
 
@@ -71,6 +90,8 @@ class Sharded(DTensor):
     """
 
     __slots__ = ()
+    grad = _read_plainly("grad")
+    requires_grad = _read_plainly("requires_grad")
 
     @classmethod
     def __torch_function__(
@@ -158,8 +179,7 @@ def _owner(tensor: Any) -> nn.Module | None:
 
 def show_shard(param: Tensor) -> None:
     """Make the gradient of a parameter, if it is a DTensor with a sharded dimension, a ``ShardGrad``; in place."""
-    if param.grad is not None:
-        mark(param.grad, ShardGrad)
+    mark(param.grad, ShardGrad)
 
 
 def mark(value: Any, kind: type[Sharded]) -> Any:
@@ -236,12 +256,19 @@ class Gathered(nn.Parameter):
         return copied
 
 
-@not_compiled
-def show_gathered(module: nn.Module | None, kind: type[nn.Parameter]) -> None:
-    """Make the full parameters of one module's unit of that class: ``Gathered`` outside of forward. Local."""
-    for param in unsharded_parameters(module):
-        if type(param) in (nn.Parameter, Gathered):  # not a subclass of Tensor, such as a DTensor of 2D parallelism
-            param.__class__ = kind
+def show_gathered(module: FSDPModule | None) -> list[Any]:
+    """Make what one module's unit has gathered at present ``Gathered``, until ``show_plain``; return it. Local."""
+    found: list[Any] = [] if module is None else gathered_parameters(module)
+    plain = [param for param in found if type(param) in (nn.Parameter, Gathered)]  # no DTensor of 2D parallelism
+    for param in plain:
+        param.__class__ = Gathered
+    return plain
+
+
+def show_plain(params: list[Any]) -> None:
+    """Make parameters ``nn.Parameter`` again, for a forward: the class that torch.compile knows. Local."""
+    for param in params:
+        param.__class__ = nn.Parameter
 
 
 def whole_norms(get_total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
