@@ -25,6 +25,9 @@ from shardkit._torch import units_of
 # Where this rank's part of a parameter is in a flat parameter; programs read it off FSDP1's (torch 2.11 to 2.15).
 ShardParamInfo = _flat_param._ShardParamInfo
 
+# What FSDP2 and optimizers read or set of every sharded parameter in every step (torch 2.11 to 2.15).
+READ_EACH_STEP = ("grad", "requires_grad", "_post_accumulate_grad_hooks")
+
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.
 FSDP1Policy = torch.distributed.fsdp.wrap._Policy

@@ -32,10 +32,11 @@ from shardkit.optim.replace import check_replaceable, replace_class, step_of, st
 
 # State of torch's optimizers that is one number for each parameter, also if the parameter itself has no dimensions.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-# On the CPU torch steps Adam's parameters one after another. As a list (foreach) they take half the CPU time and give
-# the same bits in every dtype (torch 2.11 to 2.15); those of other classes differ. A list needs memory for a copy of
-# its parameters, so it is for small shards, whose step is mostly calls.
-FEW_ELEMENTS = 2**22
+# On the CPU torch steps Adam's parameters one after another. As a list (foreach) small ones take two thirds of the CPU
+# time and give the same bits in every dtype (torch 2.11 to 2.15); those of other classes differ. Large ones, from 2**13
+# elements on, take up to twice the time as a list, which reads all of them from memory again for each operation. A list
+# also needs memory for a copy of its parameters.
+SMALL_SHARD, FEW_ELEMENTS = 2**12, 2**22
 _on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")  # a tenth of the time of .device.type
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -159,10 +160,11 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _may_be_listed(group: dict[str, Any], shards: list[Tensor]) -> bool:
-    """Whether torch may choose how to step these shards, and they are few elements on the CPU."""
+    """Whether torch may choose how to step these shards, and they are small and on the CPU."""
     numbers = [group["lr"], *group["betas"]]  # as tensors they need foreach=False
+    most = min(FEW_ELEMENTS, SMALL_SHARD * len(shards))
     is_open = group["foreach"] is None and not group["fused"] and not any(isinstance(x, Tensor) for x in numbers)
-    return is_open and all(map(_on_cpu, shards)) and sum(map(Tensor.numel, shards)) <= FEW_ELEMENTS
+    return is_open and all(map(_on_cpu, shards)) and sum(map(Tensor.numel, shards)) <= most
 
 
 def finish_step(optimizer: Optimizer) -> None:

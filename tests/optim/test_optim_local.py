@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
+from shardkit import fully_shard
 from shardkit.grads import clip_grad_norm_
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world
@@ -91,7 +92,7 @@ def test_the_same_bits_after_a_hundred_steps(name, flags):
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @fake_world(4, rank=1)
-def test_few_elements_on_the_cpu_are_stepped_as_a_list(name, monkeypatch):
+def test_small_shards_on_the_cpu_are_stepped_as_a_list(name, monkeypatch):
     """Where the user leaves the choice, with the bits of one after another; groups are as before."""
     lists = []
     adds = torch._foreach_add_
@@ -109,6 +110,12 @@ def test_few_elements_on_the_cpu_are_stepped_as_a_list(name, monkeypatch):
         one = step_on_local_shards(getattr(torch.optim, name)(trainable(net), **options))
         run_both(one, theirs, net, other, 2)
     assert not lists
+    for width, is_small in ((64, True), (256, False)):  # large ones take longer as a list
+        layer = fully_shard(nn.Linear(width, width, bias=False))
+        layer.weight.grad = torch.ones_like(layer.weight)
+        step_on_local_shards(getattr(torch.optim, name)(layer.parameters())).step()
+        assert bool(lists) is is_small
+        lists.clear()
 
 
 @pytest.mark.parametrize(("name", "flags"), PLAIN_ONLY)

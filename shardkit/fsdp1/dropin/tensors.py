@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import own_parameters
-from shardkit._fsdp.fsdp1 import first_after_accumulation, gathered_parameters, rebind
+from shardkit._fsdp.fsdp1 import READ_EACH_STEP, first_after_accumulation, gathered_parameters, rebind
 from shardkit._torch import layout_of, local_tensor, plain_attributes, tree_leaves, tree_map, with_local
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin.errors import ShardedUse
@@ -44,16 +44,8 @@ _DIMS = ("dim", "axis", "start_dim", "end_dim")
 # Element-wise functions besides the in-place ones.
 _ELEMENTWISE = {"add", "sub", "rsub", "mul", "div", "true_divide", "lerp", "maximum", "minimum", "equal", "allclose",
                 "isclose", "eq", "ne", "lt", "le", "gt", "ge", "dist", "mse_loss", "l1_loss"}  # fmt: skip
-_NOT_ELEMENTWISE = (
-    "mm",
-    "mv",
-    "index",
-    "scatter",
-    "put",
-    "addr",
-    "set_",
-    "resize",
-)  # parts of names of in-place functions
+# Parts of names of in-place functions that are not.
+_NOT_ELEMENTWISE = ("mm", "mv", "index", "scatter", "put", "addr", "set_", "resize")
 
 MIXED = "got mixed torch.Tensor and DTensor"  # torch's error where a DTensor is combined with a plain tensor
 _DATA: Any = Tensor.data
@@ -61,24 +53,6 @@ _DATA: Any = Tensor.data
 # From the id of a sharded parameter to the module whose unit it was in. No weak references to parameters: one of them
 # and torch.utils.swap_tensors refuses, by which ``model.half()`` changes DTensors.
 _owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-
-
-def _read_plainly(name: str) -> Any:
-    """Return an attribute for :class:`Sharded` without ``__torch_function__``, which takes five times as long.
-
-    FSDP2 and optimizers read it of every parameter in every step.
-    """
-    plain = getattr(DTensor, name)
-
-    def read(self: Any) -> Any:
-        with plain_attributes():
-            return plain.__get__(self)
-
-    def write(self: Any, value: Any) -> None:
-        with plain_attributes() if not _is_plain(value) else nullcontext():
-            plain.__set__(self, value)
-
-    return property(read, write)
 
 
 class Sharded(DTensor):
@@ -90,8 +64,6 @@ class Sharded(DTensor):
     """
 
     __slots__ = ()
-    grad = _read_plainly("grad")
-    requires_grad = _read_plainly("requires_grad")
 
     @classmethod
     def __torch_function__(
@@ -137,6 +109,25 @@ class Sharded(DTensor):
         copied.__class__ = type(self)
         memo[id(self)] = copied
         return copied
+
+
+def _read_plainly(name: str) -> Any:
+    """Return an attribute for ``Sharded`` that is read without ``__torch_function__``, in a fifth of the time."""
+    plain = getattr(DTensor, name)
+
+    def read(self: Any) -> Any:
+        with plain_attributes():
+            return plain.__get__(self)
+
+    def write(self: Any, value: Any) -> None:
+        with plain_attributes() if not _is_plain(value) else nullcontext():
+            plain.__set__(self, value)
+
+    return property(read, write)
+
+
+for _each in READ_EACH_STEP:
+    setattr(Sharded, _each, _read_plainly(_each))
 
 
 class ShardGrad(Sharded):
