@@ -143,18 +143,19 @@ def plan_for_budget(
     return search.choose(keep_units=keep_units)
 
 
-def parse_bytes(size: int | str, name: str = "budget") -> int:
+def parse_bytes(size: int | str, name: str = "budget", least: int = 1) -> int:
     """Return the bytes that a number, or a string such as ``"70GiB"`` or ``"80 GB"``, stands for.
 
     Raises:
-        PlanError: it is neither, or not positive.
+        PlanError: it is neither, or less than ``least``.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
-        value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
+        unit = _UNITS.get(match[2].upper()) if match else None
+        value = float(match[1]) * unit if match and unit else -1
     else:
-        value = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if value < 1:
+        value = size if isinstance(size, int) and not isinstance(size, bool) else -1
+    if value < least:
         rule = f"A {name} is a positive number of bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
         rule += ', or a percentage such as "10%", or 0' if name == "reserve" else ""
         raise PlanError(message(name, f"is {size!r}", rule, 'Pass, for example, "70GiB"'))
@@ -168,10 +169,7 @@ def parse_reserve(reserve: int | str, budget: int) -> int:
         PlanError: it is none of these, or not less than the budget.
     """
     percent = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(reserve))
-    if percent:
-        size = int(budget * float(percent[1]) / 100)
-    else:
-        size = 0 if str(reserve) == "0" else parse_bytes(reserve, "reserve")
+    size = int(budget * float(percent[1]) / 100) if percent else parse_bytes(reserve, "reserve", least=0)
     if size >= budget:
         problem = f"is {nbytes(size)} of a budget of {nbytes(budget)}"
         raise PlanError(message("reserve", problem, "The plan uses the rest of the budget", 'Pass, for example, "10%"'))

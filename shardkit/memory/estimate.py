@@ -167,23 +167,20 @@ class Measured:
         self.buffers = buffer_bytes(model)
         self.mlps = _may_tile(model, plan)
         self._trace = partial(trace, model, plan, batch, loss=loss)
+        self._traces: dict[frozenset[str], Trace] = {}  # by the names of the blocks that are recomputed
         self.of = partial(Measured, model, batch=batch, loss=loss)  # the same of another plan's units
 
-    @cached_property
-    def _kept(self) -> Trace:
-        return self._trace(checkpointed=self.already)
-
-    @cached_property
-    def _recomputed(self) -> Trace:
-        return self._trace(checkpointed=self.already.union(self.blocks))
-
     def trace_of(self, plan: ShardingPlan) -> Trace:
-        """Return the trace in which the plan's units are recomputed; measures at most twice for all plans."""
-        names = recomputed(plan) - self.already
-        if not names:
-            return self._kept
-        # Unmixed if it recomputes all: a block with units inside runs them again in backward, which cannot be mixed.
-        return self._recomputed if names == set(self.blocks) else mixed(self._kept, self._recomputed, names)
+        """Return the trace in which the plan's units are recomputed; measures twice for all plans, where they mix."""
+        names, blocks = frozenset(recomputed(plan) - self.already), frozenset(self.blocks)
+        if not names or names == blocks:
+            return self._measure(names)
+        return mixed(self._measure(frozenset()), self._measure(blocks), names) or self._measure(names)
+
+    def _measure(self, names: frozenset[str]) -> Trace:
+        if names not in self._traces:
+            self._traces[names] = self._trace(checkpointed=self.already.union(names))
+        return self._traces[names]
 
 
 def _may_tile(model: nn.Module, plan: ShardingPlan) -> list[str]:

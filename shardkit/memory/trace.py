@@ -130,14 +130,13 @@ def _default_loss(output: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) else tensors_of(output)[0].float().mean()
 
 
-def mixed(kept: Trace, recomputed: Trace, names: Collection[str]) -> Trace:
-    """Return the trace in which exactly the units of these names are recomputed, from those with none and with all."""
+def mixed(kept: Trace, recomputed: Trace, names: Collection[str]) -> Trace | None:
+    """Return the trace in which exactly the units of these names are recomputed, from those with none and with all.
+
+    None if recomputing changes the order in which units run, as of a unit inside that blocks share.
+    """
     if [(i.moment, i.unit) for i in kept.intervals] != [(i.moment, i.unit) for i in recomputed.intervals]:
-        problem, rule = (
-            "recomputing units changes the order in which units run",
-            "Units must run in the same order with and without recomputation",
-        )
-        raise PlanError(message("checkpoint_activations", problem, rule, "Report this"))
+        return None
     pairs = zip(kept.intervals, recomputed.intervals, strict=True)
     return replace(kept, intervals=tuple(two if one.unit in names else one for one, two in pairs))
 

@@ -15,6 +15,7 @@ from zoo import ZOO
 
 from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, by_class, plan_model
 from shardkit._torch import torch_version
+from shardkit.memory import plan_for_budget
 from shardkit.memory.estimate import buffer_bytes
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
@@ -85,6 +86,19 @@ def test_predicted_is_counted_on_other_dims(case: str) -> None:
     on_dim_0 = dataclasses.replace(plan, units=tuple(dataclasses.replace(u, shard_dims=()) for u in plan.units))
     assert predicted_peak(model, on_dim_0, batch) != pytest.approx(expected, rel=0.01)
     assert counted_peak(model, plan, lambda m: mean(m(batch)).backward()) == pytest.approx(expected, rel=0.001)
+
+
+def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
+    """A unit inside of several blocks runs again in backward for each that is recomputed."""
+    model = decoder()
+    for block in model.layers:
+        block.up, block.down = model.layers[0].up, model.layers[0].down
+    weighed = {"batch": TOKENS, "world_size": 8, "loss": mean, "optimizer": "none", "reserve": 0}
+    most = plan_for_budget(model, "1GiB", **weighed).weighed[0].peak.total
+    choice = plan_for_budget(model, int(0.8 * most), **weighed)
+    assert 0 < sum(unit.checkpoint_activations for unit in choice.plan.units) < 4
+    counted = counted_peak(model, choice.plan, lambda m: mean(m(TOKENS)).backward())
+    assert counted == pytest.approx(choice.peak.total - TOKENS.nbytes, rel=0.001)
 
 
 @pytest.mark.parametrize("name", IN_SUITE)

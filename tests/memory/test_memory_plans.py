@@ -355,7 +355,7 @@ def test_budgets_as_text(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "70 apples", "-3GiB", 0, None, True])
+@pytest.mark.parametrize("text", ["", "GiB", "70 apples", "0 apples", "-3GiB", 0, None, True])
 def test_budgets_that_are_none(text):
     with pytest.raises(PlanError, match="budget: is"):
         parse_bytes(text)
@@ -364,7 +364,7 @@ def test_budgets_that_are_none(text):
 
 
 @pytest.mark.parametrize(
-    ("reserve", "size"), [("10%", 10_000), ("2.5 %", 2500), ("6kB", 6000), (7, 7), (0, 0), ("0", 0)]
+    ("reserve", "size"), [("10%", 10_000), ("2.5 %", 2500), ("6kB", 6000), (7, 7), (0, 0), ("0", 0), ("0GiB", 0)]
 )
 def test_reserves(reserve, size):
     assert parse_reserve(reserve, 100_000) == size
