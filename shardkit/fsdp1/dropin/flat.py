@@ -60,8 +60,9 @@ class Handle:
 
 def unit_handle(wrapper: nn.Module) -> Handle | None:
     """Return the handle of a wrapper; None where it shards no parameter itself, as in FSDP1. Local."""
-    found = _flattened(wrapper)
-    return Handle(wrapper, *(found[0] if len(found) == 1 else ())) if found else None
+    unit: Any = sharded_of(wrapper)
+    own = own_parameters(unit) if unit is not None else []
+    return Handle(wrapper, *(_flattened(wrapper)[0] if len(own) == 1 else ())) if own else None
 
 
 def handles(module: nn.Module) -> list[Handle]:
