@@ -250,7 +250,7 @@ def _warn_if_late(call: str) -> Iterator[None]:
     """Log once if the body takes longer than ``PATIENCE``: a process group waits silently for minutes."""
     problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
     rule = "The call is collective: every rank must make it, in the same order among its collectives"
-    fix = "Move it out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks that are elsewhere, and their lines"
+    fix = "Move it out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their lines"
     timer = threading.Timer(PATIENCE, logger.warning, [message(call, problem, rule, fix)])
     timer.daemon = True
     timer.start()

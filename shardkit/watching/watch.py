@@ -34,7 +34,7 @@ _running: list[_Watch] = []
 
 @contextmanager
 def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterator[None]:
-    """Report which rank is elsewhere, and where, when ranks disagree or one of them is lost.
+    """Report which rank is in another call, and its line of code, when ranks disagree or one of them is lost.
 
     Each rank notes the units that it gathers and reduces, and shardkit's own collective calls with their arguments. A
     thread publishes them in the store of the process group. The first living rank compares them and logs one error
