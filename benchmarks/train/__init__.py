@@ -1,1 +1,1 @@
-"""Training steps of one model by many hands, measured: ``python -m benchmarks.train --suite h200 --out DIR``."""
+"""Training steps of one model, measured by implementation: ``python -m benchmarks.train --suite h200 --out DIR``."""

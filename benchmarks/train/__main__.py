@@ -17,10 +17,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a suite, or print the table of a folder. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=DESCRIPTION)
     parser.add_argument("--suite", choices=SUITES, help="what to measure")
-    parser.add_argument("--out", type=Path, help="folder for results; a case whose JSON it has is not measured again")
     parser.add_argument(
-        "--minutes", type=float, help="start nothing that will not fit in; the suite's own is the default"
+        "--out", type=Path, help="directory of results; a case whose JSON file it has is not measured again"
     )
+    parser.add_argument("--minutes", type=float, help="do not start what does not fit; default: the suite's own limit")
     parser.add_argument("--retry", action="store_true", help="measure again what failed or was not available")
     parser.add_argument("--table", type=Path, metavar="DIR", help="print the table of a folder, which may be empty")
     options = parser.parse_args(arguments)
@@ -58,7 +58,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-DESCRIPTION = "Training steps of one model by many hands, measured. Resumable; tables are rewritten after every case."
+DESCRIPTION = (
+    "Measure training steps of one model, by implementation. Resumable; tables are rewritten after every case."
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())
