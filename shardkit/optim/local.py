@@ -195,16 +195,14 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
 def _keep_state(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
     """Write one parameter's state after a step, ``inner``, into what the user sees, with DTensors for shards."""
     for key, value in inner.items():
-        if isinstance(value, (list, tuple)):
-            held = outer.get(key)
-            known = [*(held if isinstance(held, (list, tuple)) else ()), *value]
-            outer[key] = type(value)(map(functools.partial(_kept, key, param, local), value, known))
-        else:
-            outer[key] = _kept(key, param, local, value, outer.get(key))
+        outer[key] = _kept(key, param, local, value, outer.get(key))
 
 
 def _kept(key: str, param: DTensor, local: Tensor, value: Any, held: Any) -> Any:
     """Return what the user sees of a value of the state: a DTensor for what has the shard's shape."""
+    if isinstance(value, (list, tuple, dict)):
+        known = iter([*tree_leaves(held), *tree_leaves(value)])
+        return tree_map(lambda leaf: _kept(key, param, local, leaf, next(known)), value)
     if isinstance(held, DTensor) and local_tensor(held) is value:
         return held
     is_shard = isinstance(value, Tensor) and value.shape == local.shape and key not in NUMBERS
