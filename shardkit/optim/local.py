@@ -220,7 +220,7 @@ def _run_on_aliases(
 ) -> Any:
     """Run ``step(optimizer, ...)`` on local tensors, and a closure among its arguments on the DTensors."""
     with ExitStack() as stack:
-        stack.enter_context(_local_inside(optimizer))
+        stack.enter_context(local_inside(optimizer))
 
         def outside(closure: Any) -> Any:
             def run() -> Any:
@@ -228,7 +228,7 @@ def _run_on_aliases(
                 try:
                     return closure()
                 finally:
-                    stack.enter_context(_local_inside(optimizer))
+                    stack.enter_context(local_inside(optimizer))
 
             return run if callable(closure) else closure
 
@@ -236,8 +236,10 @@ def _run_on_aliases(
 
 
 @contextmanager
-def _local_inside(optimizer: Optimizer) -> Iterator[None]:
+def local_inside(optimizer: Optimizer, flat: frozenset[str] = frozenset()) -> Iterator[None]:
     """Put local tensors into an optimizer's groups and state; put back what was there, with the step's changes.
+
+    The step has state named in ``flat`` as vectors, which are kept in the shape of the parameter.
 
     Everything is read on entering and nothing is cached. Of the groups only ``"params"`` changes.
     """
@@ -245,6 +247,10 @@ def _local_inside(optimizer: Optimizer) -> Iterator[None]:
     with plain_attributes():
         aliases = _aliases([param for params in before for param in params])
         known = {aliases[key]: _local_state(key, values) for key, values in state.items() if key in aliases}
+    for alias, values in known.items():
+        values.update(
+            {key: values[key].flatten() for key in values if key in flat and values[key].shape == alias.shape}
+        )
     others = {key: values for key, values in state.items() if key not in aliases}
     for group, params in zip(optimizer.param_groups, before, strict=True):
         group["params"] = [aliases[param] for param in params]
@@ -263,6 +269,9 @@ def _local_inside(optimizer: Optimizer) -> Iterator[None]:
             outer = state[shards[key]]
             for name in outer.keys() - values.keys():
                 del outer[name]
+            for name in values.keys() & flat:
+                if values[name].ndim:
+                    values[name] = values[name].view(key.shape)
             _keep_state(outer, values, shards[key], key)
         for alias, param in shards.items():
             shard = local_tensor(param)
@@ -278,8 +287,17 @@ def _local_state(param: Any, values: Any) -> Any:
         return values
     leaves = tree_leaves(values)
     params, layouts = [param] * len(leaves), [placements(param)] * len(leaves)
-    found = iter(local_tensors(leaves, params, layouts, _number_or_refuse))
+    found = iter(_refuse_whole(param, each) for each in local_tensors(leaves, params, layouts, _number_or_refuse))
     return tree_map(lambda _: next(found), values)
+
+
+def _refuse_whole(param: DTensor, value: Any) -> Any:
+    """Return a value of the state, unless it is a whole tensor in place of a shard, as SPAM makes on construction."""
+    if isinstance(value, Tensor) and value.ndim and value.shape == param.shape != local_tensor(param).shape:
+        problem = f"a plain tensor of shape {tuple(value.shape)} is of a parameter whose shard has another"
+        rule, fix = "State is placed like its parameter", "Use an optimizer that makes its state in step()"
+        raise ShardkitError(message("optimizer.state", problem, rule, fix))
+    return value
 
 
 def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:

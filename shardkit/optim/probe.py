@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.trial import (
+    Found,
     Give,
     Group,
     Shape,
@@ -53,25 +54,31 @@ def check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
             return
         raise _untried(optimizer, error, rule, "If its update is element-wise, pass elementwise=True") from error
     if found is not None:
-        whole = _is_separable(optimizer)
-        fix = (
-            "Call step_on_whole_matrices(optimizer)" if whole else "Use an element-wise one, such as AdamW, Lion or SGD"
-        )
+        fix = "Use an element-wise one, such as AdamW, Lion or SGD. step_on_whole_matrices may take it"
+        fix = "Call step_on_whole_matrices(optimizer)" if _is_separable(optimizer) else fix
         problem = f"is {_name(optimizer)}, whose {found!r} for a tensor differs from that for its halves"
         raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
-def check_separable(optimizer: Optimizer, slices: bool) -> None:
-    """Raise unless the optimizer steps each parameter, or with ``slices`` each matrix, by itself. Local, pure."""
-    rule = "An owner steps its matrices without those of others"
-    fix = "Use an optimizer that steps each parameter by itself, such as Muon, Adafactor or AdamW"
+def _is_separable(optimizer: Optimizer) -> bool:
     try:
-        found = coupled(optimizer, slices)
+        return is_separable(optimizer, slices=False)
+    except ShardkitError:
+        return False
+
+
+def is_separable(optimizer: Optimizer, slices: bool) -> bool:
+    """Whether the optimizer steps each parameter, or with ``slices`` each matrix, by itself. Local, pure.
+
+    Raises:
+        ShardkitError: it cannot be tried.
+    """
+    try:
+        return coupled(optimizer, slices) is None
     except Exception as error:  # whatever a class raises that cannot step plain copies
+        rule = "An owner steps its matrices without those of others"
+        fix = "Use an optimizer that steps each parameter by itself, such as Muon, Adafactor or AdamW"
         raise _untried(optimizer, error, rule, fix) from error
-    if found is not None:
-        problem = f"is {_name(optimizer)}, whose {found!r} for a tensor depends on its other tensors"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
 def _name(optimizer: Optimizer) -> str:
@@ -82,13 +89,6 @@ def _untried(optimizer: Optimizer, error: Exception, rule: str, fix: str) -> Sha
     what = f"{type(error).__name__}: {error}"
     problem = f"is {_name(optimizer)}, which cannot be tried on small plain tensors: {what}"
     return ShardkitError(message("optimizer", problem, rule, fix))
-
-
-def _is_separable(optimizer: Optimizer) -> bool:
-    try:
-        return coupled(optimizer, slices=False) is None
-    except Exception:  # as in check_separable
-        return False
 
 
 def coupled(optimizer: Optimizer, slices: bool) -> str | None:
@@ -149,8 +149,8 @@ def difference(optimizer: Optimizer) -> str | None:
     with undisturbed(groups):
         for shapes in (SMALL, LONG):
             for options in ({}, {"weight_decay": 0.1, "momentum": 0.9}):
-                each = (step_copy(optimizer, groups, parts_of(shapes, part), options) for part in PARTS)
-                if (found := unequal(*each)) is not None:
+                each = [step_copy(optimizer, groups, parts_of(shapes, part), options) for part in PARTS]
+                if (found := unequal(each[0], each[1], each[2])) is not None:
                     return found
     return None
 
@@ -165,15 +165,15 @@ def parts_of(shapes: Shapes, part: Callable[[Tensor], Tensor]) -> Give:
     return give
 
 
-def unequal(whole: dict[Any, Any], first: dict[Any, Any], second: dict[Any, Any]) -> str | None:
-    """Return what of the whole is not what its two halves have, or None."""
+def unequal(whole: Found, first: Found, second: Found, flat: bool = False) -> str | None:
+    """Return what of the whole is not what its two halves have, or None. ``flat`` state is a vector of a tensor."""
     for key, value in whole.items():
-        if not _agree(value, first.get(key), second.get(key)):
+        if not _agree(value, first.get(key), second.get(key), flat):
             return str(key[-1])
     return None if whole.keys() == first.keys() == second.keys() else "state"
 
 
-def _agree(whole: Any, first: Any, second: Any) -> bool:
+def _agree(whole: Any, first: Any, second: Any, flat: bool) -> bool:
     """Whether the halves' values are the halves of the whole's, or are numbers that all of them share."""
     if not isinstance(whole, tuple):
         return is_close(whole, first) and is_close(whole, second)
@@ -182,6 +182,9 @@ def _agree(whole: Any, first: Any, second: Any) -> bool:
     (whole, shape), *halves = whole, first, second
     if isinstance(whole, Tensor) and whole.shape == shape:
         fit = all(isinstance(half, Tensor) and half.shape == each for half, each in halves)
+        return fit and is_close(whole, torch.cat([half for half, _ in halves]))
+    if flat and isinstance(whole, Tensor) and whole.ndim == 1 and len(whole) == shape.numel():
+        fit = all(isinstance(half, Tensor) and half.ndim == 1 for half, _ in halves)
         return fit and is_close(whole, torch.cat([half for half, _ in halves]))
     return all(is_close(whole, half) for half, _ in halves)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import count_for_schedulers, counts_for_schedulers
+from shardkit._torch import count_for_schedulers, counts_for_schedulers, note_step
 from shardkit.errors import ShardkitError, message
+from shardkit.ranks import agree
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -36,6 +40,34 @@ def step_of(base: Any) -> Callable[..., Any]:
     """Return the step of a class without the hooks that torch puts around it."""
     step: Any = base.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def collective_step(inner: Callable[..., Any], run: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return a step in place of ``inner`` that all ranks take together: a closure, then ``run(optimizer)``."""
+
+    @functools.wraps(inner)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _agree_on_gradients(self)
+        with torch.no_grad():
+            run(self)
+        return loss
+
+    return step
+
+
+def _agree_on_gradients(optimizer: Any) -> None:
+    """Raise on every rank unless all have the same parameters' gradients. Collective."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    numbers = [number for number, param in enumerate(params) if param.grad is not None]
+    fix = "Run the same backward on every rank before step()"
+    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 def stepping_class(

@@ -7,7 +7,7 @@ import inspect
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,31 +82,39 @@ def undisturbed(groups: list[Group]) -> Iterator[None]:
         raise ArithmeticError("its step draws random numbers")
 
 
-def step_copy(optimizer: Optimizer, groups: list[Group], give: Give, options: dict[str, float]) -> Found:
+def step_copy(
+    optimizer: Optimizer,
+    groups: list[Group],
+    give: Give,
+    options: dict[str, float],
+    within: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+) -> Found:
     """Step a copy that holds small tensors; return parameter updates, state, and the numbers of groups and optimizer.
 
-    An error of the steps that :data:`LATER` is about is not raised: schedules may end before it.
+    Each step runs in ``within(copy)``. An error of the steps that :data:`LATER` is about is not raised, since schedules
+    may end before it.
     """
     starts = [give(group, 0) for group in groups]
     copied = _copy(optimizer, groups, starts, options)
     before = _numbers(copied)
-    _step(copied, groups, give, range(1, STEPS + 1))
+    _step(copied, groups, give, range(1, STEPS + 1), within)
     found = _found(copied, starts, "first")
     _set_counters(copied, before)
     try:
-        _step(copied, groups, give, range(STEPS + 1, 2 * STEPS + 1))
+        _step(copied, groups, give, range(STEPS + 1, 2 * STEPS + 1), within)
     except Exception:
         return found
     return found | _found(copied, starts, "later")
 
 
-def _step(copied: Any, groups: list[Group], give: Give, steps: range) -> None:
+def _step(copied: Any, groups: list[Group], give: Give, steps: range, within: Callable[[Any], Any]) -> None:
     closure = [lambda: torch.zeros(())] if "closure" in inspect.signature(copied.step).parameters else []
     for step in steps:
         for group, each in zip(copied.param_groups, groups, strict=True):
             for param, grad in zip(group["params"], give(each, step), strict=True):
                 param.grad = grad
-        copied.step(*closure)
+        with within(copied):
+            copied.step(*closure)
 
 
 def _found(copied: Any, starts: list[list[Tensor]], when: str) -> Found:

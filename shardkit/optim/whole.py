@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
+from shardkit._torch import is_wrapper, local_tensor, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
-from shardkit.optim.probe import check_separable
-from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
-from shardkit.ranks import agree, all_gather_bytes, collective_device, together
+from shardkit.optim.probe import is_separable
+from shardkit.optim.replace import check_replaceable, collective_step, replace_class, step_of, stepping_class
+from shardkit.optim.sums import flat_state_if_joined_by_sums, sums_class
+from shardkit.ranks import all_gather_bytes, collective_device, together
 from shardkit.shards import around
 from shardkit.state.wire import Parcel, copy_into, exchange
 
@@ -30,8 +31,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> AnyOptimizer:
     """Step each parameter whole, on one rank that owns it for the step. In place, local, once.
 
-    For optimizers whose update of an element needs the rest of its matrix: Muon, Adafactor, LAMB, Shampoo, SOAP. The
-    results are the bits of the same step on the unsharded parameters and gradients, in any world.
+    For optimizers whose update of an element needs the rest of its matrix: Muon, Shampoo, SOAP, CAME, Adafactor, LAMB.
+    The results are the bits of the same step on the unsharded parameters and gradients, in any world.
 
     After this call ``step()`` is **collective** over the shard axis of each parameter's mesh. Owners are balanced by
     cost, ``numel * min(rows, columns)``, so each of W ranks does 1/W of the work. For each bucket of 64 MiB on a rank,
@@ -39,13 +40,17 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     state in another. So a rank sends and receives the bytes of its own shards, and holds whole parameters, gradients
     and state as large as its shards of a bucket. On an HSDP mesh each replica does the same.
 
+    Optimizers that join all parameters by sums and norms, such as Prodigy and D-Adaptation, step their local shards
+    instead. Each sum, norm or extreme over a whole tensor is an all-reduce of one number over its shards. The results
+    are those of the unsharded step up to the order of the sums, and the same on all ranks.
+
     Between steps nothing changes: ``param_groups`` and ``state`` hold sharded DTensors, so state dicts, checkpoints and
     loads at another world work as before. State of another shape than its parameter is sharded on its first dim.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself. Copies of it step small tensors
-            together and apart, and the results must agree. Numbers in its groups and attributes, such as a count of
-            steps, must change in the same way whichever parameters it steps.
+        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, or joins them by sums. Copies of
+            it step small tensors together, apart and in halves, and the results must agree. Numbers in its groups and
+            attributes, such as a count of steps, must change in the same way whichever parameters it steps.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
             first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
 
@@ -53,7 +58,7 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
         The same object. Its class becomes a subclass of the same name.
 
     Raises:
-        ShardkitError: it is not a ``torch.optim.Optimizer``, steps parameters together, cannot be tried, already
+        ShardkitError: it is not a ``torch.optim.Optimizer``, joins parameters otherwise, cannot be tried, already
             steps on local shards, or its ``step`` was replaced. Nothing was changed. In ``step()``, on every rank:
             a parameter is sharded on two axes, the step of an owner failed, or owners disagree on a number.
 
@@ -66,40 +71,23 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     if getattr(type(optimizer), "steps_on_local_shards", False):
         rule, fix = "An optimizer steps in one way", "Build another one"
         raise ShardkitError(message("optimizer", "steps on local shards already", rule, fix))
-    check_separable(optimizer, slices)
-    return replace_class(optimizer, _whole_class, slices=slices)
+    if is_separable(optimizer, slices):
+        return replace_class(optimizer, _whole_class, slices=slices)
+    return replace_class(optimizer, sums_class, flat_state=flat_state_if_joined_by_sums(optimizer))
 
 
 @functools.cache
 def _whole_class(base: Any) -> Any:
     inner = step_of(base)
 
-    @functools.wraps(inner)
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _agree_on_gradients(self)
-        numbers = Numbers(self)
-        with torch.no_grad():
-            for bucket in buckets(self):
-                _step_bucket(inner, self, bucket, numbers)
+    def run(optimizer: Any) -> None:
+        numbers = Numbers(optimizer)
+        for bucket in buckets(optimizer):
+            _step_bucket(inner, optimizer, bucket, numbers)
         numbers.write()
-        return loss
 
+    step = collective_step(inner, run)
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
-
-
-def _agree_on_gradients(optimizer: Any) -> None:
-    """Raise on every rank unless all will exchange the same parameters. Collective."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
-    numbers = [number for number, param in enumerate(params) if param.grad is not None]
-    fix = "Run the same backward on every rank before step()"
-    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 # ---- one bucket --------------------------------------------------------------------------------------------------

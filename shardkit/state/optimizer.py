@@ -109,7 +109,23 @@ def full_optimizer_state_dict(
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
     if rank0_only and not routes.is_root:
         return {}
-    return _quantised_whole(full, model, quantising, torch.device(device)) if poll.any else full
+    full = _quantised_whole(full, model, quantising, torch.device(device)) if poll.any else full
+    return with_flat_state(full, optimizers, parameter_names(model), flat=True)
+
+
+def with_flat_state(
+    full: OptimizerState, optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], *, flat: bool
+) -> OptimizerState:
+    """Return full state with vectors where the optimizer's step has them (Prodigy's), or in its parameters' shapes."""
+    entries = dict(full["state"])
+    for optimizer in optimizers:
+        kept: frozenset[str] = getattr(optimizer, "flat_state", frozenset())
+        for param in (param for group in optimizer.param_groups for param in group["params"] if kept):
+            entry = entries.get(names[param], {})
+            shape = (-1,) if flat else param.shape
+            shaped = {key: entry[key].reshape(shape) for key in entry.keys() & kept if entry[key].ndim}
+            entries |= {names[param]: {**entry, **shaped}} if entry else {}
+    return {**full, "state": entries}
 
 
 def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:

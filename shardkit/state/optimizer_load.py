@@ -28,6 +28,7 @@ from shardkit.state.optimizer import (
     renamed_state,
     sharded_optimizer_state_dict,
     tensor_leaves,
+    with_flat_state,
     with_leaves,
     written_entry,
 )
@@ -80,6 +81,7 @@ def load_full_optimizer_state_dict(
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         routes = routes_of(names)
         given = _checked(state_dict) if src == "all" or routes.is_root else {}
+        given = with_flat_state(given, optimizers, names, flat=False) if given else given
         poll.own = has_quantised([given, [list(each.state.values()) for each in optimizers]])
     if poll.any:
         given = as_values(given, groups)

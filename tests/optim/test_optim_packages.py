@@ -9,6 +9,8 @@ import pytest
 from shardkit.testing import distributed
 
 REFUSED = r"refused: .* Call step_on_whole_matrices\(optimizer\)\."
+JOINED = r"refused: .*Use an element-wise one.*"
+SUMMED = "(bits|within .*e-1[5-9]), resumed (bits|within .*e-1[5-9])"
 # By name, what is expected of step_on_local_shards and of step_on_whole_matrices. All others: sweep_optimizers.py.
 PACKAGES = {
     "came_pytorch.CAME": (REFUSED, "bits, resumed bits"),
@@ -17,6 +19,11 @@ PACKAGES = {
     "shampoo": (REFUSED, "bits, resumed bits"),
     # A checkpoint does not keep the memory order of its preconditioners, by which products are rounded.
     "soap": (REFUSED, "bits, resumed (bits|within .*e-1[5-9])"),
+    "prodigyopt.Prodigy": (JOINED, SUMMED),
+    "prodigyopt.Prodigy(slice_p=3)": (JOINED, "refused: .*its step calls slice on a part of a parameter.*"),
+    "dadaptlion": (JOINED, SUMMED),
+    # Makes whole masks when it is built.
+    "spam": (r"FAILS: ShardkitError: optimizer.state: a plain tensor of shape \(7, 12\) .*", "bits, resumed bits"),
     "stablespam": (REFUSED, "bits, resumed bits"),  # a state_dict of its own
 }
 

@@ -1,0 +1,136 @@
+"""step_on_whole_matrices of optimizers that join parameters by sums and norms: on shards, over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_optim_whole import Net, build, full, give_grads
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardkit import (
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    save_checkpoint,
+    step_on_whole_matrices,
+)
+from shardkit.testing import comm_counts, distributed
+
+# Sums of some hundred float64 in another order, relative.
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+REDUCTIONS = {
+    "sum": lambda p, g: p.abs().sum(),
+    "dot": lambda p, g: torch.dot(p.flatten(), g.flatten()),
+    "mean": lambda p, g: (p - g).mean(),
+    "norm": lambda p, g: p.norm(),
+    "norm_1": lambda p, g: torch.linalg.vector_norm(g, 1),
+    "norm_3": lambda p, g: (p - g).norm(3),
+    "norm_inf": lambda p, g: g.norm(float("inf")),
+    "norm_0": lambda p, g: torch.norm(g.clamp(min=0), 0),
+    "keepdim": lambda p, g: torch.linalg.vector_norm(g, dim=tuple(range(g.ndim)), keepdim=True).reshape(()),
+    "foreach_norm": lambda p, g: torch.stack(torch._foreach_norm([p, g])).sum(),
+    "max": lambda p, g: g.max(),
+    "amax": lambda p, g: p.abs().amax(),
+    "min": lambda p, g: g.min(),
+    "any": lambda p, g: (g > 2).any().double() + (p > 100).any().double(),
+    "all": lambda p, g: (p.abs() > 0).all().double() + (g > 0).all().double(),
+    "count": lambda p, g: torch.count_nonzero(g > 0.5).double(),
+}
+
+
+class Joined(torch.optim.Optimizer):
+    """Every update depends on one reduction of all parameters; state as a vector, of the shape, and a number."""
+
+    def __init__(self, params, reduction):
+        super().__init__(params, {"lr": 0.01})
+        self.reduction = reduction
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        joined = 0.0
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state |= {"s": torch.zeros_like(p.flatten()), "mean": torch.zeros_like(p), "step": 0}
+            state["step"] += 1
+            state["s"].mul_(0.5).add_(p.grad.flatten())
+            state["mean"].lerp_(p.grad, 0.5)
+            joined += REDUCTIONS[self.reduction](p + state["mean"], p.grad + state["s"].view_as(p)).item()
+        for p in params:
+            p.sub_(self.state[p]["mean"] + joined, alpha=self.param_groups[0]["lr"])
+        self.param_groups[0]["joined"] = joined
+
+
+def params_of(net: Net) -> list[torch.nn.Parameter]:
+    return [*net.layers.parameters(), net.experts, net.norm]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@distributed(world_size=4, backend="gloo")
+def test_reductions_are_those_of_whole_parameters(reduction):
+    plain = build(None)
+    theirs = Joined(params_of(plain), reduction)
+    runs = []
+    for shape in ((4,), (2, 2)):
+        net = build(shape)
+        runs.append((net, step_on_whole_matrices(Joined(params_of(net), reduction))))
+    for step in range(2):
+        for net, optimizer in [*runs, (plain, theirs)]:
+            give_grads(net, step)
+            optimizer.step()
+        for net, optimizer in runs:
+            assert optimizer.param_groups[0]["joined"] == pytest.approx(theirs.param_groups[0]["joined"], rel=1e-12)
+            assert all(torch.allclose(full(net)[fqn], value, **CLOSE) for fqn, value in plain.state_dict().items())
+    assert abs(theirs.param_groups[0]["joined"]) > 0.5
+
+
+@distributed(world_size=4, backend="gloo")
+def test_state_is_sharded_and_goes_to_other_meshes_and_to_the_plain_optimizer(tmp_path):
+    net, plain = build((4,)), build(None)
+    ours, theirs = step_on_whole_matrices(Joined(params_of(net), "norm")), Joined(params_of(plain), "norm")
+    for step in range(2):
+        for each, optimizer in ((net, ours), (plain, theirs)):
+            give_grads(each, step)
+            optimizer.step()
+    assert all(
+        isinstance(value, DTensor) and value.placements == param.placements
+        for param in ours.state
+        for value in ours.state[param].values()
+        if isinstance(value, Tensor)
+    )
+    state = full_optimizer_state_dict(net, ours, rank0_only=False)
+    for fqn, param in plain.named_parameters():
+        if param in theirs.state:
+            assert {key: getattr(value, "shape", None) for key, value in state["state"][fqn].items()} == {
+                key: getattr(value, "shape", None) for key, value in theirs.state[param].items()
+            }
+    save_checkpoint(tmp_path / "c", net, ours)
+    values = full(net)
+    give_grads(net, 2)
+    ours.step()
+    by_checkpoint, by_dict, unsharded = build((2, 2)), build((2, 2)), build(None)
+    for other in (by_checkpoint, by_dict, unsharded):
+        optimizer = Joined(params_of(other), "norm")
+        optimizer = optimizer if other is unsharded else step_on_whole_matrices(optimizer)
+        if other is by_checkpoint:
+            load_checkpoint(tmp_path / "c", other, optimizer)
+        else:
+            load_full_state_dict(other, values, src="all")
+            load_full_optimizer_state_dict(other, optimizer, state, src="all")
+        give_grads(other, 2)
+        optimizer.step()
+        assert all(torch.allclose(full(other)[fqn], value, **CLOSE) for fqn, value in full(net).items())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_only_the_sums_are_sent():
+    net = build((2,))
+    optimizer = step_on_whole_matrices(Joined(params_of(net), "norm"))
+    give_grads(net, 0)
+    with comm_counts() as counts:
+        optimizer.step()
+    assert (counts.all_gathers, counts.reduce_scatters) == (0, 0)
+    assert counts.all_reduces >= len(params_of(net))
