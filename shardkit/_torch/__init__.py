@@ -200,6 +200,11 @@ def schema(op: Any) -> Any:
     return op._schema
 
 
+def arguments_by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by the names of its schema; those left out are missing."""
+    return dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+
+
 def has_tag(op: Any, name: str) -> bool:
     """Return whether an aten op has the tag of that name, such as ``nondeterministic_seeded``."""
     return getattr(torch.Tag, name) in op.tags

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit._torch import tree_leaves
+from shardkit._torch import TorchDispatchMode, arguments_by_name, tree_leaves
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import local_inside
 from shardkit.optim.probe import PARTS, SMALL, parts_of, unequal
@@ -59,7 +58,7 @@ class JoinedBySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not combines:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        bound = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        bound = arguments_by_name(func, args, kwargs)
         if len(combines) == 1 and name == "_foreach_norm":
             (combine,) = combines.values()
             return [_norm(each, bound.get("ord", 2), combine) for each in bound["self"]]

@@ -98,7 +98,7 @@ NAMES = (
     Name("Parameter._version", "count in-place writes", _META),
     *_names("Module", f"{_HOOKS} _forward_pre_hooks_with_kwargs", "copy a model, skip all-gathers", _DROP_IN),
     Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
-    Name("OpOverload._schema", "which arguments an operator writes", _META),
+    Name("OpOverload._schema", "which arguments an operator has and writes", f"{_META}, step_on_whole_matrices"),
     Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
     Name("MixedPrecision._module_classes_to_ignore", "which modules stay in float32", f"translate_fsdp1, {_DROP_IN}"),
     Name("ShardedStateDictConfig._use_dtensor", "DTensors in sharded state dicts", _DROP_IN),
