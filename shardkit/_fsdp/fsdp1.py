@@ -112,7 +112,7 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
 def stream_of(module: FSDPModule, name: str) -> Any:
     """Return FSDP2's stream of that name, such as ``all_gather_stream``; for an empty name the current one. Local.
 
-    torch 2.11 to 2.15 make them at the first forward of the root; before, this raises an AttributeError.
+    torch 2.13 and 2.14 make them at the first forward of the root; before, this raises an AttributeError.
     """
     state: Any = module._get_fsdp_state()
     return getattr(state._comm_ctx, name) if name else state._device_handle.current_stream()
