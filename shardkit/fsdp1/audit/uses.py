@@ -256,8 +256,8 @@ class Uses:
         if not isinstance(function, ast.Attribute) or function.attr not in INITIALISERS:
             return None
         model = function.value
-        if isinstance(model, ast.Attribute) and model.attr in ("module", "_fsdp_wrapped_module"):
-            model = model.value
+        while isinstance(model, (ast.Attribute, ast.Subscript)) and not self._flow.values(model):
+            model = model.value  # of which it is a part
         items = [item for each in self._around if isinstance(each, ast.With) for item in each.items]
         if WRAPPED not in self._flow.values(model) or any("summon" in ast.unparse(each) for each in items):
             return None
