@@ -102,6 +102,8 @@ AXOLOTL = {
     "fp16": st.sampled_from([False, None]),
     "optimizer": st.sampled_from(["adamw_8bit", "adamw_torch"]),
     "fp32_norms": BOOL,
+    "tiled_mlp": BOOL,
+    "tiled_mlp_num_shards": st.sampled_from([2, 4, None]),
     "datasets": st.just([{"path": "x"}]),
     "lora_r": st.just(8),
     "deepspeed": st.sampled_from([None, "zero3.json"]),

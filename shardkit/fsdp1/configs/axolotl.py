@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, VERSION, read_axes, read_fsdp
-from shardkit.fsdp1.configs.reader import NAMES, Key, Reader, Table, choice, given, switch
+from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, TILES, VERSION, read_axes, read_fsdp
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.transformers import TRAINER, WORDS, read_compile, read_precision, read_strategy
 
@@ -46,6 +46,11 @@ _KEYS: Table = {  # from its schemas (0.16) and its examples
     "fp32_norm_classes": Key(NAMES, lambda names: f"noted: Classes of fp32_norms: {', '.join(names)}.", ()),
     "fp8": given("refused: Convert layers with torchao before sharding.", "implied: Off."),
     "qat": given("noted: Prepare the model for QAT before sharding.", "implied: Off."),
+    "tiled_mlp_use_original_mlp": switch(
+        "implied: Tiles are of the model's own MLPs.",
+        "noted: Tiles are of the model's own MLPs, not of the generic one.",
+        default=True,
+    ),
     "fsdp_version": VERSION,
     "fsdp_final_state_dict_type": _FINAL,
 }
@@ -82,6 +87,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         offload="offload" in words,
         axes=others,
         compile=read_compile(config),
+        tiles=_tiles(config),
     )
     policy = BY_CLASS if version == 2 or "auto_wrap" in words else ROOT_ONLY
     # axolotl hands reshard_after_forward to the root too.
@@ -100,6 +106,15 @@ def _version(config: Reader, section: Reader, outside: str | None, inside: str |
         return int(version)
     old = config.raw("fsdp") or any(key in section for key in ("sharding_strategy", "use_orig_params"))
     return 1 if old or "reshard_after_forward" not in section else 2
+
+
+def _tiles(config: Reader) -> int:
+    """Return the number of tiles of each MLP."""
+    applies, number = config.get("tiled_mlp", BOOLEAN, False), config.get("tiled_mlp_num_shards", NUMBER) or 0
+    unset = "refused: Without tiled_mlp_num_shards axolotl takes the sequence's length over the hidden size. Set it."
+    config.note("tiled_mlp", (TILES if number else unset) if applies else "implied: Off.")
+    config.note("tiled_mlp_num_shards", "mapped: Tiles of each MLP." if applies else "implied: Only with tiled_mlp.")
+    return max(number, 1) if applies else 1
 
 
 def _quantized(config: Reader, version: int) -> None:

@@ -249,6 +249,7 @@ _OTHERS = {
     "sp": SPLIT,
     "ep": "Apply expert parallelism yourself, on a mesh with an ep axis",
 }
+TILES = "mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."
 CONTEXT = "elsewhere: For other kinds of context parallelism; split_sequence exchanges heads for tokens."
 
 

@@ -90,11 +90,22 @@ def _given(key: str, node: ast.expr, known: dict[str, ast.expr]) -> Any:
     return value
 
 
+def _items(node: ast.expr) -> dict[Any, ast.expr] | None:
+    """Return the items of ``{"version": 2}`` or ``dict(version=2)``, None for all else."""
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]  # None: **others
+        pairs = [*zip(keys, node.values, strict=True)]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        pairs = [(each.arg, each.value) for each in node.keywords]
+    else:
+        return None
+    return None if any(name is None for name, _ in pairs) else dict(pairs)
+
+
 def _value(node: ast.expr, known: dict[str, ast.expr]) -> Any:
     node = known.get(ast.unparse(node), node)
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        items = zip(node.keys, node.values, strict=True)
-        return {(name := ast.literal_eval(key)): _given(name, value, known) for key, value in items if key is not None}
+    if (items := _items(node)) is not None:
+        return {name: _given(name, value, known) for name, value in items.items()}
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from shardkit.fsdp1.configs.deepspeed import hybrid_mesh
-from shardkit.fsdp1.configs.keys import SPLIT
+from shardkit.fsdp1.configs.keys import SPLIT, TILES
 from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, Key, Reader, Table, several, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
@@ -49,7 +49,7 @@ _STRATEGY: Table = {
     "apply_expert_patch": switch(
         "mapped: may_skip=True for the experts, so the patch may go. Files written for others need it."
     ),
-    "apply_tiled_mlp": switch("mapped: MLPs, by the names of their classes, compute in tiles; leave the patch out."),
+    "apply_tiled_mlp": switch(TILES),
     "model_type": "elsewhere: For apply_tiled_mlp, where the model says it.",
     "async_save_ckpt": "elsewhere: Use save_checkpoint.",
     "use_batched_model_update": "elsewhere: For weight updates of ROLL's inference engine.",

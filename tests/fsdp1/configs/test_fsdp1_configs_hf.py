@@ -173,6 +173,15 @@ def test_axolotls_section_of_context_parallelism():
         read(axolotl(context_parallel=section, context_parallel_size=2, **config))
 
 
+def test_axolotls_tiles_are_of_mlps():
+    reading = read(axolotl(tiled_mlp=True, tiled_mlp_num_shards=4, tiled_mlp_use_original_mlp=False))
+    assert reading.target.tiles == 4
+    assert [fate(reading, f"tiled_mlp{rest}") for rest in ("", "_num_shards")] == ["mapped", "mapped"]
+    assert fate(reading, "tiled_mlp_use_original_mlp") == "noted"
+    assert fate(read(axolotl(tiled_mlp=True)), "tiled_mlp") == "refused", "its number of tiles is not in the file"
+    assert read(axolotl(tiled_mlp=False, tiled_mlp_num_shards=4)).target.tiles == 1
+
+
 def test_versions_that_disagree_are_an_error():
     with pytest.raises(TranslationError, match=r"fsdp_version: 1\. fsdp_config says 2"):
         read(axolotl(fsdp_version=1, fsdp_config={"version": 2}))
@@ -217,6 +226,8 @@ def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
     positional = f"TrainingArguments('out', fsdp=['full_shard', 'auto_wrap'], bf16=True, fsdp_config={wrap})"
     assert in_program(tmp_path, positional).target == reading.target
     assert reading.target == read_config(file, Ranks()).target
+    called = "dict(version=2, transformer_layer_cls_to_wrap=['Block'])"
+    assert in_program(tmp_path, positional.replace(str(wrap), called)).target == reading.target
     assert fate(reading, "learning_rate") == "elsewhere"
 
 
@@ -236,6 +247,8 @@ def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
             "fsdp_config: c",
         ),
         ("b = args.b\nTrainingArguments(fsdp='full_shard', fsdp_config=b)", r"fsdp_config: args\.b"),
+        ("TrainingArguments(fsdp='full_shard', fsdp_config=dict(pairs))", r"fsdp_config: dict\(pairs\)"),
+        ("TrainingArguments(fsdp='full_shard', fsdp_config=dict(**c))", r"fsdp_config: dict\(\*\*c\)"),
         ("def f(c):\n TrainingArguments(fsdp=c)\nc = 'full_shard'", "fsdp: c"),
         ("b = ['A']\nb.append('B')\nFullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=b)", "to_wrap: b"),
         (
