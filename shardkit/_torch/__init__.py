@@ -202,7 +202,7 @@ def schema(op: Any) -> Any:
 
 def arguments_by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of an operator by the names of its schema; those left out are missing."""
-    return dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    return dict(zip((each.name for each in schema(op).arguments), args, strict=False)) | kwargs
 
 
 def has_tag(op: Any, name: str) -> bool:

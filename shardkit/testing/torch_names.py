@@ -97,6 +97,7 @@ NAMES = (
     Name("Parameter._backward_hooks", "find gradient hooks", _META),
     Name("Parameter._version", "count in-place writes", _META),
     *_names("Module", f"{_HOOKS} _forward_pre_hooks_with_kwargs", "copy a model, skip all-gathers", _DROP_IN),
+    Name("Module._parameters", "the parameters without their names", "clip_grad_norm_", "named_parameters(): slower"),
     Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
     Name("OpOverload._schema", "which arguments an operator has and writes", f"{_META}, step_on_whole_matrices"),
     Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
