@@ -96,7 +96,7 @@ FULL = {
     "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at} --by-flat-params"),
     "video_critic": ("--save-at 3 --out {at}/m.pt --max-grad-norm 1e9", "--resume {at}/m.pt --max-grad-norm 1e9"),
     "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
-    "flamingo": ("--save-at 1 --out {at}/trained.pt", "--resume {at}/trained.pt --first 1"),
+    "flamingo": ("--steps 1 --save-at 1 --out {at}/trained.pt", "--resume {at}/trained.pt --first 1"),
 }
 # Each rank's own files, and directories of torch.distributed.checkpoint.
 SHARDED = {
