@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from shardkit._torch import TorchDispatchMode, arguments_by_name, tree_leaves
+from shardkit._torch import TorchDispatchMode, arguments_by_name, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import local_inside
 from shardkit.optim.probe import PARTS, SMALL, parts_of, unequal
@@ -25,6 +25,8 @@ from shardkit.optim.replace import collective_step, step_of, stepping_class
 from shardkit.optim.trial import groups_to_try, step_copy, undisturbed
 from shardkit.ranks import collective_device
 
+_HALF = (torch.bfloat16, torch.float16)
+_EXTREMES = {"any": "max", "all": "min", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 Combine = Callable[[Tensor, str], Tensor]  # a value of this rank and "sum", "max" or "min": that of all ranks
 # What changes no element's place besides pointwise operations, by name. torch tags neither these nor the lists.
 KEEPS_PLACES = {
@@ -61,7 +63,7 @@ class JoinedBySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bound = arguments_by_name(func, args, kwargs)
         if len(combines) == 1 and name == "_foreach_norm":
             (combine,) = combines.values()
-            return [_norm(each, bound.get("ord", 2), combine) for each in bound["self"]]
+            return [_norm(each, bound.get("ord", 2), combine, bound.get("dtype")) for each in bound["self"]]
         if len(combines) == 1 and name in SUMS and _is_of_all(bound):
             (combine,) = combines.values()
             return _over_all(name, func, args, kwargs, bound, combine)
@@ -87,32 +89,40 @@ def _is_of_all(bound: dict[str, Any]) -> bool:
 
 
 def _over_all(name: str, func: Any, args: Any, kwargs: Any, bound: dict[str, Any], combine: Combine) -> Tensor:
+    """Reduce a part, and the results of all ranks. Collective."""
+    part, keepdim = bound["self"], bound.get("keepdim", False)
     if name in ("norm", "linalg_vector_norm"):
         order = bound.get("p", bound.get("ord", 2))
-        return _norm(bound["self"], 2 if order is None else order, combine, bound.get("keepdim", False))
-    if name == "mean":
-        part = bound["self"]
-        total = combine(part.sum(), "sum") / combine(torch.tensor(float(part.numel()), device=part.device), "sum")
-        return total.reshape([1] * part.ndim) if bound.get("keepdim") else total
-    if name in ("max", "amax", "min", "amin") and not bound["self"].numel():
-        value = bound["self"].new_full([1] * bound["self"].ndim if bound.get("keepdim") else [], math.inf)
+        return _norm(part, 2 if order is None else order, combine, bound.get("dtype"), keepdim)
+    if name in ("max", "amax", "min", "amin") and not part.numel():
+        value = part.new_full([1] * part.ndim if keepdim else [], math.inf)
         return combine(-value if "max" in name else value, name[-3:])
-    how = {"any": "max", "all": "min"}.get(name, name[-3:] if name[-3:] in ("max", "min") else "sum")
-    return combine(func(*args, **kwargs), how)
-
-
-def _norm(part: Tensor, order: Any, combine: Combine, keepdim: bool = False) -> Tensor:
-    """Return the norm over the parts of all ranks: the ``order``-th root of the sum of the powers."""
-    if order == 0:
-        found = combine(part.ne(0).sum().to(part.dtype), "sum")
-    elif math.isinf(order):
-        norm = (
-            torch.linalg.vector_norm(part, order) if part.numel() else part.new_full([], 0 if order > 0 else math.inf)
-        )
-        found = combine(norm, "max" if order > 0 else "min")
+    if name in _EXTREMES:
+        return combine(func(*args, **kwargs), _EXTREMES[name])
+    # Sums of half-precision values are rounded once, as those of one tensor are.
+    wide = tree_map(lambda each: each.float() if isinstance(each, Tensor) and each.dtype in _HALF else each, args)
+    found = func(*wide, **kwargs)
+    if name == "mean":
+        found = combine(torch.nan_to_num(found) * part.numel(), "sum") / combine(found.new_tensor(part.numel()), "sum")
     else:
-        found = combine(torch.linalg.vector_norm(part, order).pow(order), "sum").pow(1 / order)
-    return found.reshape([1] * part.ndim) if keepdim else found
+        found = combine(found, "sum")
+    return found if part.dtype not in _HALF or bound.get("dtype") is not None else found.to(part.dtype)
+
+
+def _norm(
+    part: Tensor, order: Any, combine: Combine, dtype: torch.dtype | None = None, keepdim: bool = False
+) -> Tensor:
+    """Return the norm over the parts of all ranks: the ``order``-th root of the sum of the powers. Collective."""
+    wanted = part.dtype if dtype is None else dtype
+    norm = functools.partial(torch.linalg.vector_norm, part, order, dtype=torch.promote_types(wanted, torch.float32))
+    if order == 0:
+        found = combine(norm(), "sum")
+    elif math.isinf(order):
+        empty = part.new_full([], 0 if order > 0 else math.inf, dtype=torch.promote_types(wanted, torch.float32))
+        found = combine(norm() if part.numel() else empty, "max" if order > 0 else "min")
+    else:
+        found = combine(norm().pow(order), "sum").pow(1 / order)
+    return (found.reshape([1] * part.ndim) if keepdim else found).to(wanted)
 
 
 # ---- steps of an optimizer ---------------------------------------------------------------------------------------
@@ -124,9 +134,8 @@ def sums_class(base: Any) -> Any:
     inner = step_of(base)
 
     def run(optimizer: Any) -> None:
-        known: dict[
-            Any, Combine
-        ] = {}  # one for all parameters of a mesh: FSDP2 keeps gradients of a unit in one memory
+        # One for all parameters of a mesh, since FSDP2 keeps the gradients of a unit in one memory.
+        known: dict[Any, Combine] = {}
         combines = [_combine_of(param, known) for group in optimizer.param_groups for param in group["params"]]
         with local_inside(optimizer, optimizer.flat_state), JoinedBySums(_parts(optimizer, combines)):
             inner(optimizer)

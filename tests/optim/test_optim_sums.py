@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from meshes import mesh_of
 from test_optim_whole import Net, build, full, give_grads
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
@@ -85,6 +88,31 @@ def test_reductions_are_those_of_whole_parameters(reduction):
             assert optimizer.param_groups[0]["joined"] == pytest.approx(theirs.param_groups[0]["joined"], rel=1e-12)
             assert all(torch.allclose(full(net)[fqn], value, **CLOSE) for fqn, value in plain.state_dict().items())
     assert abs(theirs.param_groups[0]["joined"]) > 0.5
+
+
+@distributed(world_size=2, backend="gloo")
+def test_sums_of_half_precision_are_rounded_once():
+    """Rounded on each rank first, the sum would be 2048."""
+    param = nn.Parameter(torch.full((2048,), 1.0, dtype=torch.bfloat16))
+    block = nn.Sequential(nn.Identity())
+    block.register_parameter("only", param)
+    fully_shard(block, mesh=mesh_of((2,)))
+    for name, wanted in (("sum", 2064.0), ("norm_3", 2683 ** (1 / 3)), ("mean", 2059 / 2048)):
+        seen = []
+
+        class Seen(Joined):
+            def step(self, closure=None, name=name, seen=seen):
+                for p in self.param_groups[0]["params"]:
+                    seen.append(REDUCTIONS[name](p, torch.zeros_like(p)).float().item())
+                super().step()
+
+        optimizer = step_on_whole_matrices(Seen(block.parameters(), "sum"))
+        with torch.no_grad():
+            block.only.to_local().fill_(1.0)[0] = (5.0, 8.0)[dist.get_rank()]
+        block.only.grad = torch.zeros_like(block.only)
+        seen.clear()
+        optimizer.step()
+        assert seen == [torch.tensor(wanted, dtype=torch.bfloat16).item()]
 
 
 @distributed(world_size=4, backend="gloo")
