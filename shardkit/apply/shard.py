@@ -139,18 +139,15 @@ def carry_out(
     original = Original(model, plan, mesh.device_type)
     groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
-    ordered = set(callers(plan))
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
     try:
         for units in batches:
             if before is not None:
                 before(units[0])
             with together(groups, PlanError):
+                if units[0] is plan.units[0]:
+                    _begin(model, plan)
                 ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-                for module in [model.get_submodule(unit.modules[0]) for unit in ordered.intersection(units)]:
-                    module.forward = in_order(module)
-                if plan.tiles and units[0] is plan.units[0]:
-                    _cut(model, plan)
                 for unit in units:
                     _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
                     if plan.mesh.parts(unit.mesh) > 1:
@@ -160,6 +157,17 @@ def carry_out(
     except BaseException:
         original.restore()
         raise
+
+
+def _begin(model: nn.Module, plan: ShardingPlan) -> None:
+    """Change the forwards that the plan asks for inside of checkpointing and compiling."""
+    for module in [model.get_submodule(unit.modules[0]) for unit in callers(plan)]:
+        module.forward = in_order(module)
+    for fqn, number in plan.tiles:
+        from shardkit.apply.tiles import tiled  # few plans have any
+
+        module = model.get_submodule(fqn)
+        module.forward = tiled(module, fqn or "(root)", number)
 
 
 def _shard_unit(
@@ -224,14 +232,6 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         register_fsdp_forward_method(model.get_submodule(fqn), method)
-
-
-def _cut(model: nn.Module, plan: ShardingPlan) -> None:
-    from shardkit.apply.tiles import tiled  # few plans have any
-
-    for fqn, number in plan.tiles:
-        module = model.get_submodule(fqn)
-        module.forward = tiled(module, fqn or "(root)", number)
 
 
 def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
