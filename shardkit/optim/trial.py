@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import is_wrapper, local_tensor, make_adagrad_state
+from shardkit._torch import is_wrapper, local_tensor, make_adagrad_state, tree_map
 
 STEPS = 4
 # Some optimizers change their update after a number of steps, or each so many, such as Shampoo. So after the first
@@ -88,17 +88,24 @@ def step_copy(
     give: Give,
     options: dict[str, float],
     within: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+    *,
+    later: bool = True,
 ) -> Found:
     """Step a copy that holds small tensors; return parameter updates, state, and the numbers of groups and optimizer.
 
-    Each step runs in ``within(copy)``. An error of the steps that :data:`LATER` is about is not raised, since schedules
-    may end before it.
+    Each step runs in ``within(copy)``. With ``later``, steps about :data:`LATER` follow the first ones. An error of
+    those is not raised, since schedules may end before.
     """
     starts = [give(group, 0) for group in groups]
     copied = _copy(optimizer, groups, starts, options)
     before = _numbers(copied)
     _step(copied, groups, give, range(1, STEPS + 1), within)
     found = _found(copied, starts, "first")
+    if not later:
+        return found
+    found = {
+        key: tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, found[key]) for key in found
+    }
     _set_counters(copied, before)
     try:
         _step(copied, groups, give, range(STEPS + 1, 2 * STEPS + 1), within)
@@ -118,7 +125,7 @@ def _step(copied: Any, groups: list[Group], give: Give, steps: range, within: Ca
 
 
 def _found(copied: Any, starts: list[list[Tensor]], when: str) -> Found:
-    """Return copies of what the steps so far have made; a tensor of a parameter comes with the parameter's shape."""
+    """Return what the steps so far have made; a tensor of a parameter comes with the parameter's shape."""
     found: Found = {}
     for i, (group, befores) in enumerate(zip(copied.param_groups, starts, strict=True)):
         for j, (param, before) in enumerate(zip(group["params"], befores, strict=True)):
@@ -129,8 +136,7 @@ def _found(copied: Any, starts: list[list[Tensor]], when: str) -> Found:
             }
         found |= {(i, when, key): value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
     others = {key: value for key, value in copied.state.items() if isinstance(key, str)} | vars(copied)
-    found |= {(when, key): value for key, value in others.items() if isinstance(value, (int, float, Tensor))}
-    return copy.deepcopy(found)
+    return found | {(when, key): value for key, value in others.items() if isinstance(value, (int, float, Tensor))}
 
 
 def _subclass_of(value: Any) -> type | None:
