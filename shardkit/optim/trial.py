@@ -103,9 +103,6 @@ def step_copy(
     found = _found(copied, starts, "first")
     if not later:
         return found
-    found = {
-        key: tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, found[key]) for key in found
-    }
     _set_counters(copied, before)
     try:
         _step(copied, groups, give, range(STEPS + 1, 2 * STEPS + 1), within)
@@ -125,23 +122,27 @@ def _step(copied: Any, groups: list[Group], give: Give, steps: range, within: Ca
 
 
 def _found(copied: Any, starts: list[list[Tensor]], when: str) -> Found:
-    """Return what the steps so far have made; a tensor of a parameter comes with the parameter's shape."""
+    """Return copies of what the steps so far have made; a tensor of a parameter comes with the parameter's shape."""
     found: Found = {}
     for i, (group, befores) in enumerate(zip(copied.param_groups, starts, strict=True)):
         for j, (param, before) in enumerate(zip(group["params"], befores, strict=True)):
             found[i, j, when, "update"] = param.detach() - before, param.shape
             state = copied.state.get(param, {})
-            found |= {
-                (i, j, when, str(key)): (_subclass_of(value) or value, param.shape) for key, value in state.items()
-            }
-        found |= {(i, when, key): value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
+            found |= {(i, j, when, str(key)): (_cloned(value), param.shape) for key, value in state.items()}
+        numbers = {key: _cloned(value) for key, value in group.items() if isinstance(value, (int, float, Tensor))}
+        found |= {(i, when, key): value for key, value in numbers.items()}
     others = {key: value for key, value in copied.state.items() if isinstance(key, str)} | vars(copied)
-    return found | {(when, key): value for key, value in others.items() if isinstance(value, (int, float, Tensor))}
+    numbers = {key: _cloned(value) for key, value in others.items() if isinstance(value, (int, float, Tensor))}
+    return found | {(when, key): value for key, value in numbers.items()}
 
 
-def _subclass_of(value: Any) -> type | None:
-    """Return what stands for a tensor of a subclass, which may have no copies: torchao's do not."""
-    return type(value) if isinstance(value, Tensor) and is_wrapper(value) else None
+def _cloned(value: Any) -> Any:
+    """Return a value with copies of its tensors, and classes for those of subclasses: torchao's have no copies."""
+
+    def cloned(leaf: Any) -> Any:
+        return leaf if not isinstance(leaf, Tensor) else type(leaf) if is_wrapper(leaf) else leaf.clone()
+
+    return tree_map(cloned, value)
 
 
 def _places(copied: Any) -> list[tuple[Any, dict[str, Any]]]:
