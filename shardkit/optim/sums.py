@@ -38,6 +38,7 @@ SUMS = {
     *("sum", "dot", "vdot", "count_nonzero", "mean", "norm", "linalg_vector_norm"),
     *("any", "all", "max", "amax", "min", "amin"),
 }
+NOT_BY_ELEMENT = {"_foreach_max", "_foreach_mm", "_foreach_powsum"}  # of the operations on lists, besides norms
 
 
 class JoinedBySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,20 +62,36 @@ class JoinedBySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         bound = arguments_by_name(func, args, kwargs)
-        if len(combines) == 1 and name == "_foreach_norm":
-            (combine,) = combines.values()
-            return [_norm(each, bound.get("ord", 2), combine, bound.get("dtype")) for each in bound["self"]]
+        if name.startswith("_foreach_") and name not in NOT_BY_ELEMENT:
+            return self._of_lists(name, func, args, kwargs, bound)
         if len(combines) == 1 and name in SUMS and _is_of_all(bound):
             (combine,) = combines.values()
             return _over_all(name, func, args, kwargs, bound, combine)
         is_whole_slice = name == "slice" and (found := func(*args, **kwargs)).shape == bound["self"].shape
-        is_list = name.startswith("_foreach_") and not name.startswith(("_foreach_norm", "_foreach_max"))
-        if not (torch.Tag.pointwise in func.tags or is_list or name in KEEPS_PLACES or is_whole_slice):
+        if not (torch.Tag.pointwise in func.tags or name in KEEPS_PLACES or is_whole_slice):
             raise NotImplementedError(f"its step calls {name} on a part of a parameter")
         found = func(*args, **kwargs)
         combine = next(iter(combines.values()))
         self.parts.update((_memory(each), combine) for each in tree_leaves(found) if isinstance(each, Tensor))
         return found
+
+    def _of_lists(self, name: str, func: Any, args: Any, kwargs: Any, bound: dict[str, Any]) -> Any:
+        """Run an operation on lists, each place of which may hold parts of other ranks than the next, or no parts."""
+        lists = [each for each in bound.values() if isinstance(each, (list, tuple)) and isinstance(each[0], Tensor)]
+        known = [[self.parts.get(_memory(each)) for each in place] for place in zip(*lists, strict=True)]
+        combines = [next((combine for combine in place if combine is not None), None) for place in known]
+        if name == "_foreach_norm":
+            norm = functools.partial(_norm, order=bound.get("ord", 2), dtype=bound.get("dtype"))
+            return [norm(part, combine=combine or _alone) for part, combine in zip(lists[0], combines, strict=True)]
+        found = func(*args, **kwargs)
+        changed = zip(found or lists[0], combines, strict=True)  # in place they return None
+        self.parts.update((_memory(each), combine) for each, combine in changed if combine is not None)
+        return found
+
+
+def _alone(value: Tensor, how: str) -> Tensor:
+    """Combine nothing: the value of a whole tensor."""
+    return value
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
@@ -103,7 +120,9 @@ def _over_all(name: str, func: Any, args: Any, kwargs: Any, bound: dict[str, Any
     wide = tree_map(lambda each: each.float() if isinstance(each, Tensor) and each.dtype in _HALF else each, args)
     found = func(*wide, **kwargs)
     if name == "mean":
-        found = combine(torch.nan_to_num(found) * part.numel(), "sum") / combine(found.new_tensor(part.numel()), "sum")
+        count = found.new_tensor(part.numel())
+        own = found * count if part.numel() else torch.zeros_like(found)  # the mean of no elements is NaN
+        found = combine(own, "sum") / combine(count, "sum")
     else:
         found = combine(found, "sum")
     return found if part.dtype not in _HALF or bound.get("dtype") is not None else found.to(part.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -151,6 +153,39 @@ def test_state_is_sharded_and_goes_to_other_meshes_and_to_the_plain_optimizer(tm
         give_grads(other, 2)
         optimizer.step()
         assert all(torch.allclose(full(other)[fqn], value, **CLOSE) for fqn, value in full(net).items())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_mean_of_nan_is_nan():
+    net = build((2,))
+    optimizer = step_on_whole_matrices(Joined(params_of(net), "mean"))
+    give_grads(net, 0)
+    if dist.get_rank() == 0:
+        net.norm.grad.to_local()[0] = float("nan")
+    optimizer.step()
+    assert math.isnan(optimizer.param_groups[0]["joined"])
+
+
+class JoinedLists(torch.optim.Optimizer):
+    """Every update depends on norms and sums of lists of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        grads = torch._foreach_mul([p.grad for p in params], 2.0)
+        joined = torch.stack(torch._foreach_norm(grads)).norm() + sum(grad.abs().sum() for grad in grads)
+        torch._foreach_add_(params, grads, alpha=-1e-3 * joined.item())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_lists_hold_shards_beside_plain_parameters():
+    net, plain = build(None), build(None)
+    fully_shard(net, mesh=mesh_of((2,)), ignored_params={net.layers[0].weight, net.norm})
+    ours = step_on_whole_matrices(JoinedLists(params_of(net), {}))
+    for each, optimizer in ((net, ours), (plain, JoinedLists(params_of(plain), {}))):
+        give_grads(each, 0)
+        optimizer.step()
+    assert all(torch.allclose(full(net)[fqn], value, **CLOSE) for fqn, value in plain.state_dict().items())
 
 
 @distributed(world_size=2, backend="gloo")
