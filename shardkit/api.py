@@ -102,7 +102,7 @@ def _refuse_fsdp1_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
             names = [name for name in kwargs if name not in known and name in ARGUMENTS]
             if names:
-                rule = "Pass " + "; ".join(f"for {name}, {ARGUMENTS[name].use}" for name in names)
+                rule = "Instead of " + "; instead of ".join(f"{name}, pass {ARGUMENTS[name].use}" for name in names)
                 fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
                 raise PlanError(message(function.__name__, f"got FSDP1 arguments: {listing(names)}", rule, fix))
         return function(*args, **kwargs)

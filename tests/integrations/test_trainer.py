@@ -125,12 +125,17 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
 def test_optimizers_step_as_they_can(tmp_path):
     from transformers.optimization import Adafactor
 
-    class OnDTensors(torch.optim.SGD):  # joins the norms of all parameters
+    class OnDTensors(torch.optim.SGD):  # draws random numbers, so it cannot be tried
         def step(self, closure=None):
-            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+            torch.rand(())
             return super().step(closure)
 
     class OnNothing(torch.optim.Adafactor):  # does too, and fails on DTensors
+        def step(self, closure=None):
+            torch.rand(())
+            return super().step(closure)
+
+    class OnSums(torch.optim.SGD):
         def step(self, closure=None):
             nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
             return super().step(closure)
@@ -148,6 +153,8 @@ def test_optimizers_step_as_they_can(tmp_path):
         assert steps_on(run) == "steps_on_whole_matrices"
         assert_same(full(run.model), full(short_run(tmp_path, optimizer=by_hand).model))
         assert steps_on(short_run(tmp_path)) == "steps_on_local_shards"
+        clipped = short_run(tmp_path, optimizer=lambda model: OnSums(model.parameters(), lr=LR))
+        assert steps_on(clipped) == "steps_on_whole_matrices"
         assert not steps_on(short_run(tmp_path, optimizer=lambda model: OnDTensors(model.parameters(), lr=LR)))
         text = r"OnNothing, whose step failed on DTensors: .*\. It can step neither on local shards nor"
         with pytest.raises(ShardkitError, match=re.compile(text, re.DOTALL)):
