@@ -94,7 +94,7 @@ def buckets(optimizer: Any) -> list[Bucket]:
         for param in group["params"]:
             if param.grad is None:
                 continue
-            ranks = _ranks_of(param)
+            ranks = ranks_of(param)
             bucket = filling.setdefault(ranks, Bucket(ranks))
             if bucket.bytes > BUCKET_BYTES * ranks.size:
                 done.append(bucket)
@@ -119,14 +119,15 @@ def _choose_owners(bucket: Bucket, loads: list[int]) -> None:
         loads[matrix.owner] += cost(matrix)
 
 
-def _ranks_of(param: Tensor) -> Ranks:
+def ranks_of(param: Tensor) -> Ranks:
+    """Return the ranks that a parameter is sharded over; raise if they are of two axes of its mesh. Local."""
     if not isinstance(param, DTensor):
         return Ranks()
     mesh = param.device_mesh
     cut = [axis for axis, place in enumerate(param.placements) if not place.is_replicate() and mesh.size(axis) > 1]
     if len(cut) > 1 or any(type(param.placements[axis]) is not Shard for axis in cut):
         problem = f"a parameter of shape {tuple(param.shape)} has placements {param.placements}"
-        rule = "step_on_whole_matrices gathers along one axis of the mesh"
+        rule = "step_on_whole_matrices communicates along one axis of the mesh"
         fix = "Step it with an element-wise optimizer, such as AdamW"
         raise ShardkitError(message("optimizer", problem, rule, fix))
     return Ranks(mesh, cut[0] if cut else None)

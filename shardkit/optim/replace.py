@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -60,11 +62,20 @@ def collective_step(inner: Callable[..., Any], run: Callable[[Any], None]) -> Ca
     return step
 
 
+def params_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def groups_of(optimizer: Any) -> list[dist.ProcessGroup]:
+    """Return the process groups of the meshes of an optimizer's parameters."""
+    meshes = dict.fromkeys(param.device_mesh for param in params_of(optimizer) if isinstance(param, DTensor))
+    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+
+
 def _agree_on_gradients(optimizer: Any) -> None:
     """Raise on every rank unless all have the same parameters' gradients. Collective."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    params, groups = params_of(optimizer), groups_of(optimizer)
     numbers = [number for number, param in enumerate(params) if param.grad is not None]
     fix = "Run the same backward on every rank before step()"
     agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)

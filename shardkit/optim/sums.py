@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from shardkit._torch import TorchDispatchMode, arguments_by_name, tree_leaves, tree_map
+from shardkit._torch import TorchDispatchMode, arguments_by_name, local_tensor, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import local_inside
+from shardkit.optim.owners import Ranks, ranks_of
 from shardkit.optim.probe import PARTS, SMALL, parts_of, unequal
-from shardkit.optim.replace import collective_step, step_of, stepping_class
+from shardkit.optim.replace import collective_step, groups_of, params_of, step_of, stepping_class
 from shardkit.optim.trial import groups_to_try, step_copy, undisturbed
-from shardkit.ranks import collective_device
+from shardkit.ranks import collective_device, together
 
 _HALF = (torch.bfloat16, torch.float16)
 _EXTREMES = {"any": "max", "all": "min", "max": "max", "amax": "max", "min": "min", "amin": "min"}
@@ -112,8 +113,10 @@ def _over_all(name: str, func: Any, args: Any, kwargs: Any, bound: dict[str, Any
         order = bound.get("p", bound.get("ord", 2))
         return _norm(part, 2 if order is None else order, combine, bound.get("dtype"), keepdim)
     if name in ("max", "amax", "min", "amin") and not part.numel():
-        value = part.new_full([1] * part.ndim if keepdim else [], math.inf)
-        return combine(-value if "max" in name else value, name[-3:])
+        limits = torch.iinfo(part.dtype) if not part.is_floating_point() else None
+        least, most = (limits.min, limits.max) if limits else (-math.inf, math.inf)
+        empty = part.new_full([1] * part.ndim if keepdim else [], least if "max" in name else most)
+        return combine(empty, name[-3:])
     if name in _EXTREMES:
         return combine(func(*args, **kwargs), _EXTREMES[name])
     # Sums of half-precision values are rounded once, as those of one tensor are.
@@ -153,48 +156,67 @@ def sums_class(base: Any) -> Any:
     inner = step_of(base)
 
     def run(optimizer: Any) -> None:
-        # One for all parameters of a mesh, since FSDP2 keeps the gradients of a unit in one memory.
-        known: dict[Any, Combine] = {}
-        combines = [_combine_of(param, known) for group in optimizer.param_groups for param in group["params"]]
-        with local_inside(optimizer, optimizer.flat_state), JoinedBySums(_parts(optimizer, combines)):
+        with ExitStack() as stack:
+            with together(groups_of(optimizer)):
+                combines, state = _combines(optimizer), _sharded_state(optimizer)
+                stack.enter_context(local_inside(optimizer, optimizer.flat_state))
+                stack.enter_context(JoinedBySums(_parts(optimizer, combines, state)))
             inner(optimizer)
 
     step = collective_step(inner, run)
     return stepping_class(base, sums_class, step, {"steps_on_whole_matrices": True}, kept="flat_state")
 
 
-def _parts(optimizer: Any, combines: Iterable[Combine | None]) -> Iterator[tuple[Tensor, Combine]]:
-    """Yield the parts that an optimizer holds for its parameters, in order, which have parts on other ranks."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param, combine in zip(params, combines, strict=True):
+def _parts(
+    optimizer: Any, combines: Iterable[Combine | None], state: Iterable[list[Tensor]]
+) -> Iterator[tuple[Tensor, Combine]]:
+    """Yield what an optimizer holds of each parameter that has parts on other ranks: itself, its gradient and state."""
+    for param, combine, parts in zip(params_of(optimizer), combines, state, strict=True):
         if combine is not None:
-            state = [each for each in tree_leaves(optimizer.state.get(param, {})) if isinstance(each, Tensor)]
-            parts = [each for each in state if each.shape == param.shape or is_flat(each, param)]
             grad = [] if param.grad is None else [param.grad]
             yield from ((each, combine) for each in (param.detach(), *grad, *parts))
 
 
-def is_flat(state: Any, param: Tensor) -> bool:
-    """Whether state is its parameter's, or a shard's, as a vector."""
-    return isinstance(state, Tensor) and state.ndim == 1 != param.ndim and state.numel() == param.numel() > 1
+def _sharded_state(optimizer: Any) -> list[list[Tensor]]:
+    """Return the shards of each parameter's state."""
+    leaves = [tree_leaves(optimizer.state.get(param, {})) for param in params_of(optimizer)]
+    return [[local_tensor(leaf) for leaf in each if isinstance(leaf, DTensor)] for each in leaves]
 
 
-def _combine_of(param: Tensor, known: dict[Any, Combine]) -> Combine | None:
-    if not isinstance(param, DTensor):
-        return None
-    mesh = param.device_mesh
-    axes = [axis for axis, place in enumerate(param.placements) if not place.is_replicate() and mesh.size(axis) > 1]
-    groups = tuple(mesh.get_group(axis) for axis in axes)
-    return known.setdefault(groups, functools.partial(_combine, groups)) if groups else None
+def is_flat(state: Any, shape: torch.Size) -> bool:
+    """Whether state is that of a parameter of this shape as a vector."""
+    return isinstance(state, Tensor) and state.ndim == 1 != len(shape) and state.numel() == shape.numel()
 
 
-def _combine(groups: Sequence[dist.ProcessGroup], value: Tensor, how: str) -> Tensor:
-    """Reduce a value over the ranks of all groups. Collective."""
-    op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
-    sent = value.to(collective_device(groups[0]), torch.uint8 if value.dtype == torch.bool else value.dtype, copy=True)
-    for group in groups:
-        dist.all_reduce(sent, op, group)
-    return sent.to(value.device, value.dtype)
+def _combines(optimizer: Any) -> list[Combine | None]:
+    """Return what reduces over the shards of each parameter, or None for a whole one.
+
+    It is one for all parameters with shards on the same ranks, since FSDP2 keeps the gradients of a unit in one memory.
+    """
+    known: dict[Ranks, Combine | None] = {}
+    for ranks in map(ranks_of, params := params_of(optimizer)):
+        if ranks not in known:
+            group = None if ranks.mesh is None or ranks.axis is None else ranks.mesh.get_group(ranks.axis)
+            known[ranks] = None if group is None else functools.partial(_combine, group)
+    return [known[ranks_of(param)] for param in params]
+
+
+def _combine(group: dist.ProcessGroup, value: Tensor, how: str) -> Tensor:
+    """Reduce a value over the ranks of a group. Collective."""
+    device = collective_device(group)
+    if how == "sum":
+        sent = value.to(device, copy=True)
+        dist.all_reduce(sent, group=group)
+        return sent.to(value.device)
+    # As maxima of the value and of whether it is NaN, which backends may lose.
+    sign = 1 if how == "max" else -1
+    as_number = sign * value.to(device, torch.float64 if value.is_floating_point() else torch.int64)
+    is_nan = as_number != as_number
+    sent = torch.stack([as_number.masked_fill(is_nan, 0), is_nan.to(as_number.dtype)])
+    sent[0][is_nan] = -math.inf if value.is_floating_point() else 0
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group)
+    found = torch.where(sent[1] > 0, math.nan, sign * sent[0]) if value.is_floating_point() else sign * sent[0]
+    return found.to(value.device, value.dtype)
 
 
 # ---- which optimizers can ----------------------------------------------------------------------------------------
@@ -223,8 +245,13 @@ def _flat_state(optimizer: Optimizer) -> frozenset[str]:
     @contextmanager
     def joined(copied: Any) -> Iterator[None]:
         combine = functools.partial(exchange.combine, threading.get_ident())
-        count = sum(len(group["params"]) for group in copied.param_groups)
-        with JoinedBySums(_parts(copied, [combine] * count)):
+        params = params_of(copied)
+        leaves = [[each for each in tree_leaves(copied.state.get(p, {})) if isinstance(each, Tensor)] for p in params]
+        state = [
+            [each for each in held if each.shape == param.shape or is_flat(each, param.shape)]
+            for held, param in zip(leaves, params, strict=True)
+        ]
+        with JoinedBySums(_parts(copied, [combine] * len(params), state)):
             yield
 
     def half(part: Callable[[Tensor], Tensor]) -> Any:
@@ -245,7 +272,7 @@ def _flat_state(optimizer: Optimizer) -> frozenset[str]:
     return frozenset(
         key[-1]
         for key, value in whole.items()
-        if isinstance(value, tuple) and isinstance(value[0], Tensor) and is_flat(value[0], torch.empty(value[1]))
+        if isinstance(value, tuple) and isinstance(value[0], Tensor) and is_flat(value[0], value[1])
     )
 
 
@@ -253,7 +280,7 @@ class _Exchange:
     """Where two threads combine their values."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=10)
+        self.barrier = threading.Barrier(2, timeout=60)
         self.values: dict[int, Tensor] = {}
 
     def combine(self, thread: int, value: Tensor, how: str) -> Tensor:

@@ -73,7 +73,14 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
         raise ShardkitError(message("optimizer", "steps on local shards already", rule, fix))
     if is_separable(optimizer, slices):
         return replace_class(optimizer, _whole_class, slices=slices)
-    return replace_class(optimizer, sums_class, flat_state=flat_state_if_joined_by_sums(optimizer))
+    flat_state = flat_state_if_joined_by_sums(optimizer)
+    if slices:
+        problem, rule = (
+            "joins parameters by sums, and slices=True is given",
+            "Only whole matrices are stepped in slices",
+        )
+        raise ShardkitError(message("optimizer", problem, rule, "Leave slices out"))
+    return replace_class(optimizer, sums_class, flat_state=flat_state)
 
 
 @functools.cache

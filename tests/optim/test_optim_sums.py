@@ -21,7 +21,8 @@ from shardkit import (
     save_checkpoint,
     step_on_whole_matrices,
 )
-from shardkit.testing import comm_counts, distributed
+from shardkit.errors import ShardkitError
+from shardkit.testing import comm_counts, distributed, fake_world
 
 # Sums of some hundred float64 in another order, relative.
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -115,6 +116,24 @@ def test_sums_of_half_precision_are_rounded_once():
         seen.clear()
         optimizer.step()
         assert seen == [torch.tensor(wanted, dtype=torch.bfloat16).item()]
+
+
+@distributed(world_size=4, backend="gloo")
+def test_extremes_of_not_a_number_and_of_empty_shards():
+    for reduction in ("max", "min", "norm_inf"):
+        net = build((4,))
+        optimizer = step_on_whole_matrices(Joined(params_of(net), reduction))
+        give_grads(net, 0)
+        small = net.layers[3].weight  # two rows: two ranks have none
+        small.grad = torch.full_like(small, float("nan")) if dist.get_rank() == 1 else torch.zeros_like(small)
+        optimizer.step()
+        assert optimizer.param_groups[0]["joined"] != optimizer.param_groups[0]["joined"], reduction
+
+
+@fake_world(4)
+def test_slices_are_of_whole_matrices_only():
+    with pytest.raises(ShardkitError, match="joins parameters by sums, and slices=True is given"):
+        step_on_whole_matrices(Joined([nn.Parameter(torch.ones(4, 4))], "norm"), slices=True)
 
 
 @distributed(world_size=4, backend="gloo")
