@@ -240,7 +240,9 @@ def flat_state_if_joined_by_sums(optimizer: Optimizer) -> frozenset[str]:
 
 def _flat_state(optimizer: Optimizer) -> frozenset[str]:
     """Step copies with halves of small tensors in two threads, with sums over both; compare them with the whole."""
-    groups, exchange = groups_to_try(optimizer), _Exchange()
+    matrix = torch.empty(2, 2, device="meta")  # parameters that are added later may be matrices
+    groups = [{**group, "params": [*group["params"], matrix]} for group in groups_to_try(optimizer)]
+    exchange = _Exchange()
 
     @contextmanager
     def joined(copied: Any) -> Iterator[None]:

@@ -75,11 +75,9 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
         return replace_class(optimizer, _whole_class, slices=slices)
     flat_state = flat_state_if_joined_by_sums(optimizer)
     if slices:
-        problem, rule = (
-            "joins parameters by sums, and slices=True is given",
-            "Only whole matrices are stepped in slices",
-        )
-        raise ShardkitError(message("optimizer", problem, rule, "Leave slices out"))
+        problem = "joins parameters by sums, and slices=True is given"
+        rule, fix = "Only whole matrices are stepped in slices", "Leave slices out"
+        raise ShardkitError(message("optimizer", problem, rule, fix))
     return replace_class(optimizer, sums_class, flat_state=flat_state)
 
 
