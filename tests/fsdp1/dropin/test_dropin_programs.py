@@ -137,7 +137,13 @@ def compare(runs):
     fail_if_any(differences)
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+def programs(table):
+    """The names in a table. dinov2 wraps a ModuleList with a forward, which fully_shard refuses before torch 2.13."""
+    lists = pytest.mark.skipif(torch_version() < (2, 13), reason="fully_shard of this torch refuses each ModuleList")
+    return [pytest.param(name, marks=lists) if name == "dino" else name for name in table]
+
+
+@pytest.mark.parametrize("name", programs(VARIANTS))
 @distributed(world_size=2, backend="gloo")
 def test_losses_are_those_of_fsdp1(name):
     compare(((name, arguments), 0.0) for arguments in VARIANTS[name])
@@ -174,7 +180,7 @@ def test_full_checkpoints_go_both_ways(name, tmp_path):
     fail_if_any(differences)
 
 
-@pytest.mark.parametrize("name", list(SHARDED))
+@pytest.mark.parametrize("name", programs(SHARDED))
 @distributed(world_size=2, backend="gloo")
 def test_a_program_resumes_from_its_own_sharded_checkpoint(name, tmp_path):
     save, resume = SHARDED[name]
