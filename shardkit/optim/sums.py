@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from shardkit._torch import TorchDispatchMode, arguments_by_name, local_tensor, tree_leaves, tree_map
+from shardkit._torch import TorchDispatchMode, arguments_by_name, has_tag, local_tensor, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import local_inside
 from shardkit.optim.owners import Ranks, ranks_of
@@ -69,7 +69,7 @@ class JoinedBySums(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (combine,) = combines.values()
             return _over_all(name, func, args, kwargs, bound, combine)
         is_whole_slice = name == "slice" and (found := func(*args, **kwargs)).shape == bound["self"].shape
-        if not (torch.Tag.pointwise in func.tags or name in KEEPS_PLACES or is_whole_slice):
+        if not (has_tag(func, "pointwise") or name in KEEPS_PLACES or is_whole_slice):
             raise NotImplementedError(f"its step calls {name} on a part of a parameter")
         found = func(*args, **kwargs)
         combine = next(iter(combines.values()))
@@ -193,12 +193,15 @@ def _combines(optimizer: Any) -> list[Combine | None]:
 
     It is one for all parameters with shards on the same ranks, since FSDP2 keeps the gradients of a unit in one memory.
     """
-    known: dict[Ranks, Combine | None] = {}
-    for ranks in map(ranks_of, params := params_of(optimizer)):
-        if ranks not in known:
-            group = None if ranks.mesh is None or ranks.axis is None else ranks.mesh.get_group(ranks.axis)
-            known[ranks] = None if group is None else functools.partial(_combine, group)
-    return [known[ranks_of(param)] for param in params]
+    every = [ranks_of(param) for param in params_of(optimizer)]
+    known = {ranks: _combine_over(ranks) for ranks in every}
+    return [known[ranks] for ranks in every]
+
+
+def _combine_over(ranks: Ranks) -> Combine | None:
+    if ranks.mesh is None or ranks.axis is None:
+        return None
+    return functools.partial(_combine, ranks.mesh.get_group(ranks.axis))
 
 
 def _combine(group: dist.ProcessGroup, value: Tensor, how: str) -> Tensor:
