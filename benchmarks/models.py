@@ -233,10 +233,10 @@ class Llama(nn.Module):
         self.head = Head(shape, chunk)
         if shape.tied:
             self.head.weight = self.embed.weight
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Draw all values: logits with a variance of 1/4, so that the first loss is ln(vocabulary) and an eighth."""
         for param in self.parameters():
             if param.dim() == 1:

@@ -133,14 +133,14 @@ class Compared:
     series: Series
     run: Run
     mfu: float  # of the published number
-    modelled: float  # with the rates of HARDWARE
+    modeled: float  # with the rates of HARDWARE
     fitted: float | None  # with the rate that the series' first row reached; None for that row
     share: float  # that rate, as a share of HARDWARE's
 
     @property
     def error(self) -> float:
         """Of the model, as a share of the published number."""
-        return self.modelled / self.run.published - 1
+        return self.modeled / self.run.published - 1
 
     @property
     def fitted_error(self) -> float | None:
@@ -170,8 +170,8 @@ def compare(series: Series) -> Iterator[Compared]:
         rate = rate if number else solved(speed, run.published, 2 * peak)
         mfu = series.flops_per_token * run.published / peak
         fitted = speed(rate) if number else None
-        modelled = speed(series.hardware.matmul_flops)
-        yield Compared(series, run, mfu, modelled, fitted, rate / series.hardware.matmul_flops)
+        modeled = speed(series.hardware.matmul_flops)
+        yield Compared(series, run, mfu, modeled, fitted, rate / series.hardware.matmul_flops)
 
 
 LOST, FAR_SOURCE = 0.37, "https://arxiv.org/html/2411.13055"  # throughput, from 128 to 2,048 H100s, Llama 2 7B

@@ -174,7 +174,7 @@ def beside_published(found: list[Compared]) -> str:
         series, run = each.series, each.run
         kind = f"{'HSDP' if series.hybrid else 'FSDP'}{', recomputed' if series.recomputed else ''}"
         line = [f"{series.system}, {kind}", series.name, series.hardware.name.upper(), str(run.ranks)]
-        line += [f"{run.published:,.0f}", f"{each.mfu:.1%}", f"{each.modelled:,.0f}", f"{each.error:+.0%}"]
+        line += [f"{run.published:,.0f}", f"{each.mfu:.1%}", f"{each.modeled:,.0f}", f"{each.error:+.0%}"]
         fitted = f"x {each.share:.2f}" if len(series.runs) > 1 else ""
         fitted = fitted if each.fitted is None else f"{each.fitted:,.0f}"
         lines.append([*line, fitted, "" if each.fitted_error is None else f"{each.fitted_error:+.1%}"])
@@ -208,7 +208,7 @@ def draw(models: list[Scaled], found: list[Compared], path: Path) -> None:
     for axes in panels.flat[3:-1]:
         axes.set_xlabel("ranks")
     latency = models[0].table.hardware.network_latency * 1e6
-    figure.suptitle(f"modelled, not measured; {latency:.0f} us a hop between nodes", fontsize=10)
+    figure.suptitle(f"modeled, not measured; {latency:.0f} us a hop between nodes", fontsize=10)
     figure.savefig(path, metadata={"Software": None})
 
 
@@ -230,7 +230,7 @@ def _draw_model(axes: Axes, model: Scaled) -> None:
 def _draw_published(axes: Axes, found: list[Compared]) -> None:
     published = [each.run.published for each in found]
     axes.plot(published, published, color="#BBBBBB", lw=1)
-    axes.plot(published, [each.modelled for each in found], "o", ms=4, color="#D55E00", label="model, data sheets")
+    axes.plot(published, [each.modeled for each in found], "o", ms=4, color="#D55E00", label="model, data sheets")
     fitted = [(each.run.published, each.fitted) for each in found if each.fitted]
     axes.plot(*zip(*fitted, strict=True), "s", ms=4, color="#0072B2", label="model, one rate fitted")
     axes.set(xscale="log", yscale="log", xlabel="published tokens/s")

@@ -200,7 +200,7 @@ def _emptied(module: Any, model: str) -> None:
 
 
 Side = Callable[[str, Path, Clock], nn.Module]
-INITIALISE: dict[str, Side] = {
+INITIALIZE: dict[str, Side] = {
     "shardkit: init_on_meta, materialize": shardkit_init,
     "torch: build whole, fully_shard": torch_plain_init,
     "torch: meta, to_empty, initializers": torch_meta_init,
@@ -212,8 +212,8 @@ LOAD: dict[str, Side] = {
     "torch: meta, to_empty, DCP": torch_dcp,
     "accelerate: cpu_ram_efficient_loading": accelerate_load,
 }
-SIDES = INITIALISE | LOAD
-TABLES = {"initialise": INITIALISE, "load": LOAD}
+SIDES = INITIALIZE | LOAD
+TABLES = {"initialize": INITIALIZE, "load": LOAD}
 
 
 # In the ranks.
@@ -319,14 +319,14 @@ def measure(name: str, model: str, folder: Path) -> Measured:
 
 def check(found: dict[str, list[Measured]]) -> None:
     """Sides that load have the same first loss, and those that build whole that of shardkit."""
-    for names in (LOAD, list(INITIALISE)[:2]):
+    for names in (LOAD, list(INITIALIZE)[:2]):
         losses = {run.loss for name in names for run in found.get(name, [])}
         if len(losses) > 1:
             raise AssertionError(f"the first losses differ: { {name: found.get(name) for name in names} }")
 
 
 def table(title: str, found: dict[str, list[Measured]]) -> str:
-    """Fastest rounds in Markdown; ``values`` are initialised or loaded."""
+    """Fastest rounds in Markdown; ``values`` are initialized or loaded."""
     heads = [
         title,
         *STAGES,

@@ -22,16 +22,16 @@ class CheckpointError(ShardkitError):
 
 
 def message(subject: str, problem: str, rule: str, fix: str) -> str:
-    """Return an error message, ``<subject>: <problem>. <rule>. <fix>``.
+    """Return an error message in sentences, ``<subject> <problem>. <rule>. <fix>.``.
 
     Args:
         subject: a parameter's or module's FQN, or the argument's name.
-        problem: what is wrong, with the value.
-        rule: what must hold.
+        problem: the rest of the sentence, with the value, as in ``"must be a DeviceMesh or MeshSpec, got dict"``.
+        rule: what must hold, unless the problem says so already.
         fix: what to do.
     """
-    parts = (part.rstrip(". ") for part in (problem, rule, fix) if part)
-    return f"{subject}: " + ". ".join(parts) + "."
+    parts = (part.rstrip(". ") for part in (f"{subject} {problem}", rule, fix) if part)
+    return ". ".join(parts) + "."
 
 
 def refuse(problems: Iterable[str]) -> None:

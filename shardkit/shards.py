@@ -71,7 +71,7 @@ def local_value(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, as a plain tensor where possible. Local, a view.
 
     A subclass that wraps one tensor of its own shape and dtype, such as float8 training weights, is unwrapped. Others,
-    such as quantised ones, are returned as they are: they have no memory of their own, and ``data_ptr()`` is 0.
+    such as quantized ones, are returned as they are: they have no memory of their own, and ``data_ptr()`` is 0.
     """
     with torch.no_grad():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -46,7 +46,7 @@ def test_the_first_run_of_a_series_is_fitted_and_the_others_are_predicted():
     assert first.fitted is first.fitted_error is None
     assert second.fitted == pytest.approx(series.tokens_per_second(second.run, step, reached))
     assert second.fitted_error == pytest.approx(second.fitted / 9e5 - 1)
-    assert first.modelled > 1e6
+    assert first.modeled > 1e6
     assert first.error > 0
     weights = 4 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100
     flops = 6 * weights + 12 * 4 * 64 * 16

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import start
-from benchmarks.start import INITIALISE, LOAD, SIDES, STAGES, Measured
+from benchmarks.start import INITIALIZE, LOAD, SIDES, STAGES, Measured
 from shardkit.testing import RankPool
 
 RUN = Measured(dict.fromkeys(STAGES, 1.0), 4.0, 2 * 2**20, 3 * 2**20, 0.5)
@@ -30,7 +30,7 @@ def test_every_side_starts_with_the_same_loss(tmp_path):
     found = sides(tmp_path)
     losses = {name: {loss for _, loss in ranks} for name, ranks in found.items()}
     assert len(set.union(*(losses[name] for name in LOAD if name in losses))) == 1
-    assert len(set.union(*(losses[name] for name in list(INITIALISE)[:2]))) == 1
+    assert len(set.union(*(losses[name] for name in list(INITIALIZE)[:2]))) == 1
     for ranks in found.values():
         stages = [set(clock.seconds) for clock, _ in ranks]
         assert stages[0] == stages[1] == set(ranks[0][0].cpu)

@@ -12,7 +12,7 @@ from benchmarks.train.records import Record, case_of, measured
 
 Records = Mapping[str, Record]
 GIB, MIB = 2**30, 2**20
-BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#BBBBBB"
+BLUE, ORANGE, GRAY = "#0072B2", "#E69F00", "#BBBBBB"
 
 
 def draw(folder: Path, known: Records) -> list[str]:
@@ -106,7 +106,7 @@ def _bars(rows: list[Record], bars: Mapping[str, Iterable[float]], label: str) -
     figure, axes = _figure(1.0 + 0.36 * len(rows))
     height = 0.8 / len(bars)
     for place, (name, values) in enumerate(bars.items()):
-        color = (BLUE, ORANGE, GREY)[place]
+        color = (BLUE, ORANGE, GRAY)[place]
         axes.barh([at + place * height for at in range(len(rows))], list(values), height, color=color, label=name)
     axes.set_yticks([at + 0.4 - height / 2 for at in range(len(rows))], [_label(row) for row in rows])
     axes.set_ylim(len(rows), -0.5)

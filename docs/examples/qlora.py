@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 qlora.py --model Llama-3.1-8B --out adapters
 
-Each rank reads the base in bfloat16 into CPU memory, and quantises one weight at a time to 4 bits. The all-gather sends
+Each rank reads the base in bfloat16 into CPU memory, and quantizes one weight at a time to 4 bits. The all-gather sends
 these 4 bits and their scales. The adapters train in float32. ``PeftModel.from_pretrained(base, "adapters")`` loads the
 result; merge it into a base in full precision.
 """
@@ -22,7 +22,7 @@ from shardkit import clip_grad_norm_, load_checkpoint, save_checkpoint, save_pre
 from shardkit.checkpoint import latest_checkpoint
 
 
-def quantise(base, device, block, scaler_block):
+def quantize(base, device, block, scaler_block):
     """Replace the weights of all linear layers but the head by NF4 ones on the device, and move the rest there."""
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -35,7 +35,7 @@ def build(folder, rank, block, scaler_block):
     """Return the model with adapters, sharded."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_cache=False)
-    base = quantise(base, device, block, scaler_block)
+    base = quantize(base, device, block, scaler_block)
     model = get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
     for param in model.parameters():
         if param.requires_grad:

@@ -84,7 +84,7 @@ def convert_checkpoint(
         if found:
             rule = "Its blocks follow the shards that saved it: it has no full tensors, and dcp.load would not find it"
             fix = "Convert to safetensors, or save the model alone"
-            raise CheckpointError(message("to", f"quantised state of {listing(map(str, found))}", rule, fix))
+            raise CheckpointError(message("to", f"quantized state of {listing(map(str, found))}", rule, fix))
         if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":
             _to_mapped(source, place, kind, replaces)
             return

@@ -40,7 +40,7 @@ from shardkit.shards import Box
 NAME = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _DEEPEST = 64  # dims, as torch has them
-_PACKED = 16  # bytes of a tensor per byte of a file, at most: float64 in four bits, of quantised tensors
+_PACKED = 16  # bytes of a tensor per byte of a file, at most: float64 in four bits, of quantized tensors
 # What torch 2.0 to 2.15 writes. Paths are of the class of the system that saved.
 _ADMITTED = {
     *((_CLASSES, name) for name in torchs.__all__),

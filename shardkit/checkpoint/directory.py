@@ -292,7 +292,7 @@ def _delete(path: Path) -> bool:
 def _delete_written(gone: Path, place: Path) -> None:
     """Delete the files that the manifest in ``gone`` lists; move the directory back if it has other files.
 
-    Then the manifest stays with them, so that a later save recognises the directory. If a listed file cannot be
+    Then the manifest stays with them, so that a later save recognizes the directory. If a listed file cannot be
     deleted, everything stays hidden for :func:`clear_stale`.
     """
     ours = manifest.written_files(gone) - {manifest.NAME}

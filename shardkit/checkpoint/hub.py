@@ -87,7 +87,7 @@ def skeleton(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     empty = {id(tensor): _empty(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
         if name.rpartition(".")[0] not in modules:
-            continue  # scales of a quantised weight, such as bitsandbytes', which no module registers
+            continue  # scales of a quantized weight, such as bitsandbytes', which no module registers
         parent, own_name = split(name)
         registry: dict[str, Any] = parent._parameters if isinstance(tensor, nn.Parameter) else parent._buffers
         registry[own_name] = empty[id(tensor)]
@@ -121,9 +121,9 @@ def check_files(found: Mapping[str, Located], tensors: Mapping[str, Tensor], whe
         if found[name].entry.dtype in _FLOAT8 and scale in found and scale not in tensors
     ]
     if scaled:
-        rule = "load_pretrained does not apply the scales of quantised weights"
+        rule = "load_pretrained does not apply the scales of quantized weights"
         fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
-        raise CheckpointError(message(where, f"quantised: {listing(scaled, 3)}", rule, fix))
+        raise CheckpointError(message(where, f"quantized: {listing(scaled, 3)}", rule, fix))
     beside = {at.file.parent / "adapter_config.json" for at in found.values()}
     if found.keys().isdisjoint(tensors) and any(file.is_file() for file in beside):
         rule = "load_pretrained reads the weights of a whole model"
@@ -239,7 +239,7 @@ def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
     """Convert a transformers or peft model to the hub's layout. Local, pure.
 
     Raises:
-        CheckpointError: it is another model, is quantised, or has several adapters.
+        CheckpointError: it is another model, is quantized, or has several adapters.
     """
     bare: Any = unwrapped(skeleton(model, tensors))
     tied = getattr(bare, "all_tied_weights_keys", None) or {}  # names that transformers ties to others, which are kept
@@ -258,9 +258,9 @@ def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
         rule = "It must be a model of transformers 5, or of peft"
         raise CheckpointError(message("model", f"it is a {type(bare).__name__}", rule, "Use save_checkpoint"))
     if getattr(bare, "hf_quantizer", None) is not None:
-        rule = "Only transformers knows the layout of its quantised weights"
+        rule = "Only transformers knows the layout of its quantized weights"
         fix = "Save the parameters that train, with peft"
-        raise CheckpointError(message("model", "it is quantised by transformers", rule, fix))
+        raise CheckpointError(message("model", "it is quantized by transformers", rule, fix))
     for name in getattr(bare, "_keys_to_ignore_on_save", None) or ():
         sources.pop(name, None)
     return Export("model", _transformers("core_model_loading").revert_weight_conversion(bare, sources), bare)

@@ -1,7 +1,7 @@
 """Save tensor subclasses as their inner plain tensors, and rebuild them.
 
 The protocol is torch's own, which torch.compile uses: ``__tensor_flatten__`` and ``__tensor_unflatten__``. Blocks of
-quantised values depend on how the tensor was sharded. So each inner tensor is saved as an ordinary DTensor with one row
+quantized values depend on how the tensor was sharded. So each inner tensor is saved as an ordinary DTensor with one row
 for each shard: its first dims are the mesh axes that shard the tensor.
 """
 
@@ -27,7 +27,7 @@ from shardkit.ranks import Groups, gather_by_rank, together
 from shardkit.shards import Box, around, as_sharded, cut_box, local_value
 from shardkit.state.optimizer import tensor_leaves, with_leaves
 from shardkit.state.plan import Spec
-from shardkit.state.quantised import turns_into_values, values_of
+from shardkit.state.quantized import turns_into_values, values_of
 
 MARK = "__tensor_flatten__"  # the key of a subclass's description, next to its inner tensors
 _PLAIN = "plain"  # the inner name of a shard that is a plain tensor while others are not, such as a small one

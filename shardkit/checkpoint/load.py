@@ -63,14 +63,14 @@ def load_checkpoint(
     """Load a checkpoint into a model, its optimizer and its scheduler, in place, in any world and on any mesh.
 
     **Collective**: every rank of the world, or of ``group``, calls it. Each rank reads the bytes of its own shards;
-    ranks exchange only digests, and whether one of them failed. The kind of checkpoint is recognised by its files: a
+    ranks exchange only digests, and whether one of them failed. The kind of checkpoint is recognized by its files: a
     checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``, such as FSDP1's
     SHARDED_STATE_DICT; a file of ``torch.save``, such as FSDP1's FULL_STATE_DICT, with the optimizer's state by FQN or
     by number; a directory of such files from each rank (``*_rank_0.pt``), such as verl's, of DTensors, FSDP1's
     ShardedTensors or its LOCAL_STATE_DICT; a safetensors file, its index, or a directory of either.
 
     Quantised optimizer state, such as torchao's, comes back exactly in the shards that saved it. In others its values
-    are quantised once more, by the optimizer's own class, and rank 0 logs a warning.
+    are quantized once more, by the optimizer's own class, and rank 0 logs a warning.
 
     With as many ranks as saved, each rank gets its own random generators back. With another number, a generator that
     was equal on all ranks continues, and others are seeded by rank: different on each rank, and reproducible. The
@@ -132,11 +132,11 @@ def load_checkpoint(
         with together(groups, CheckpointError), torch.no_grad():
             check()
             progress = ProgressLine("load")
-            # The optimizer first: quantised state in DCP files shows only when it is read, and nothing is changed yet.
+            # The optimizer first: quantized state in DCP files shows only when it is read, and nothing is changed yet.
             source.read([*(load.targets if load is not None else []), *targets], progress)
             progress.close()
             if load is not None:
-                load.quantise(source, tells=rank == 0)
+                load.quantize(source, tells=rank == 0)
             if others:
                 model.load_state_dict(others, strict=False)
             if load is not None:

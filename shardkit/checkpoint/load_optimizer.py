@@ -33,7 +33,7 @@ from shardkit.state.optimizer import (
 )
 from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
 from shardkit.state.plan import Request, Spec, raise_listed, rename
-from shardkit.state.quantised import VALUES, is_quantised
+from shardkit.state.quantized import VALUES, is_quantized
 from shardkit.state.routes import local_of
 from shardkit.state.wire import copy_into
 
@@ -41,11 +41,11 @@ logger = logging.getLogger("shardkit")
 
 
 @dataclass(frozen=True)
-class Requantised:
-    """State that is read as values, then quantised like this optimizer's own."""
+class Requantized:
+    """State that is read as values, then quantized like this optimizer's own."""
 
     into: Tensor
-    saved: str | list[SavedShard]  # the key of values, or quantised shards
+    saved: str | list[SavedShard]  # the key of values, or quantized shards
 
     def tensor(self) -> Tensor:
         """Return the tensor, which :meth:`fill` has filled."""
@@ -60,7 +60,7 @@ class Requantised:
         if isinstance(self.saved, str):
             source.read([(self.saved, target)])
         else:
-            assert isinstance(source, Safetensors), "DCP files have no quantised shards"
+            assert isinstance(source, Safetensors), "DCP files have no quantized shards"
             box = part_of(target)[1]
             for shard in self.saved:
                 shared = common(box, shard.box)
@@ -77,20 +77,20 @@ class OptimizerLoad:
     names: dict[nn.Parameter, str]  # the FQN of each parameter of the model
     state: OptimizerState  # by FQN, with tensors that are to be filled
     targets: list[tuple[str, Tensor]] = field(default_factory=list)  # these tensors, with their keys
-    requantised: list[Requantised] = field(default_factory=list)  # those that are read by themselves
+    requantized: list[Requantized] = field(default_factory=list)  # those that are read by themselves
 
-    def quantise(self, source: Source, *, tells: bool) -> None:
-        """Read and quantise, one tensor at a time, what was saved in other shards. Local."""
-        for each in self.requantised:
+    def quantize(self, source: Source, *, tells: bool) -> None:
+        """Read and quantize, one tensor at a time, what was saved in other shards. Local."""
+        for each in self.requantized:
             each.fill(source)
-        if tells and (count := sum(is_quantised(each.into) for each in self.requantised)):
-            problem, rule = f"{count} tensors of its state were quantised again", "Blocks follow shards"
+        if tells and (count := sum(is_quantized(each.into) for each in self.requantized)):
+            problem, rule = f"{count} tensors of its state were quantized again", "Blocks follow shards"
             fix = "They were saved in other shards, or by another optimizer: expect one more rounding"
             logger.warning(message("optimizer", problem, rule, fix))
 
     def apply(self) -> None:
         """Give each optimizer its state and its groups their options. Local; the tensors are filled."""
-        kinds = (Pending, Requantised)
+        kinds = (Pending, Requantized)
         state = with_leaves(self.state, lambda _, each: each.tensor(), lambda value: isinstance(value, kinds))
         install(self.optimizers, self.names, state, exact=True)
 
@@ -127,14 +127,14 @@ def _placed(
 ) -> dict[str, Any]:
     """Return the stored state with memory for each tensor, and add that to what is read. Local."""
     misfits: dict[str, list[str]] = {}  # the FQNs that have each problem
-    moved: set[str] = set()  # the FQNs of which quantised state was saved in other shards
+    moved: set[str] = set()  # the FQNs of which quantized state was saved in other shards
     for fqn, entry in entries.items():
         try:
             if not all(lies_alike(each, params[fqn], "") for each in tensor_leaves(entry, _is_marked).values()):
                 moved.add(fqn)
         except CheckpointError as error:
             misfits.setdefault(str(error).lstrip(": "), []).append(fqn)
-    # Then the state that a step would make is made, to see what is quantised here, and in which blocks.
+    # Then the state that a step would make is made, to see what is quantized here, and in which blocks.
     differs = bool(moved) or any(_makes_other_state(each, load.names, entries) for each in load.optimizers)
     present = sharded_optimizer_state_dict(model, load.optimizers, initialize=differs)["state"]
 
@@ -177,11 +177,11 @@ def _place(param: nn.Parameter, path: str, leaf: Any, present: Tensor | None, lo
             load.targets.extend(rows)
             return made
     spec = leaf if isinstance(leaf, Stored) else Spec(VALUES, param.shape)
-    if _is_marked(leaf) or is_quantised(present):
+    if _is_marked(leaf) or is_quantized(present):
         into = room_for(param, path, spec, None) if present is None else present
         saved = leaf.key if isinstance(leaf, Stored) else saved_shards(leaf, param, "")
-        load.requantised.append(Requantised(into, saved))
-        return load.requantised[-1]
+        load.requantized.append(Requantized(into, saved))
+        return load.requantized[-1]
     if present is None or (present.shape, present.dtype) != (leaf.shape, leaf.dtype):
         present = room_for(param, path, leaf, present)
     load.targets.append((leaf.key, present))

@@ -99,7 +99,7 @@ def common(one: Box, other: Box) -> Box | None:
 def inside(part: Tensor, box: Box, block: Box) -> Tensor:
     """Return the view of a block in a part that lies at ``box``."""
     for dim, ((start, size), (first, count)) in enumerate(zip(box, block, strict=True)):
-        if (start, size) != (first, count):  # most quantised tensors cannot be narrowed
+        if (start, size) != (first, count):  # most quantized tensors cannot be narrowed
             part = part.narrow(dim, first - start, count)
     return part
 

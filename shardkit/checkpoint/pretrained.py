@@ -115,7 +115,7 @@ def _plan(
         raise CheckpointError(message("dtype", f"is {dtype}", rule, "Use torch.bfloat16, for example"))
     if meta := [name for name, each in flat.tensors.items() if each.is_meta and name not in state.tensors]:
         rule = "Tensors inside a subclass cannot be materialized while they are read"
-        fix = "Call shardkit.materialize(model) before the model is quantised"
+        fix = "Call shardkit.materialize(model) before the model is quantized"
         raise CheckpointError(message(listing(meta), "on meta", rule, fix))
     tensors = {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
     files = locate(path)

@@ -144,7 +144,7 @@ def fill(
 ) -> None:
     """Copy into each target, given with its key, its part of the pieces of that key. Local; one piece at a time.
 
-    Raises a CheckpointError for a quantised piece whose target is plain memory.
+    Raises a CheckpointError for a quantized piece whose target is plain memory.
     """
     wanted = [(key, *part_of(target)) for key, target in targets]
     meter = Meter(progress, sum(into.nbytes for _, into, _ in wanted))

@@ -88,7 +88,7 @@ def save_checkpoint(
     ``safetensors.torch.load_file`` and ``from_pretrained`` read; ``optimizer.safetensors``; ``state.safetensors`` and
     ``state.json`` with the rest; ``config.json`` if the model has a transformers ``config``; and ``manifest.json`` with
     sizes and checksums. None of them is a pickle. With ``format="dcp"`` model and optimizer are in DCP files, for
-    ``torch.distributed.checkpoint.load``; quantised optimizer state, which that would not find, is refused.
+    ``torch.distributed.checkpoint.load``; quantized optimizer state, which that would not find, is refused.
 
     The random generators of Python and torch are saved for every rank.
 
@@ -130,9 +130,9 @@ def save_checkpoint(
         state, named = _live_state(model, optimizer, trainable_only)
         leaves = tensor_leaves(named)
         checked = leaves if format == "dcp" else {}
-        if quantised := [name for name, tensor in checked.items() if _torch.is_wrapper(local_value(tensor))]:
-            rule = "torch's dcp.load does not find quantised state, since it is saved by its inner tensors"
-            problem, fix = f"quantised optimizer state: {listing(quantised)}", 'Use format="safetensors"'
+        if quantized := [name for name, tensor in checked.items() if _torch.is_wrapper(local_value(tensor))]:
+            rule = "torch's dcp.load does not find quantized state, since it is saved by its inner tensors"
+            problem, fix = f"quantized optimizer state: {listing(quantized)}", 'Use format="safetensors"'
             raise CheckpointError(message("format", problem, rule, f"{fix}, and load_checkpoint"))
         poll.own = has_subclass([*state.tensors.values(), *leaves.values()])
         content = None if poll.own else _content(state, named, scheduler, extra)

@@ -111,7 +111,7 @@ def _after_step(predicted: Predicted | None) -> dict[str, int]:
     return held | {"allocated": sum(held.values()), "peak": predicted.peak.total}
 
 
-# Okabe and Ito's palette, distinguishable for colour-blind readers.
+# Okabe and Ito's palette, distinguishable for color-blind readers.
 _COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")
 _GIB = 2**30
 

@@ -87,7 +87,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The modelled time of a step, in seconds, and what it sends."""
+    """The modeled time of a step, in seconds, and what it sends."""
 
     compute: float  # matrix products of forward and backward, including recomputation
     communication: float  # all collectives, overlapped or not
@@ -185,7 +185,7 @@ WORLDS = tuple(2**power for power in range(3, 15))
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One plan on one mesh: the peak in bytes on each rank, and the modelled time of a step."""
+    """One plan on one mesh: the peak in bytes on each rank, and the modeled time of a step."""
 
     strategy: str  # FSDP, HSDP or hpZ
     plan: ShardingPlan

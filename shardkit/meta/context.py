@@ -90,7 +90,7 @@ def init_on_meta() -> Iterator[None]:
     it is recorded. The code of the model sees ordinary tensors: it need not know about the meta device, and
     needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``. Local: no collective.
 
-    Everything that computes initial values belongs inside: your initialisers, ``load_state_dict``, ties, casts.
+    Everything that computes initial values belongs inside: your initializers, ``load_state_dict``, ties, casts.
     Real tensors that are made outside stay real. What depends on values (``tensor.item()``) is computed immediately,
     which costs time and, briefly, memory. Python's and numpy's random numbers are drawn as usual. On exit torch's
     generators have a placeholder state, the same on all ranks that entered in the same state; ``materialize`` sets the

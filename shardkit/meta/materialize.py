@@ -17,7 +17,7 @@ from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import is_plain_meta, is_recorded, records
-from shardkit.meta.own import Initialiser, Recorded, record_initialisers
+from shardkit.meta.own import Initialiser, Recorded, record_initializers
 from shardkit.meta.replay import Final, Player
 from shardkit.meta.rng import settle, undone_on_error
 from shardkit.meta.shards import Cutter, Target, install, meshes
@@ -145,7 +145,7 @@ class Replay:
             many as the targets need, such as none for a table of frequencies.
 
     Raises:
-        ShardkitError: nothing recorded, and no initialiser, writes some of the targets; all are named.
+        ShardkitError: nothing recorded, and no initializer, writes some of the targets; all are named.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Replay:
 
 
 def _record_missing(model: nn.Module, targets: list[Target], init: Initialiser | None) -> None:
-    """Find what was recorded for each target, and record the initialisers of what was not."""
+    """Find what was recorded for each target, and record the initializers of what was not."""
     for target in targets:
         target.recorded = _recorded(target)
     missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
@@ -209,7 +209,7 @@ def _record_missing(model: nn.Module, targets: list[Target], init: Initialiser |
         raise _error([target for target in targets if id(target.tensor) in missing], problem, rule, fix)
     if missing or init is not None:
         known = {id(t.tensor): t.recorded for t in targets if t.recorded is not None}
-        recorded = record_initialisers(model, known, missing, init)
+        recorded = record_initializers(model, known, missing, init)
         for target in targets:
             target.recorded = recorded.get(id(target.tensor), target.recorded)
 
@@ -234,16 +234,16 @@ def _error(targets: Iterable[Target], problem: str, rule: str, fix: str) -> Shar
 
 
 def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
-    quantised = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
-    if quantised:
-        rule = "The recorded initial values are plain tensors, and this class stores quantised ones"
-        raise _error(quantised, "quantised on meta", rule, "Quantise after materialize")
+    quantized = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
+    if quantized:
+        rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
+        raise _error(quantized, "quantized on meta", rule, "Quantise after materialize")
     is_defined = Definedness(tapes)
     undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
     if undefined:
-        problem = "would stay uninitialised: neither the construction nor an initialiser of the model writes all of it"
+        problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
         fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
-        raise _error(undefined, problem, "materialize never leaves values uninitialised", fix)
+        raise _error(undefined, problem, "materialize never leaves values uninitialized", fix)
     # A parameter from before fully_shard would get values of its own, and never train.
     registered = [t.recorded for t in targets if t.slots]
     stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.recorded in registered]

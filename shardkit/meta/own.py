@@ -1,4 +1,4 @@
-"""Record initialisers, the user's ``init`` or the model's own methods, like a construction.
+"""Record initializers, the user's ``init`` or the model's own methods, like a construction.
 
 They write to full-size tensors although the model is sharded: meta stand-ins replace the parameters during the call,
 and the tape records what happens to them.
@@ -27,10 +27,10 @@ _RESET = ("reset_parameters", "_reset_parameters")
 _WHOLE_MODEL = ("init_weights", "initialize_weights", "_init_weights")
 
 
-def record_initialisers(
+def record_initializers(
     model: nn.Module, known: dict[int, Recorded], missing: set[int], init: Initialiser | None
 ) -> dict[int, Recorded]:
-    """Record the initialisation of the missing tensors, and with ``init`` also of the known ones.
+    """Record the initialization of the missing tensors, and with ``init`` also of the known ones.
 
     ``known`` is what was recorded, by ``id`` of the model's tensor: ``init`` starts from these values, as
     ``model.apply(init)`` does after construction. ``missing`` has the ``id`` of each meta tensor without a recording.
@@ -47,7 +47,7 @@ def record_initialisers(
                 model.apply(init)
             else:
                 _run_own(model, missing, slots)
-            # By place, not by stand-in: an initialiser may assign a new tensor.
+            # By place, not by stand-in: an initializer may assign a new tensor.
             places = [(id(t), tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted]
             return {key: (recorder.tape, recorder.view(tensor)) for key, tensor in places}
 
@@ -60,7 +60,7 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
 def _like(tensor: Tensor, stand_in: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-    stand_in.__dict__.update(tensor.__dict__)  # marks that initialisers look for
+    stand_in.__dict__.update(tensor.__dict__)  # marks that initializers look for
     return stand_in
 
 
@@ -80,7 +80,7 @@ def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor
 
 
 def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
-    """Call ``reset_parameters`` of modules that own missing tensors, then initialisers of whole models."""
+    """Call ``reset_parameters`` of modules that own missing tensors, then initializers of whole models."""
     registries = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
     owners = {each for each in model.modules() if {id(each._parameters), id(each._buffers)} & registries}
     _check_resets(model, owners)
@@ -91,11 +91,11 @@ def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
             method()
 
     model.apply(reset)
-    _initialise_whole(model)
+    _initialize_whole(model)
 
 
 def _check_resets(model: nn.Module, owners: set[nn.Module]) -> None:
-    """Raise for missing tensors below a module whose initialiser takes arguments that only its constructor knew."""
+    """Raise for missing tensors below a module whose initializer takes arguments that only its constructor knew."""
     unknown = {}
     for name, module in model.named_modules():
         methods = [each for each in dir(type(module)) if each.startswith("reset_") and each.endswith("_parameters")]
@@ -103,19 +103,19 @@ def _check_resets(model: nn.Module, owners: set[nn.Module]) -> None:
         if method is not None and not owners.isdisjoint(module.modules()):
             unknown[name or "(root)"] = method
     if unknown:
-        problem = f"initialised by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
+        problem = f"initialized by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
         rule = "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
         rule += "adapters have others, and materialize does not guess values"
         fix = "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)"
         raise ShardkitError(message(listing(unknown), problem, rule, fix))
 
 
-def _initialise_whole(module: nn.Module) -> None:
+def _initialize_whole(module: nn.Module) -> None:
     """Call the outermost ``init_weights()``, or ``_init_weights(module)`` on all modules below it."""
     method = _method(module, _WHOLE_MODEL)
     if method is None or _num_required(method) > 1:
         for child in module.children():
-            _initialise_whole(child)
+            _initialize_whole(child)
     elif _num_required(method) == 0:
         method()
     else:

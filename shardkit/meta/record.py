@@ -276,7 +276,7 @@ class _Constant:
 class Disguise(TorchFunctionMode):
     """Makes meta tensors look like ordinary ones where no aten call is made.
 
-    transformers, torch.nn.init and others skip initialisers for meta tensors, which ordinary construction would run.
+    transformers, torch.nn.init and others skip initializers for meta tensors, which ordinary construction would run.
     Methods that return values (``tolist``, ``numpy``) compute them from the tape.
     """
 

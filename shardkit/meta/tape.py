@@ -1,6 +1,6 @@
 """The tape: what ordinary construction computes, as plain records of aten calls.
 
-A tensor on the tape is a ``View``: which storage, and where in it. That is all that views, in-place initialisers,
+A tensor on the tape is a ``View``: which storage, and where in it. That is all that views, in-place initializers,
 deep copies and ties need to be exact, because two tensors share memory here just when they share it in an
 ordinary construction.
 """

@@ -34,7 +34,7 @@ SMALL: Shapes = {1: [(5,)], 2: [(5, 4)], 3: [(5, 3, 4)], 4: [(5, 2, 3, 3)]}
 # 8-bit optimizers leave tensors below 4,096 elements alone, and those that their blocks of 256 do not divide; the
 # halves of these are such, the whole ones are not. They come after the small ones, since Shampoo would take minutes.
 LONG: Shapes = {1: [(8448,), (8320,)], 2: [(132, 64), (130, 64)], 3: [], 4: []}
-QUANTISED: Shapes = SMALL | {2: [(64, 64)]}  # the smallest matrix whose state torchao's optimizers quantise
+QUANTIZED: Shapes = SMALL | {2: [(64, 64)]}  # the smallest matrix whose state torchao's optimizers quantize
 OPTIONS = {"weight_decay": 0.1, "momentum": 0.9}  # in place of zeros
 # Relative to the largest element. Vectorized loops round the ends of a tensor differently, by 1e-7. An update that is
 # not element-wise is off by 1e-3 and more, because the gradients of one half are larger than those of the other.
@@ -108,7 +108,7 @@ def coupled(optimizer: Optimizer, slices: bool) -> str | None:
     groups = groups_to_try(optimizer, stand_in)
     with undisturbed(groups):
         joint = step_copy(optimizer, groups, kept(slice(None)), {})
-        _check_state(step_copy(optimizer, groups, parts_of(QUANTISED, PARTS[0]), {}))
+        _check_state(step_copy(optimizer, groups, parts_of(QUANTIZED, PARTS[0]), {}))
         for part in (slice(0, 1), slice(1, None)):
             for key, value in step_copy(optimizer, groups, kept(part), {}).items():
                 is_tensor = len(key) == 4

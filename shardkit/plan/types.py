@@ -81,7 +81,7 @@ class ParamSpec(NamedTuple):
         return self.nbytes_of(self.numel)
 
     def nbytes_of(self, numel: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes of ``numel`` of its elements, in ``dtype`` or as stored; ``dtype`` does not cast quantised classes."""
+        """Bytes of ``numel`` of its elements, in ``dtype`` or as stored; ``dtype`` does not cast quantized classes."""
         return round(numel * self.element_bytes) if self.element_bytes else numel * (dtype or self.dtype).itemsize
 
 

@@ -32,7 +32,7 @@ def tiled_loss(
         labels: (...), of the same tokens: a causal model's are shifted first.
         tiles: the most tiles; fewer tokens make fewer.
         loss: maps the logits and labels of any tokens to their sum, for one that caps the logits first, or weighs
-            tokens: labels may have further dims. None is the cross entropy of the tokens that are not labelled -100, in
+            tokens: labels may have further dims. None is the cross entropy of the tokens that are not labeled -100, in
             float32 at least.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Detect quantised weights whose scales are not in the state dict."""
+"""Detect quantized weights whose scales are not in the state dict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor)
 
 
 def check_complete(model: nn.Module, state: ModelState) -> None:
-    """Raise for quantised weights of which the state has the packed values without their scales. Local.
+    """Raise for quantized weights of which the state has the packed values without their scales. Local.
 
     These are subclasses that torch cannot flatten, with tensors in their attributes, and weights of bitsandbytes whose
     module does not write the scales: FSDP2 shards the packed values and leaves the rest behind.
@@ -38,8 +38,8 @@ def check_complete(model: nn.Module, state: ModelState) -> None:
             if is_gone or (attached and not any(id(each) in kept for each in attached)):
                 lost.append(fqn)
     if lost:
-        rule = "A quantised weight is its packed values and their scales, and state_dict() has only the values"
-        fix = "Save the trainable parameters with save_checkpoint(..., trainable_only=True), and quantise the base "
+        rule = "A quantized weight is its packed values and their scales, and state_dict() has only the values"
+        fix = "Save the trainable parameters with save_checkpoint(..., trainable_only=True), and quantize the base "
         fix += "again from its own files; or shard with shard_model, which keeps the scales in the state"
         raise ShardkitError(message(listing(lost), "its scales are not in state_dict()", rule, fix))
 
@@ -61,5 +61,5 @@ def _attached(module: nn.Module, name: str, param: Tensor) -> Iterator[Tensor]:
 
 
 def _is_matmul_state(value: object) -> bool:
-    """Whether it is what ``Linear8bitLt`` keeps of its weight: scales, and whether that is quantised."""
+    """Whether it is what ``Linear8bitLt`` keeps of its weight: scales, and whether that is quantized."""
     return hasattr(value, "SCB") and hasattr(value, "has_fp16_weights")

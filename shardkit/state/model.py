@@ -61,7 +61,7 @@ def full_state_dict(
 
     Raises:
         ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
-            has a quantised weight without its scales.
+            has a quantized weight without its scales.
 
     Example:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)

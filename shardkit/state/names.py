@@ -60,7 +60,7 @@ def wants_live() -> bool:
 def model_state(model: nn.Module) -> ModelState:
     """Return the state of a model. Local; reshards units that a forward left unsharded, as ``state_dict()`` does.
 
-    It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognised by identity, since a rank's
+    It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognized by identity, since a rank's
     shard may have no memory. Raises for two names that differ by wrappers only.
     """
     check_module(model)

@@ -15,7 +15,7 @@ from shardkit._torch import make_adagrad_state
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups, gather_by_rank, groups_of, together
 from shardkit.state.names import parameter_names, repeated
-from shardkit.state.quantised import is_quantised, values_of, written
+from shardkit.state.quantized import is_quantized, values_of, written
 from shardkit.state.routes import Routes, routes_of
 from shardkit.state.transfer import Want, gathered
 
@@ -82,7 +82,7 @@ def full_optimizer_state_dict(
 ) -> OptimizerState:
     """Return :func:`sharded_optimizer_state_dict` with plain, full copies of the tensors.
 
-    Quantised state, such as torchao's, is gathered as float32 values, and quantised as the optimizer quantises the
+    Quantised state, such as torchao's, is gathered as float32 values, and quantized as the optimizer quantizes the
     state of the full parameter: what it would hold without sharding, up to one more rounding.
 
     **Collective**: every rank calls it. Messages and memory are as in :func:`full_state_dict`.
@@ -100,16 +100,16 @@ def full_optimizer_state_dict(
         poll.same = {"rank0_only": rank0_only}
         optimizers = optimizers_of(optimizer)
         sharded = sharded_optimizer_state_dict(model, optimizers)
-        poll.own = has_quantised(sharded)
-    quantising: list[Optimizer] = []
+        poll.own = has_quantized(sharded)
+    quantizing: list[Optimizer] = []
     if poll.any:
-        quantising = _quantising(optimizers, groups_of(model))
+        quantizing = _quantizing(optimizers, groups_of(model))
         sharded = as_values(sharded, groups_of(model))
     routes = routes_of([*parameter_names(model), *tensor_leaves(sharded).values()])
     full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
     if rank0_only and not routes.is_root:
         return {}
-    full = _quantised_whole(full, model, quantising, torch.device(device)) if poll.any else full
+    full = _quantized_whole(full, model, quantizing, torch.device(device)) if poll.any else full
     return with_flat_state(full, optimizers, parameter_names(model), flat=True)
 
 
@@ -134,32 +134,32 @@ def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
     return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or routes.is_root else None
 
 
-def has_quantised(tree: object) -> bool:
-    """Whether any tensor in nested dicts is quantised on this rank. Local."""
-    return any(map(is_quantised, tensor_leaves(tree).values()))
+def has_quantized(tree: object) -> bool:
+    """Whether any tensor in nested dicts is quantized on this rank. Local."""
+    return any(map(is_quantized, tensor_leaves(tree).values()))
 
 
 def as_values(tree: Any, groups: Groups) -> Any:
-    """Replace tensors that are quantised on any rank by their values. Collective over ``groups``."""
-    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantised(tensor)]
+    """Replace tensors that are quantized on any rank by their values. Collective over ``groups``."""
+    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantized(tensor)]
     names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
     return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)
 
 
 def written_entry(entry: Any, into: Mapping[str, Any]) -> Any:
-    """Return a parameter's state, quantised where it is in ``into``, the same parameter's, in its memory. Local."""
+    """Return a parameter's state, quantized where it is in ``into``, the same parameter's, in its memory. Local."""
     there = tensor_leaves(into)
     return with_leaves(entry, lambda path, values: written(values, there.get(path)))
 
 
-def _quantising(optimizers: list[Optimizer], groups: Groups) -> list[Optimizer]:
-    """Return those that have quantised state on any rank. Collective over ``groups``."""
-    own = [has_quantised(list(each.state.values())) for each in optimizers]
+def _quantizing(optimizers: list[Optimizer], groups: Groups) -> list[Optimizer]:
+    """Return those that have quantized state on any rank. Collective over ``groups``."""
+    own = [has_quantized(list(each.state.values())) for each in optimizers]
     by_rank = gather_by_rank(own, groups).values() if groups else [own]
     return [each for each, *found in zip(optimizers, *by_rank, strict=False) if any(found)]
 
 
-def _quantised_whole(
+def _quantized_whole(
     full: OptimizerState, model: nn.Module, optimizers: list[Optimizer], device: torch.device
 ) -> OptimizerState:
     """Quantise full values as the optimizer would for the full parameters, one at a time. Local."""

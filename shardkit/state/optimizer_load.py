@@ -23,7 +23,7 @@ from shardkit.state.optimizer import (
     OptimizerState,
     as_values,
     group_names,
-    has_quantised,
+    has_quantized,
     optimizers_of,
     renamed_state,
     sharded_optimizer_state_dict,
@@ -59,8 +59,8 @@ def load_full_optimizer_state_dict(
     before. The dict is not changed.
 
     State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
-    plain; if the optimizer has state already, its placements are kept. If the dict or the optimizer has quantised
-    state, such as torchao's, values are quantised as the optimizer quantises the state of these shards.
+    plain; if the optimizer has state already, its placements are kept. If the dict or the optimizer has quantized
+    state, such as torchao's, values are quantized as the optimizer quantizes the state of these shards.
 
     **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
 
@@ -82,7 +82,7 @@ def load_full_optimizer_state_dict(
         routes = routes_of(names)
         given = _checked(state_dict) if src == "all" or routes.is_root else {}
         given = with_flat_state(given, optimizers, names, flat=False) if given else given
-        poll.own = has_quantised([given, [list(each.state.values()) for each in optimizers]])
+        poll.own = has_quantized([given, [list(each.state.values()) for each in optimizers]])
     if poll.any:
         given = as_values(given, groups)
     present: dict[str, Any] = {}

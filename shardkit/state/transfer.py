@@ -80,13 +80,13 @@ def buckets(items: Iterable[tuple[Tensor, torch.dtype, Any]], routes: Routes, pl
 def gathers(tensors: Iterable[tuple[str, Tensor]], routes: Routes, want: Want) -> list[Bucket]:
     """Return the buckets in which tensors are gathered, by name; other than DTensors are not sent. Local.
 
-    Raises a ShardkitError for quantised weights, whose shards torch cannot join.
+    Raises a ShardkitError for quantized weights, whose shards torch cannot join.
     """
     tensors = list(tensors)
     if unfit := [name for name, like in tensors if isinstance(like, DTensor) and is_wrapper(local_value(like))]:
-        rule = "Shards of a quantised weight have no full tensor: blocks and scales are each shard's own"
+        rule = "Shards of a quantized weight have no full tensor: blocks and scales are each shard's own"
         fix = "Save it with save_checkpoint; merge adapters into the base in full precision"
-        raise ShardkitError(message(listing(unfit), "quantised, and cannot be gathered", rule, fix))
+        raise ShardkitError(message(listing(unfit), "quantized, and cannot be gathered", rule, fix))
     return buckets(((like, want.dtype_of(like), (name, like)) for name, like in tensors), routes, Route())
 
 

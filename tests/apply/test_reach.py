@@ -225,7 +225,7 @@ def test_materialize_names_what_would_stay_on_meta() -> None:
         model = Frozenlike()
     with fake_world(2):
         shard_model(model)
-        with pytest.raises(ShardkitError, match=r"teacher\[0\]\.weight \(an attribute\).* would stay uninitialised"):
+        with pytest.raises(ShardkitError, match=r"teacher\[0\]\.weight \(an attribute\).* would stay uninitialized"):
             materialize(model)
     with init_on_meta():
         model = built("list")

@@ -260,7 +260,7 @@ def test_a_file_that_is_cut_off_is_one_error(cut, tmp_path):
         ({"model.safetensors": b"PK\x03\x04" * 9}, "it is a pickle"),
     ],
 )
-def test_what_is_not_recognised_is_said_with_what_was_seen(files, said, tmp_path):
+def test_what_is_not_recognized_is_said_with_what_was_seen(files, said, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=said):

@@ -19,14 +19,14 @@ from shardkit.testing import distributed
 
 
 class Adapted(nn.Module):
-    """A quantised base that is frozen, and an adapter that trains."""
+    """A quantized base that is frozen, and an adapter that trains."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base, self.adapter = base, nn.Linear(64, 8)
 
 
-def quantised(kind: str, seed: int = 0) -> Adapted:
+def quantized(kind: str, seed: int = 0) -> Adapted:
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
     base = bnb.nn.Linear4bit(64, 64) if kind == "4bit" else bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
@@ -35,7 +35,7 @@ def quantised(kind: str, seed: int = 0) -> Adapted:
 
 @distributed(world_size=2, backend="gloo")
 def saves_by_fully_shard(kind, folder):
-    model = quantised(kind)
+    model = quantized(kind)
     fully_shard(model.base, mesh=mesh_of((2,)))
     fully_shard(model, mesh=mesh_of((2,)))
     with pytest.raises(ShardkitError, match=r"base\.weight: its scales are not in state_dict"):
@@ -58,7 +58,7 @@ def test_without_its_scales_a_weight_is_refused_and_the_adapter_is_saved(kind, t
 
 @distributed(world_size=2, backend="gloo")
 def saves_by_shard_model(kind, folder):
-    model = quantised(kind)
+    model = quantized(kind)
     plain = model.state_dict()
     shard_model(model, mesh=mesh_of((2,)))
     assert_same(dict(full_state_dict(model, rank0_only=False)), dict(plain))
@@ -68,7 +68,7 @@ def saves_by_shard_model(kind, folder):
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_with_its_scales_in_the_state_a_weight_is_saved_and_loads(kind, tmp_path):
     saves_by_shard_model(kind, tmp_path)
-    saved, fresh = quantised(kind), quantised(kind)
+    saved, fresh = quantized(kind), quantized(kind)
     with torch.no_grad():
         for tensor in fresh.state_dict().values():
             tensor.zero_()

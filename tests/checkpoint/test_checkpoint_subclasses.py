@@ -1,4 +1,4 @@
-"""Checkpoints of tensor subclasses: float8 weights, quantised bases and quantised optimizer state, both formats."""
+"""Checkpoints of tensor subclasses: float8 weights, quantized bases and quantized optimizer state, both formats."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def to_int8(net: nn.Module) -> None:
     from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
 
     for layer in (net[0], net[2]):
-        quantised = Int8QuantizedTrainingLinearWeight.from_float(layer.weight.detach())
-        layer.weight = nn.Parameter(quantised, requires_grad=False)
+        quantized = Int8QuantizedTrainingLinearWeight.from_float(layer.weight.detach())
+        layer.weight = nn.Parameter(quantized, requires_grad=False)
 
 
 _CONVERT = {"plain": lambda net: None, "float8": to_float8, "nf4": to_nf4, "int8": to_int8}
@@ -143,13 +143,13 @@ def test_optimizer_state_comes_back_as_what_it_was(name, tmp_path):
     optimizer = make_optimizer(name, net)
     step(net, optimizer, 2)
     saved = copy.deepcopy(state_of(net, optimizer))
-    with pytest.raises(CheckpointError, match=r'quantised optimizer state.*Use format="safetensors"'):
+    with pytest.raises(CheckpointError, match=r'quantized optimizer state.*Use format="safetensors"'):
         save_checkpoint(tmp_path / "dcp", net, optimizer, format="dcp")  # where dcp.load would not find it
     assert not (tmp_path / "dcp").exists()
     save_checkpoint(tmp_path / "c", net, optimizer, async_=True).wait()
     step(net, optimizer)
-    quantised = [key for key, state in saved["0.weight"].items() if "class" in state]
-    assert quantised == ([] if torch.distributed.get_rank() == 0 else ["exp_avg", "exp_avg_sq"])  # 65 and 64 rows
+    quantized = [key for key, state in saved["0.weight"].items() if "class" in state]
+    assert quantized == ([] if torch.distributed.get_rank() == 0 else ["exp_avg", "exp_avg_sq"])  # 65 and 64 rows
     assert "class" in saved["2.weight"]["exp_avg"]
 
     fresh = build("plain", seed=1)
@@ -214,7 +214,7 @@ def test_alone_and_of_a_class_that_is_not_there(tmp_path):
     load_checkpoint(tmp_path / "d", fresh, resumed)
     assert_same(state_of(fresh, resumed), state_of(net, optimizer))
     for kind in ("dcp", "full"):
-        with pytest.raises(CheckpointError, match=r"quantised state of 2\.weight.*Convert to safetensors"):
+        with pytest.raises(CheckpointError, match=r"quantized state of 2\.weight.*Convert to safetensors"):
             convert_checkpoint(tmp_path / "c", tmp_path / "e", to=kind)
     assert not (tmp_path / "e").exists()
 
@@ -250,7 +250,7 @@ def test_a_class_that_cannot_be_taken_apart_is_refused_before_anything_is_writte
 
 
 @distributed(world_size=2, backend="gloo")
-def test_weights_that_are_quantised_on_meta_are_refused_by_name(tmp_path):
+def test_weights_that_are_quantized_on_meta_are_refused_by_name(tmp_path):
     save_checkpoint(tmp_path / "c", build("nf4", mesh=False))
     with torch.device("meta"):
         net = build("nf4")

@@ -220,7 +220,7 @@ def test_files_that_are_not_a_models_own_weights_are_one_error(strict, tmp_path)
     tensors = {name: value.to(torch.float8_e4m3fn) for name, value in before.items() if "q_proj" in name}
     scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in tensors}
     save_file({**before, **tensors, **scales, "lm_head.weight": torch.ones(1)}, tmp_path / "fp8.safetensors")
-    with pytest.raises(CheckpointError, match=r"quantised: .*q_proj\.weight \(torch\.float8_e4m3fn, with .*scales"):
+    with pytest.raises(CheckpointError, match=r"quantized: .*q_proj\.weight \(torch\.float8_e4m3fn, with .*scales"):
         load_pretrained(model, tmp_path / "fp8.safetensors", strict=strict)
     assert_equal(model.state_dict(), before)
 

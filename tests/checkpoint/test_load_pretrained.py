@@ -367,7 +367,7 @@ def test_a_buffer_that_nobody_would_write_is_named(tmp_path):
     before = snapshot(model)
     with pytest.raises(ShardkitError) as caught:
         load_pretrained(model, path)
-    assert str(caught.value).startswith("frequencies, noise: would stay uninitialised")
+    assert str(caught.value).startswith("frequencies, noise: would stay uninitialized")
     assert snapshot(model) == before
 
 

@@ -1,4 +1,4 @@
-"""Tiny random transformers models: real modelling code, weights of a few thousand elements, no dropout."""
+"""Tiny random transformers models: real modeling code, weights of a few thousand elements, no dropout."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_what_cannot_be_tiled_despite_its_name_is_left_whole() -> None:
 
 def test_which_modules_are_mlps() -> None:
     class ConvMlp(nn.Conv2d):
-        """Mixes neighbours."""
+        """Mixes neighbors."""
 
     class SparseMLP(nn.Module):
         def __init__(self) -> None:

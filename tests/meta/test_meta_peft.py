@@ -105,7 +105,7 @@ def test_load_pretrained_of_the_base(tmp_path):
         load_pretrained(shard_model(adapted(model, "lora")), tmp_path, strict=False)
 
 
-def test_adapters_made_afterwards_take_an_initialiser():
+def test_adapters_made_afterwards_take_an_initializer():
     def init(module):
         if hasattr(module, "lora_A"):
             nn.init.ones_(module.lora_A["default"].weight)

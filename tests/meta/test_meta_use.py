@@ -1,4 +1,4 @@
-"""Meta init, on one rank of a fake world: what stays the same object, initialisers, errors that change nothing."""
+"""Meta init, on one rank of a fake world: what stays the same object, initializers, errors that change nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_casts_after_the_context_are_followed():
     assert differences(plain, materialize(shard(model.to(torch.bfloat16)))) == []
 
 
-# ---- initialisers ----------------------------------------------------------------------------------------------
+# ---- initializers ----------------------------------------------------------------------------------------------
 
 
 def scaled(module: nn.Module) -> None:
@@ -220,10 +220,10 @@ class Garbage(nn.Module):
 
 
 @pytest.mark.parametrize("context", [init_on_meta, lambda: torch.device("meta")], ids=["recorded", "plain"])
-def test_whatever_would_stay_uninitialised_is_listed(context):
+def test_whatever_would_stay_uninitialized_is_listed(context):
     with context():
         model = Garbage()
-    names = r"^never, partly, derived, masked, table: would stay uninitialised"
+    names = r"^never, partly, derived, masked, table: would stay uninitialized"
     refused(shard(model), names + r".* pass materialize\(model, init=...\)")
 
 
@@ -235,7 +235,7 @@ def test_whatever_init_leaves_out_is_listed():
         if getattr(module, "out_features", None) == 5:
             nn.init.zeros_(module.weight)
 
-    refused(model, r"^0\.bias, 1\.weight, 1\.bias: would stay uninitialised", init=init)
+    refused(model, r"^0\.bias, 1\.weight, 1\.bias: would stay uninitialized", init=init)
 
 
 def test_ties_made_afterwards():
@@ -275,7 +275,7 @@ def test_sharding_inside_the_context():
         shard(net())
 
 
-def test_an_initialiser_that_raises_leaves_the_model():
+def test_an_initializer_that_raises_leaves_the_model():
     model = build_sharded(net)
     before = meta_state(model)
     with pytest.raises(ZeroDivisionError):

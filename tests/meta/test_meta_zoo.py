@@ -16,7 +16,7 @@ from shardkit.meta import init_on_meta, materialize
 from shardkit.testing import fake_world
 
 # What each is here for: trunc_normal_ (ViT, ModernBERT), copies of it with own loops (Swin), storages made by
-# hand (RWKV), activations with parameters (Apertus), state-space initialisers (Mamba, Jamba), experts, encoders
+# hand (RWKV), activations with parameters (Apertus), state-space initializers (Mamba, Jamba), experts, encoders
 # with sinusoids (Whisper, Pegasus), other attention (DeBERTa), composite models (CLIP), recurrent blocks.
 SPECIAL = [
     "ViTForImageClassification", "ModernBertForMaskedLM", "ModernBertDecoderForCausalLM", "SwinModel",
@@ -75,7 +75,7 @@ def test_transformers_built_under_plain_meta(name):
 
 
 def test_a_recording_of_transformers_is_not_taken_for_a_meta_model():
-    """transformers leaves out its initialisers on meta, by several kinds of tests; none may succeed."""
+    """transformers leaves out its initializers on meta, by several kinds of tests; none may succeed."""
     with init_on_meta():
         model = ZOO["llama"].build()
         assert all(getattr(module, "_is_hf_initialized", False) for module in model.modules())

@@ -90,7 +90,7 @@ def test_built_before_sharding():
 
 
 @distributed(world_size=4, backend="gloo")
-def test_parameters_unsharded_after_a_forward_are_recognised():
+def test_parameters_unsharded_after_a_forward_are_recognized():
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     optimizer = torch.optim.AdamW(model.parameters())

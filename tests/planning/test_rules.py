@@ -133,7 +133,7 @@ def test_resharding_by_default_and_when_asked() -> None:
     assert reshards[4] == [4] * 6
 
 
-def test_neighbours_that_are_left_are_together() -> None:
+def test_neighbors_that_are_left_are_together() -> None:
     rules = [by_name("layers.0", reshard_after_forward=False), by_class(Block, together=2)]
     assert names(Decoder(), rules) == ["layers.0", "[layers.1, layers.2]", "(root)"]
     with pytest.raises(PlanError, match=r"by_class\(Block\), together: 0"):

@@ -196,7 +196,7 @@ class Marked(tf.LlamaForCausalLM):
             return super().forward(input_ids, attention_mask, **kwargs)
 
 
-class Neighbours(tf.LlamaForCausalLM):
+class Neighbors(tf.LlamaForCausalLM):
     """A model that mixes tokens where no name shows it."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
@@ -215,7 +215,7 @@ REFUSED = {
     "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv: a Lfm2ShortConv"),
     "own attention": (lambda: build("Bloom", n_layer=1), "a BloomAttention, which computes attention inside"),
     "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
-    "hidden": (lambda: Neighbours(build("Llama").config).double(), "of the tokens differ"),
+    "hidden": (lambda: Neighbors(build("Llama").config).double(), "of the tokens differ"),
     "plain": (lambda: torch.nn.Linear(4, 4), "without a model of transformers"),
 }
 

@@ -61,7 +61,7 @@ def test_every_layout_gets_the_values_in_place(layout, src):
 @pytest.mark.parametrize("src", ["rank0", "all"])
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tensor_parallel", "columns", "ignoring", "offloaded"])
 @distributed(world_size=4, backend="gloo")
-def test_meta_models_are_materialised(layout, src):
+def test_meta_models_are_materialized(layout, src):
     with init_on_meta():
         model = Net()
     model = LAYOUTS[layout](model)
@@ -324,6 +324,6 @@ def test_a_process_alone_needs_no_group():
 def test_a_buffer_that_nothing_gives_a_value_is_named():
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ShardkitError, match="table: would stay uninitialised"):
+    with pytest.raises(ShardkitError, match="table: would stay uninitialized"):
         load_full_state_dict(model, full_other_values())
     assert model.embed.weight.is_meta

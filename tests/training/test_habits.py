@@ -200,7 +200,7 @@ def test_10_ranks_that_start_from_different_values():
         shard_model(Decoder())
 
 
-def test_11_and_12_initialisation_after_sharding(said: Callable[[], str]) -> None:
+def test_11_and_12_initialization_after_sharding(said: Callable[[], str]) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight)

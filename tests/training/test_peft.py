@@ -48,7 +48,7 @@ def base(kind: str = "float32", tied: bool = False) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head" and kind != "bfloat16":
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, _QUANTISE[kind](module))
+            setattr(model.get_submodule(parent), own, _QUANTIZE[kind](module))
     return model
 
 
@@ -69,7 +69,7 @@ def to_bnb4(module: nn.Linear) -> nn.Module:
     return made.to("cpu")
 
 
-_QUANTISE = {"nf4": to_nf4, "bnb4": to_bnb4}
+_QUANTIZE = {"nf4": to_nf4, "bnb4": to_bnb4}
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 
 
@@ -143,7 +143,7 @@ def test_adapters_train_resume_and_load_into_plain_peft(tmp_path):
 
 
 @pytest.mark.parametrize(("on", "kind", "package"), [("nf4", "alone", "torchao"), ("bnb4", "ia3", "bitsandbytes")])
-def test_adapters_on_a_quantised_base(on, kind, package, tmp_path):
+def test_adapters_on_a_quantized_base(on, kind, package, tmp_path):
     pytest.importorskip(package)
     check_on_2(tmp_path, on, kind)
 
@@ -182,7 +182,7 @@ class Gathered(TorchDispatchMode):
 
 
 @distributed(world_size=2, backend="gloo")
-def test_the_plan_counts_what_a_quantised_base_holds_and_gathers():
+def test_the_plan_counts_what_a_quantized_base_holds_and_gathers():
     pytest.importorskip("torchao")
     model = adapted("nf4", "alone")
     plan = plan_model(model)
@@ -191,23 +191,23 @@ def test_the_plan_counts_what_a_quantised_base_holds_and_gathers():
     assert {spec.element_bytes for spec in ShardingPlan.from_dict(older).params} == {0.0}
     sizes = [unit_bytes(plan, unit, OptimizerBytes.of("none")) for unit in plan.units]
     model = shard_model(model)
-    held = quantised = 0
+    held = quantized = 0
     for param in model.parameters():
         local = param.to_local()
         parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]] if type(local) is not Tensor else []
         held += sum(part.nbytes for part in parts or [local])
-        quantised += bool(parts)
+        quantized += bool(parts)
     with Gathered() as gathered:
         model(IDS)
-    whole = quantised * 17 * 2  # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
-    assert quantised == 14
+    whole = quantized * 17 * 2  # scaler_mean and the 16 values of nf4: every rank holds them, and none gathers them
+    assert quantized == 14
     assert held == sum(size.shard for size in sizes) + whole // 2
     assert gathered.nbytes == sum(size.gather for size in sizes) - whole
 
 
 @distributed(world_size=2, backend="gloo")
-def test_a_quantised_base_is_not_gathered():
+def test_a_quantized_base_is_not_gathered():
     pytest.importorskip("torchao")
     model = shard_model(adapted("nf4", "alone"))
-    with pytest.raises(ShardkitError, match=r"q_proj.*quantised, and cannot be gathered"), full_params(model):
+    with pytest.raises(ShardkitError, match=r"q_proj.*quantized, and cannot be gathered"), full_params(model):
         pass

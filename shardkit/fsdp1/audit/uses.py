@@ -38,8 +38,8 @@ _NORM = Row(
     'clip_grad_norm_(model, float("inf"))',
     "loop",
 )
-INITIALISERS = ("reset_parameters", "init_weights", "_init_weights", "initialize_weights")
-_INITIALISER = Row(
+INITIALIZERS = ("reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+_INITIALIZER = Row(
     "decision",
     "call it before sharding, or by materialize: after sharding, values depend on the number of ranks",
     topic="wrapping",
@@ -253,7 +253,7 @@ class Uses:
         if self._wraps and _is_norm_of_gradients(node) and not any(map(_is_norm_of_gradients, self._around)):
             return Use(node, "norm of gradients", _NORM, "call", likely=True, children=children)
         function = node.func
-        if not isinstance(function, ast.Attribute) or function.attr not in INITIALISERS:
+        if not isinstance(function, ast.Attribute) or function.attr not in INITIALIZERS:
             return None
         model = function.value
         while isinstance(model, (ast.Attribute, ast.Subscript)) and not self._flow.values(model):
@@ -261,7 +261,7 @@ class Uses:
         items = [item for each in self._around if isinstance(each, ast.With) for item in each.items]
         if WRAPPED not in self._flow.values(model) or any("summon" in ast.unparse(each) for each in items):
             return None
-        return Use(node, f"{FSDP}.{function.attr}", _INITIALISER, "call", children=children)
+        return Use(node, f"{FSDP}.{function.attr}", _INITIALIZER, "call", children=children)
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> Use | None:
         """Return the use if this calls a method of a wrapped model, or one that only FSDP1 has."""

@@ -1,6 +1,6 @@
 """Translate configuration files of other tools: ``from_config``.
 
-``recognise`` finds the format. The format's tables answer for its keys through a ``reader``, and make a ``target`` of
+``recognize`` finds the format. The format's tables answer for its keys through a ``reader``, and make a ``target`` of
 them. ``target`` builds the plan of a model; ``write`` writes a file or code.
 """
 
@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.reader import Reader, load
-from shardkit.fsdp1.configs.recognise import FORMATS, recognise
+from shardkit.fsdp1.configs.recognize import FORMATS, recognize
 from shardkit.fsdp1.configs.target import Ranks, Reading, build
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import check_ranks
@@ -32,7 +32,7 @@ def from_config(
 ) -> Translation:
     """Return the plan that a configuration of another tool asks for, and a note for every key of it.
 
-    Pure and local: the model does not change, and it may be on the meta device. Formats are recognised by their
+    Pure and local: the model does not change, and it may be on the meta device. Formats are recognized by their
     keys: accelerate, transformers' TrainingArguments, axolotl, ROLL, Lightning, DeepSpeed, and a plain YAML with
     ``fsdp: True``. Each note says whether its key is mapped, implied, noted, refused, not about sharding, or unknown.
 
@@ -42,7 +42,7 @@ def from_config(
         model: the whole model, not sharded yet.
         world_size: ranks to plan for; None takes the process group's or torchrun's, else what the configuration says.
         ranks_per_node: ranks per node, for hybrid strategies; None takes torchrun's, or what the configuration says.
-        format: ``"accelerate"``, ``"transformers"``, ...; None recognises it by the keys.
+        format: ``"accelerate"``, ``"transformers"``, ...; None recognizes it by the keys.
         strict: raise if a key is refused; with False, look at ``Translation.refused`` yourself.
 
     Raises:
@@ -69,7 +69,7 @@ def read_config(
         if value is not None:
             check_ranks(name, value)
     values = config if isinstance(config, Mapping) else load(config)
-    name, saw = recognise(values, format)
+    name, saw = recognize(values, format)
     reader = Reader(values)
     # The ranks that run come before those in the file, which may have been written for another job.
     if ranks.world_size is None and (dist.is_initialized() or "WORLD_SIZE" in os.environ):

@@ -105,7 +105,7 @@ class Reading:
 
     Attributes:
         format: the name of its format.
-        saw: the keys by which the format was recognised.
+        saw: the keys by which the format was recognized.
         target: what it asks for.
         notes: one for each key, in the order of the file.
     """

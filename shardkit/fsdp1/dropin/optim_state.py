@@ -29,7 +29,7 @@ from shardkit.fsdp1.dropin.optim_load import OptimInput, check_is_optimizer_stat
 from shardkit.fsdp1.dropin.state import get_state_dict_type, no_local_state, state_name
 from shardkit.ranks import Groups, gather_by_rank, groups_of, together
 from shardkit.state.names import parameter_names
-from shardkit.state.optimizer import as_values, full_leaves, has_quantised, renamed_state, tensor_leaves, with_leaves
+from shardkit.state.optimizer import as_values, full_leaves, has_quantized, renamed_state, tensor_leaves, with_leaves
 from shardkit.state.routes import local_of, routes_of
 from shardkit.state.transfer import Want
 
@@ -235,7 +235,7 @@ def _save(
         packed = _pack(model, optim, optim.state_dict() if given is None else given, optim_input)
         leaves = tensor_leaves(packed["state"])
         routes = routes_of([*parameter_names(model), *leaves.values()])
-        poll.own = has_quantised(leaves)
+        poll.own = has_quantized(leaves)
     _check_same_on_all_ranks([path for path, leaf in leaves.items() if isinstance(leaf, DTensor)], groups)
     device = torch.device("cpu") if config.offload_to_cpu else None
 

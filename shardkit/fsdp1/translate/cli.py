@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardkit.fsdp1.configs import read_config, write
-from shardkit.fsdp1.configs.recognise import FORMATS
+from shardkit.fsdp1.configs.recognize import FORMATS
 from shardkit.fsdp1.configs.target import Ranks, Reading, build
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.shard import Translation
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--world", type=_ranks, metavar="RANKS", help="number of ranks (default: from the file)")
     parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="ranks on a node, for hybrid strategies")
     parser.add_argument("--model", metavar="MODEL", help="package.module:factory, or a config.json of transformers")
-    parser.add_argument("--format", choices=tuple(FORMATS), help="format of the file (default: recognised by its keys)")
+    parser.add_argument("--format", choices=tuple(FORMATS), help="format of the file (default: recognized by its keys)")
     parser.add_argument("--json", action="store_true", help="print JSON: format, output, notes")
     return parser
 

@@ -192,7 +192,7 @@ def test_a_refused_key_raises_unless_it_is_asked_not_to():
         ({"fsdp_config": {"fsdp_offload_params": True}}, "has none of the keys of a known format"),
     ],
 )
-def test_what_is_not_recognised_says_what_was_seen_and_what_is_known(config, said):
+def test_what_is_not_recognized_says_what_was_seen_and_what_is_known(config, said):
     with pytest.raises(TranslationError, match=said) as error:
         read(config)
     assert "Formats and some of their keys are accelerate (distributed_type" in str(error.value)

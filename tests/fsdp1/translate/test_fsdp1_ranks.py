@@ -241,7 +241,7 @@ def test_what_one_rank_is_told_otherwise_is_an_error_on_all():
 
 
 @distributed(world_size=4, backend="gloo")
-def test_an_initialiser_that_fails_on_one_rank_fails_on_all():
+def test_an_initializer_that_fails_on_one_rank_fails_on_all():
     def make(module, odd):
         if odd and isinstance(module, nn.Embedding):
             raise OSError("no such file")

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a policy and a frozen reference, both GPT-2 and both FSDP, by one trainer class.
+"""Direct preference optimization: a policy and a frozen reference, both GPT-2 and both FSDP, by one trainer class.
 
 Both models come from one dictionary of keyword arguments. The policy's checkpoint is full, on rank 0. Samples are
 drawn with generate inside summon_full_params.

@@ -1,4 +1,4 @@
-"""Policy optimisation: an actor and a reference, whose memory is freed and moved by FSDP's handles between phases.
+"""Policy optimization: an actor and a reference, whose memory is freed and moved by FSDP's handles between phases.
 
 Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad, and the root is
 then resharded by hand. The rollout receives the weights from sharded state, or the adapters unit by unit.

@@ -1,7 +1,7 @@
-"""Optimizer state that is quantised in blocks, such as torchao's: its values, and quantising values.
+"""Optimizer state that is quantized in blocks, such as torchao's: its values, and quantizing values.
 
-Its classes turn into values by ``dequantize()``, and quantise what ``copy_`` writes into them. Which state is
-quantised, and in which blocks, the optimizer decides for each shard.
+Its classes turn into values by ``dequantize()``, and quantize what ``copy_`` writes into them. Which state is
+quantized, and in which blocks, the optimizer decides for each shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardkit.state.routes import local_of
 VALUES = torch.float32  # the dtype of values on all ranks; a plain shard of the same state may have another
 
 
-def is_quantised(value: object) -> bool:
+def is_quantized(value: object) -> bool:
     """Whether this rank's part of a tensor is of a subclass that turns into values. Local."""
     if not isinstance(value, Tensor):
         return False
@@ -36,14 +36,14 @@ def turns_into_values(cls: type[Tensor]) -> bool:
 def values_of(tensor: Tensor) -> Tensor:
     """Return a tensor's values in new memory, or a DTensor of them. Local."""
     local = local_of(tensor)
-    values = (local.dequantize() if is_quantised(local) else local).to(VALUES)
+    values = (local.dequantize() if is_quantized(local) else local).to(VALUES)
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
 @torch.no_grad()
 def written(values: Any, into: Any) -> Any:
-    """Quantise values into a tensor, and return it; return the values if it is not quantised on this rank. Local."""
-    if not is_quantised(into):
+    """Quantise values into a tensor, and return it; return the values if it is not quantized on this rank. Local."""
+    if not is_quantized(into):
         return values
     local_of(into).copy_(local_of(values))
     return into

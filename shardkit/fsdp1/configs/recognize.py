@@ -60,7 +60,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def recognise(config: Mapping[Any, Any], name: str | None = None) -> tuple[str, tuple[str, ...]]:
+def recognize(config: Mapping[Any, Any], name: str | None = None) -> tuple[str, tuple[str, ...]]:
     """Return the format of a configuration, which ``name`` may say, and the keys that show it.
 
     Raises:

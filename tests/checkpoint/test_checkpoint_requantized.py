@@ -1,4 +1,4 @@
-"""Quantised optimizer state in other shards: the saved values, quantised once by the optimizer's own class."""
+"""Quantised optimizer state in other shards: the saved values, quantized once by the optimizer's own class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardkit.state import (
 )
 from shardkit.testing import distributed
 
-pytest.importorskip("torchao", reason="optimizers with quantised state")
+pytest.importorskip("torchao", reason="optimizers with quantized state")
 
 OPTIMIZERS = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
 MESHES = {"4": (4,), "hsdp": (2, 2), "dim 1": (4,)}
@@ -93,7 +93,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], name: str) -> 
 
 
 def check(net: nn.Module, optimizer: Any, saved: dict[str, Tensor], *, exact: bool = False) -> set[str]:
-    """Compare all state with the saved values, quantised once or not again; return the classes that were met."""
+    """Compare all state with the saved values, quantized once or not again; return the classes that were met."""
     state, met = sharded_optimizer_state_dict(net, optimizer)["state"], set()
     for path, value in saved_values(net, optimizer).items() if exact else ():
         assert torch.equal(value, saved[path]), path
@@ -137,7 +137,7 @@ def load_on_4(path, names, kinds, exact_on=None):
             step(net, optimizer)  # state is there already
         load_checkpoint(path / name, net, optimizer)
         met = check(net, optimizer, expected, exact=exact_on == kind)
-        assert met == {"Tensor", next(iter(met - {"Tensor"}))}, met  # plain and quantised ones
+        assert met == {"Tensor", next(iter(met - {"Tensor"}))}, met  # plain and quantized ones
         step(net, optimizer)
 
 
@@ -152,7 +152,7 @@ def test_state_of_2_ranks_goes_to_4_and_to_1_and_back(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "shardkit"):
             load_checkpoint(tmp_path / name, net, optimizer)
         (record,) = [each for each in caplog.records if each.name == "shardkit"]
-        assert "tensors of its state were quantised again" in record.message
+        assert "tensors of its state were quantized again" in record.message
         check(net, optimizer, torch.load(tmp_path / f"{name}.pt"))
         save_checkpoint(tmp_path / "whole" / name, net, optimizer)
         keep(tmp_path / "whole" / f"{name}.pt", saved_values(net, optimizer))
@@ -165,7 +165,7 @@ def test_state_of_2_ranks_goes_to_4_and_to_1_and_back(tmp_path, caplog):
 
 
 @distributed(world_size=2, backend="gloo")
-def test_an_optimizer_beside_a_quantising_one_takes_no_step():
+def test_an_optimizer_beside_a_quantizing_one_takes_no_step():
     net = build((2,))
     optimizers = [make_optimizer("AdamW8bit", net[2]), torch.optim.SGD(net[3].parameters(), lr=0.1, momentum=0.9)]
     net(torch.ones(4, 192)).sum().backward()
