@@ -20,9 +20,9 @@ MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to b
 # What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
 # A new module at the top needs a line here: put it where its imports allow.
 DECIDING = {"errors", "plan", "planning"}
-CORE = DECIDING | {"ranks", "shards", "reach", "references", "runtime", "sharded", "apply", "api", "_fsdp"}
+CORE = DECIDING | {"ranks", "shards", "reach", "references", "runtime", "apply", "api", "_fsdp"}
 STATE = {"errors", "ranks", "shards", "_fsdp"}
-ANY_FSDP2_MODEL = {"runtime", "sharded", "meta", "grads", "optim", "state", "checkpoint"}
+ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -35,15 +35,14 @@ ALLOWED: dict[str, set[str]] = {
     "shards": set(),
     "ranks": {"errors"},
     "tiles": {"errors"},
-    "sharded": {"errors", "_fsdp", "shards"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "memory": DECIDING | {"_fsdp", "reach", "references", "tiles"},
-    "apply": DECIDING | {"ranks", "reach", "references", "runtime", "sharded", "_fsdp", "shards", "tiles"},
+    "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
     "api": DECIDING | {"apply"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"reach", "references"},
-    "grads": STATE | {"runtime", "sharded"},
-    "optim": STATE | {"runtime", "sharded", "state"},
+    "grads": STATE | {"runtime"},
+    "optim": STATE | {"runtime", "state"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
@@ -59,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 LATER: dict[str, set[str]] = {
     "api": {"memory", "fsdp1"},
     "apply": {"watching"},
-    "sharded": {"fsdp1"},
+    "runtime": {"fsdp1"},
     "__init__": EVERYTHING,
 }
 PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so
