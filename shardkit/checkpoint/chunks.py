@@ -85,7 +85,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
     """Whether different boxes lie in a tensor and have as many elements as it. Pure."""
-    fit = all(0 <= start and start + n <= size for box in boxes for (start, n), size in zip(box, shape, strict=True))
+    fit = all(start >= 0 and start + n <= size for box in boxes for (start, n), size in zip(box, shape, strict=True))
     return fit and sum(math.prod(n for _, n in box) for box in boxes) == math.prod(shape)
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardkit._torch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
+from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.format import Spec, lay_out
 from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, entries_of
 from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_values

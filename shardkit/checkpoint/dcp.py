@@ -27,8 +27,8 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.chunks import covers
+from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.read import fill, within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress, opened, read_all

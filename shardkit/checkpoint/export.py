@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import world
+from shardkit.checkpoint.chunks import Part, full_box, inside
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import exported
 from shardkit.checkpoint.moved import Moved
 from shardkit.checkpoint.owners import check_written, owned
-from shardkit.checkpoint.chunks import Part, inside, full_box
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, write_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together

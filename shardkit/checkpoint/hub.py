@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint import manifest
+from shardkit.checkpoint.chunks import full_box, inside, part_of
 from shardkit.checkpoint.format import DTYPES, Spec
 from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.chunks import inside, part_of, full_box
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
 from shardkit.checkpoint.transfer import Progress

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit import _torch
+from shardkit.checkpoint.chunks import common, full_box, part_of
 from shardkit.checkpoint.native import Safetensors
-from shardkit.checkpoint.chunks import common, part_of, full_box
 from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, gather_by_rank, together

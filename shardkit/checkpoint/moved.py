@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.checkpoint.chunks import Part, common, inside, full_box
+from shardkit.checkpoint.chunks import Part, common, full_box, inside
 from shardkit.shards import Box
 
 _aten = torch.ops.aten

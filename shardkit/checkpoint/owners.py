@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint.chunks import MASK, Part, full_box, part_of, part_sum
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.chunks import MASK, Part, part_of, part_sum, full_box
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, collective_device, raise_together
 from shardkit.shards import Box, is_first_replica

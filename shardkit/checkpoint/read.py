@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import axes_of
+from shardkit.checkpoint.chunks import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
 from shardkit.checkpoint.format import (
     INDEX,
     LENGTH,
@@ -27,7 +28,6 @@ from shardkit.checkpoint.format import (
     parse_header,
     strict_json,
 )
-from shardkit.checkpoint.chunks import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.checkpoint.dcp import Shell
 from shardkit.checkpoint.chunks import covers, full_box
+from shardkit.checkpoint.dcp import Shell
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress
