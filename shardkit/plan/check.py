@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit.errors import listing, message
 from shardkit.plan import skipping
+from shardkit.plan.data import PlanData
 from shardkit.plan.types import ancestors, is_world_size
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
 
-
-def problems(plan: ShardingPlan) -> Iterator[str]:
+def problems(plan: PlanData) -> Iterator[str]:
     """Yield one error message for each thing wrong with ``plan``; none if it can be applied."""
     return (problem for rule in _RULES for problem in rule(plan))
 
 
-def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
+def _functions_in_policies(plan: PlanData) -> Iterator[str]:
     found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
     if found:
         problem = f"param_dtype_override_fn is set for {listing(found, 6)}"
@@ -30,7 +27,7 @@ def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
         yield message("mp_policy", problem, rule, fix)
 
 
-def _structure(plan: ShardingPlan) -> Iterator[str]:
+def _structure(plan: PlanData) -> Iterator[str]:
     roots = [index for index, unit in enumerate(plan.units) if "" in unit.modules]
     if roots != [len(plan.units) - 1] or plan.units[-1].modules != ("",):
         problem = (
@@ -42,7 +39,7 @@ def _structure(plan: ShardingPlan) -> Iterator[str]:
         yield message("prefetch", f"{plan.prefetch!r}", "It must be a number of units, 0 or more", "Use prefetch=1")
 
 
-def _children_first(plan: ShardingPlan) -> Iterator[str]:
+def _children_first(plan: PlanData) -> Iterator[str]:
     rule = "fully_shard is called once per module, children before parents"
     fix = "Put each module in one unit, and inner units before outer ones"
     seen: set[str] = set()
@@ -55,7 +52,7 @@ def _children_first(plan: ShardingPlan) -> Iterator[str]:
         seen.update(unit.modules)
 
 
-def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
+def _disjoint_modules(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         for fqn in unit.modules if len(unit.modules) > 1 else ():
             outer = next((name or "(root)" for name in ancestors(fqn) if name in unit.modules), None)
@@ -64,7 +61,7 @@ def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
                 yield message(unit.name, f"{fqn} is inside {outer}", rule, f"Leave {fqn} out of the unit")
 
 
-def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
+def _every_param_once(plan: PlanData) -> Iterator[str]:
     placed = list(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
     if len(placed) == len(plan.specs) and set(placed) == plan.specs.keys():
         return
@@ -76,7 +73,7 @@ def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
             yield message(fqn, f"is in {listing(where) or 'no unit'}", rule, "Make the plan with plan_model")
 
 
-def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
+def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
     if len({spec.dtype for spec in plan.params}) < 2:
         return
     for unit in plan.units:
@@ -92,7 +89,7 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
             yield message(unit.name, problem, rule, fix)
 
 
-def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
+def _something_to_shard(plan: PlanData) -> Iterator[str]:
     rule = "FSDP2 shards parameters over dim 0, so they need at least one dim and one element"
     for unit in plan.units:
         for spec in plan.specs_of(unit):
@@ -105,7 +102,7 @@ def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
         yield message("model", problem, rule, "Train it with DistributedDataParallel")
 
 
-def _replicated(plan: ShardingPlan) -> Iterator[str]:
+def _replicated(plan: PlanData) -> Iterator[str]:
     for spec in (plan.specs[fqn] for fqn in plan.replicated if fqn in plan.specs):
         around = (unit for outer in ancestors(spec.fqn) for unit in plan.units if outer in unit.modules)
         computes = next((unit.mp_policy.param_dtype for unit in around), None)
@@ -119,7 +116,7 @@ def _replicated(plan: ShardingPlan) -> Iterator[str]:
             yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")
 
 
-def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
+def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         mesh = plan.mesh_of(unit)
         size = mesh.shard_size
@@ -137,7 +134,7 @@ def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
             yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
 
 
-def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
+def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         size, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
         for fqn, dim in unit.shard_dims:
@@ -162,7 +159,7 @@ def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
                 yield message(fqn, problem, rule, fix)
 
 
-def tile_problems(plan: ShardingPlan) -> dict[str, str]:
+def tile_problems(plan: PlanData) -> dict[str, str]:
     """Return an error for each module, by FQN, that cannot compute in tiles as the plan says."""
     found: dict[str, str] = {}
     units = {fqn: unit for unit in plan.units for fqn in unit.modules} if plan.tiles else {}

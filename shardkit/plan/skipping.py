@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shardkit.errors import message
+from shardkit.plan.data import PlanData
 from shardkit.plan.types import ShardUnit, ancestors
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
 
-
-def skippable(plan: ShardingPlan) -> set[ShardUnit]:
+def skippable(plan: PlanData) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
     fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
     return {unit for unit in plan.units if fqns.intersection([unit.modules[0], *ancestors(unit.modules[0])])}
 
 
-def callers(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
+def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:
     """Return the units that call those, in the order of the plan, each with all units that it calls."""
     inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
     around = {fqn: unit for unit in plan.units for fqn in unit.modules}
@@ -29,7 +26,7 @@ def callers(plan: ShardingPlan) -> dict[ShardUnit, list[ShardUnit]]:
     return {unit: called for unit, called in found.items() if inside.intersection(called)}
 
 
-def problems(plan: ShardingPlan) -> Iterator[str]:
+def problems(plan: PlanData) -> Iterator[str]:
     """Yield an error for each unit that cannot be skipped, or cannot call one that can."""
     for unit in (unit for unit in plan.units if unit.may_skip):
         if len(unit.modules) > 1 or unit.modules == ("",):
