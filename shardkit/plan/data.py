@@ -12,7 +12,7 @@ from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, anc
 
 @dataclass(frozen=True)
 class PlanData:
-    """The fields of a ``ShardingPlan``, and what follows from them; the modules that write plans as text import this."""
+    """The fields of a ``ShardingPlan``, and what follows from them; what writes plans as text imports this."""
 
     units: tuple[ShardUnit, ...]
     mesh: MeshSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -107,47 +108,28 @@ def plan_of(
         forward_methods=_forward_methods(tree, methods),
         notes=(*notes, *[note] * bool(trained)),
     )
-    given = {fqn for unit, rule in zip(plan.units, selections, strict=True) if _sets_dim(rule) for fqn in unit.params}
-    plan = balanced(plan, given | split | tree.unsplit)
+    plan = balanced(plan, split | tree.unsplit)
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
 
 
-def _sets_dim(selection: Selection) -> bool:
-    return selection.overrides.get("shard_dim") is not None
-
-
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
     """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
+    selections = sorted(selections, key=lambda each: (each.entries == (0,), each.entries))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
-    inner: list[set[int]] = [set() for _ in selections]
+    inner: dict[int, set[int]] = {index: set() for index in range(len(selections))}
     for index, selection in enumerate(selections):
         for entry in selection.entries:
             if entry:
                 inner[around[tree.parents[entry]]].add(index)
-    order: dict[int, None] = {}  # a dict is an ordered set
-    _visit(around[0], frozenset(), inner, tree, selections, order)
-    return [selections[index] for index in order]
-
-
-def _visit(
-    unit: int,
-    path: frozenset[int],
-    inner: list[set[int]],
-    tree: ModelTree,
-    selections: list[Selection],
-    order: dict[int, None],
-) -> None:
-    # Not a closure: one that calls itself is a cycle, which would keep the parameters until garbage is collected.
-    if unit in path:
-        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
+    try:
+        return [selections[index] for index in TopologicalSorter(inner).static_order()]
+    except CycleError as error:
+        entries = selections[error.args[1][0]].entries
+        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in entries)})"
         problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
-        rule = "No module of a unit may be inside another module of the same unit"
-        raise PlanError(message(name, problem, rule, "Leave the inner module out"))
-    for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
-        _visit(below, path | {unit}, inner, tree, selections, order)
-    order[unit] = None
+        raise PlanError(message(name, problem, "", "Leave the inner module out")) from error
 
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
@@ -169,14 +151,15 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),
+        dim_given=dim is not None,
     )
 
 
 def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
     """Return ``generate`` where the model has it, then the methods that the user named."""
     if isinstance(given, str):
-        rule = "It must be a list of names"
-        raise PlanError(message("forward_methods", f"the string {given!r}", rule, f"Pass forward_methods=[{given!r}]"))
+        problem, fix = f"must be a list of names, got the string {given!r}", f"Pass forward_methods=[{given!r}]"
+        raise PlanError(message("forward_methods", problem, "", fix))
     own = ["generate"] if callable(getattr(tree.modules[0], "generate", None)) else []
     return tuple(dict.fromkeys([*own, *given]))
 
@@ -187,13 +170,13 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".") if isinstance(name, str) else ("", "", name)
         module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
-        problem, fix = "", "Correct the name, or leave it out"
         if not isinstance(method, str) or not callable(getattr(module, method, None)):
-            problem = f"{name!r} is not a method of the model or of a module in it"
+            problem, fix = "which is not a method of the model or of a module in it", "Correct the name"
         elif method == "forward":
-            problem, fix = f"{name!r} gathers by itself", "Leave it out"
+            problem, fix = "which gathers by itself", "Leave it out"
         elif id(module) not in units:
-            problem = f"{name!r} is a method of {fqn}, which is not a unit"
+            problem = f"a method of {fqn}, which is not a unit"
             fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
-        if problem:
-            yield message("forward_methods", problem, "Methods of the model and of its units gather parameters", fix)
+        else:
+            continue
+        yield message("forward_methods", f"has {name!r}, {problem}", "Only units and the model can gather", fix)
