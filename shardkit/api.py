@@ -98,7 +98,7 @@ def _refuse_fsdp1_arguments(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if not kwargs.keys() <= known:
-            from shardkit.fsdp1.instead import ARGUMENTS
+            from shardkit.replacements import ARGUMENTS
 
             names = [name for name in kwargs if name not in known and name in ARGUMENTS]
             if names:

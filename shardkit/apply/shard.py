@@ -30,15 +30,15 @@ from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.skipping import callers, skippable
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together
-from shardkit.sharded.entry import attend
-from shardkit.sharded.means import divide_further
-from shardkit.sharded.merging import refuse_merges
-from shardkit.sharded.outside import refuse_calls_outside
-from shardkit.sharded.replicated import replicate
-from shardkit.sharded.root import answer_as_root
-from shardkit.sharded.skippable import SkippableUnit, in_order, watch_calls
-from shardkit.sharded.statics import refuse_fsdp1_statics
-from shardkit.sharded.stepping import replacing
+from shardkit.runtime.entry import attend
+from shardkit.runtime.means import divide_further
+from shardkit.runtime.merging import refuse_merges
+from shardkit.runtime.outside import refuse_calls_outside
+from shardkit.runtime.replicated import replicate
+from shardkit.runtime.root import answer_as_root
+from shardkit.runtime.skippable import SkippableUnit, in_order, watch_calls
+from shardkit.runtime.statics import refuse_fsdp1_statics
+from shardkit.runtime.stepping import replacing
 
 
 def apply_plan(

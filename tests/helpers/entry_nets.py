@@ -1,4 +1,4 @@
-"""Models and ways of calling them for the tests of ``shardkit.sharded.entry``, and a plain copy to compare with."""
+"""Models and ways of calling them for the tests of ``shardkit.runtime.entry``, and a plain copy to compare with."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from shardkit import (
     load_full_state_dict,
     shard_model,
 )
-from shardkit.sharded import root
+from shardkit.runtime import root
 from shardkit.testing import distributed, fake_world
 
 # What is left as torch has it: what becomes of the habit, and why shardkit does not change it.

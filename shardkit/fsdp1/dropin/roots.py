@@ -14,8 +14,8 @@ from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.announce import announce
 from shardkit.fsdp1.dropin.attributes import not_gathered
 from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
-from shardkit.sharded.entry import attend
-from shardkit.sharded.outside import refuse_calls_outside
+from shardkit.runtime.entry import attend
+from shardkit.runtime.outside import refuse_calls_outside
 
 
 @not_compiled

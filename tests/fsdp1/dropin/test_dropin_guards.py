@@ -22,7 +22,7 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import translate_fsdp1
 from shardkit.fsdp1.dropin import announce, guards, roots
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
-from shardkit.sharded.statics import REFUSED
+from shardkit.runtime.statics import REFUSED
 from shardkit.testing import distributed, fake_world
 
 # --- torch's functions ----------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from shardkit._torch import (
     version_of,
 )
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.replicated import unreduced_problem
-from shardkit.sharded.statics import RefusedAttribute, callers, module_of
+from shardkit.runtime.replicated import unreduced_problem
+from shardkit.runtime.statics import RefusedAttribute, callers, module_of
 
 logger = logging.getLogger("shardkit")
 

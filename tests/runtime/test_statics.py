@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit import ShardkitError, shard_model
-from shardkit.sharded.statics import METHODS
+from shardkit.runtime.statics import METHODS
 from shardkit.testing import fake_world
 
 CALLS = {

@@ -20,7 +20,7 @@ from shardkit._fsdp import fsdp_units
 from shardkit._torch import local_tensor
 from shardkit.grads import accumulate, no_sync
 from shardkit.plan import MeshSpec
-from shardkit.sharded.stepping import WaitingGradient
+from shardkit.runtime.stepping import WaitingGradient
 from shardkit.state import full_params
 from shardkit.testing import distributed, fake_world
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import FSDPUnit, events
 from shardkit._torch import tree_leaves
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.outside import raise_named
-from shardkit.sharded.root import check_written
+from shardkit.runtime.outside import raise_named
+from shardkit.runtime.root import check_written
 
 
 def attend(root: FSDPModule, methods: Iterable[str] = ()) -> None:

@@ -34,7 +34,7 @@ from shardkit._fsdp.params import (
 )
 from shardkit._torch import local_tensor, tree_leaves, with_local
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.replicated import waiting_parameters
+from shardkit.runtime.replicated import waiting_parameters
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 logger = logging.getLogger("shardkit")
