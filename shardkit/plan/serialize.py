@@ -13,7 +13,12 @@ from shardkit.plan.data import PlanData
 from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit
 
 VERSION = 1
-_LATER: dict[str, Any] = {"shard_dims": [], "mesh": None, "may_skip": False, "dim_given": False}  # fields that older files lack, with what they mean there
+_LATER: dict[str, Any] = {
+    "shard_dims": [],
+    "mesh": None,
+    "may_skip": False,
+    "dim_given": False,
+}  # fields that older files lack, with what they mean there
 _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message, refuse
@@ -18,34 +23,60 @@ from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
 from shardkit.planning.tree import ModelTree
 
+logger = logging.getLogger("shardkit")
+LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
+
 
 @dataclass(frozen=True)
 class Settings:
     """The settings for the whole model, which a rule may override for its units."""
 
-    reshard_after_forward: bool | int | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    checkpoint_activations: bool
-    compile: bool
+    reshard_after_forward: bool | int | None = None
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  frozen
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    checkpoint_activations: bool = False
+    compile: bool = False
 
 
-def build_plan(
-    tree: ModelTree,
-    mesh: MeshSpec,
-    rules: Sequence[Rule] | None,
-    settings: Settings,
-    ignored: Collection[str] = (),
-    prefetch: int = 0,
-    methods: Iterable[str] = (),
-) -> ShardingPlan:
-    """Return the plan for the model of ``tree``; ``rules`` are the user's, or None for the default rule.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What ``plan_model`` was asked for; each field is an argument of that name, the settings together."""
+
+    units: Rule | Sequence[Rule] | None = None
+    mesh: DeviceMesh | MeshSpec | None = None
+    settings: Settings = field(default_factory=Settings)
+    ignored_params: Iterable[nn.Parameter | str] | None = None
+    prefetch: int = 0
+    forward_methods: Iterable[str] = ()
+    example_batch: Any = None
+
+    @property
+    def rules(self) -> Sequence[Rule] | None:
+        """The units as a list of rules. A Sequence that is neither list nor tuple is refused as a rule."""
+        units: Any = self.units
+        return units if units is None or isinstance(units, (list, tuple)) else [units]
+
+    def check_not_given(self, memory_budget: object) -> None:
+        """Raise PlanError if anything but a mesh was given, as beside a finished plan."""
+        defaults = {**vars(Settings()), "units": None, "ignored_params": None, "prefetch": 0, "forward_methods": ()}
+        values = {**vars(self.settings), **vars(self)}
+        given = [name for name, default in defaults.items() if values[name] != default]
+        given += ["memory_budget"] * (memory_budget is not None)
+        given += ["example_batch"] * (self.example_batch is not None)
+        if given:
+            problem = f"was given together with {listing(given)}, and contains all settings"
+            raise PlanError(message("plan", problem, "", "Pass plan=plan_model(...) alone, with a mesh if you like"))
+
+
+def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
+    """Return the plan for the model of ``tree`` as requested, on a mesh of that shape.
 
     Raises:
         PlanError: the rules do not fit the model or each other, or the plan is not valid.
     """
+    rules, settings = request.rules, request.settings
     check_settings("", vars(settings))
-    left_alone = frozenset(ignored)
+    left_alone = _ignored_fqns(tree, request.ignored_params or ())
     replicated = tree.unshardable - left_alone
     chosen = [] if rules is None else select(tree, rules)
     if rules is not None and not only_tiles(chosen):
@@ -59,6 +90,7 @@ def build_plan(
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
+    prefetch, methods = request.prefetch, request.forward_methods
     plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
     if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
         plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
@@ -112,6 +144,27 @@ def plan_of(
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
+
+
+def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> frozenset[str]:
+    aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
+    found = {each: aliases.get(each) if isinstance(each, str) else tree.names.get(id(each)) for each in ignored_params}
+    unknown = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in found if found[each] is None]
+    if unknown:
+        rule, fix = "It takes parameters of the model, or their FQNs", "Take them from model.named_parameters()"
+        raise PlanError(message("ignored_params", f"has {listing(unknown)}, not in the model", rule, fix))
+    return frozenset(fqn for fqn in found.values() if fqn is not None)
+
+
+def warn_of_replicas(plan: ShardingPlan) -> None:
+    """Warn on rank 0 of large parameters that every rank replicates although their shape could be sharded."""
+    replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
+    size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
+    if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
+        names = listing((spec.fqn for spec in replicas), 6)
+        problem = f"is replicated: {nbytes(size)} on every rank, and as much for gradients and each optimizer state"
+        rule = "Its dtype is not that of the rest of its unit, and FSDP2 reduces a unit in one dtype"
+        logger.warning(message(names, problem, rule, "Cast it to that dtype before shard_model, to shard it"))
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
