@@ -80,7 +80,8 @@ def plan_model(
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3
     """
-    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
+    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
     request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
     return _decide(model, request)[0]
 
@@ -123,7 +124,8 @@ def shard_model(
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
     """
-    settings = Settings(reshard_after_forward, mp_policy, offload_policy, checkpoint_activations, compile)
+    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
     request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
 

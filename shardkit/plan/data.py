@@ -103,8 +103,7 @@ class PlanData:
         ``shardkit.testing.comm_counts`` counts.
         """
         if not isinstance(micro_batches, int) or micro_batches < 1:
-            rule, fix = "A step has at least one forward and backward", "Pass an int of at least 1"
-            raise PlanError(message("micro_batches", f"is {micro_batches!r}", rule, fix))
+            raise PlanError(message("micro_batches", f"must be an int of at least 1, got {micro_batches!r}", "", ""))
         counts = Collectives()
         in_backward = self._gathered_in_backward()
         for unit in self.units:

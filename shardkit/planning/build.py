@@ -18,10 +18,9 @@ from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.plan.table import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
-from shardkit.planning.ownership import assign, split_problem, unit_of_entries
 from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
 logger = logging.getLogger("shardkit")
 LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
@@ -177,7 +176,7 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
             if entry:
                 inner[around[tree.parents[entry]]].add(index)
     try:
-        return [selections[index] for index in TopologicalSorter(inner).static_order()]
+        return [selections[index] for index in TopologicalSorter({index: sorted(below) for index, below in inner.items()}).static_order()]
     except CycleError as error:
         entries = selections[error.args[1][0]].entries
         name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in entries)})"
