@@ -119,7 +119,7 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     by_hand = copy.deepcopy(model)
     plan = plan_model(model, mesh=mesh, units=rules)
     code = plan.to_python()
-    assert 'shard_placement_fn=on_dims({f"layers.{i}.experts.up": 1, ' in code
+    assert '    "layers.0.experts.up": 1,\n' in code
     with fake_world(8):
         expected = sharding(apply_plan(model, plan))
     with fake_world(8):
