@@ -58,7 +58,7 @@ def _refuse() -> None:
     names = [frame.f_code.co_name for frame in callers() if module_of(frame) == _FSDP1]
     called = [name for name in names if name in REFUSED + METHODS]
     if called:
-        from shardkit.fsdp1.instead import MEMBERS
+        from shardkit.replacements import MEMBERS
 
         problem = "the model is sharded by fully_shard, and no part of it by FullyShardedDataParallel"
         rule = "torch's function acts on modules of FSDP1 only, and would find none"
