@@ -26,6 +26,7 @@ ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "replacements": set(),  # a table
     "_torch": {"errors"},
     "_fsdp": set(),
     "plan": {"errors"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "memory": DECIDING | {"_fsdp", "reach", "references", "tiles"},
     "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
-    "api": DECIDING | {"apply"},
+    "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"reach", "references"},
     "grads": STATE | {"runtime"},
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "grads", "_fsdp"},
-    "fsdp1": EVERYTHING - {"fsdp1"},
+    "fsdp1": EVERYTHING - {"fsdp1"} | {"replacements"},
     "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
@@ -56,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What it may import besides inside of functions, and for types.
 LATER: dict[str, set[str]] = {
-    "api": {"memory", "fsdp1"},
+    "api": {"memory"},
     "apply": {"watching", "integrations"},
     "__init__": EVERYTHING,
 }
