@@ -217,12 +217,12 @@ def test_a_first_forward_on_meta() -> None:
 
 
 METHODS = {
-    ("decode",): "'decode' is not a method of the model",
-    ("layers.0.forward",): "'layers.0.forward' gathers by itself",
+    ("decode",): "'decode', which is not a method",
+    ("layers.0.forward",): "'layers.0.forward', which gathers by itself",
     ("layers.0.up.reset_parameters",): "layers.0.up, which is not a unit",
-    ("nowhere.encode",): "'nowhere.encode' is not a method of the model",
-    "encode": "the string 'encode'",
-    (3,): "3 is not a method",
+    ("nowhere.encode",): "'nowhere.encode', which is not a method",
+    "encode": "'encode'",
+    (3,): "3, which is not a method",
 }
 
 
