@@ -58,8 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 # What it may import besides inside of functions, and for types.
 LATER: dict[str, set[str]] = {
     "api": {"memory"},
-    "apply": {"watching"},
-    "runtime": {"replacements"},
+    "apply": {"watching", "integrations"},
     "__init__": EVERYTHING,
 }
 PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so
