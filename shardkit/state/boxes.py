@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,7 @@ BY_MESSAGES = ("gloo", "fake")
 Item = TypeVar("Item")
 Part: TypeAlias = tuple[Tensor, torch.dtype]  # a view to read or write, and the dtype in which it travels
 
+_by_size = attrgetter("itemsize")  # things are sent in the smaller dtype of both ends, so that nothing is rounded twice
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, dict[int, Box]]] = WeakKeyDictionary()
 _groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
 
@@ -50,8 +52,12 @@ class ModelGroup:
     """The ranks that hold a model's tensors."""
 
     ranks: tuple[int, ...]  # global; empty without a process group
-    root: int  # the one that gathers and scatters
     mesh: DeviceMesh | None  # of all the ranks; None: the default group
+
+    @property
+    def root(self) -> int:
+        """The lowest rank, which gathers and scatters."""
+        return self.ranks[0] if self.ranks else 0
 
     @property
     def is_root(self) -> bool:
@@ -75,22 +81,22 @@ class ModelGroup:
         return group
 
 
-def model_group(tensors: Iterable[Tensor], root: int | None = None) -> ModelGroup:
-    """Return the ranks that hold a model's tensors; the root is by default the lowest. Local.
+def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
+    """Return the ranks that hold a model's tensors; the root is the lowest. Local.
 
     Without a DTensor they are all ranks of the default group. Raises if no mesh has all ranks of the others: then ranks
     would not agree on a root.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
-        return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), root or 0, None)
+        return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
     ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         problem = f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
         rule = "One mesh must have all ranks of the others, so that one rank can gather from all"
         raise ShardkitError(message("model", problem, rule, "Gather the parts of the model on each mesh by themselves"))
-    return ModelGroup(tuple(ranks), ranks[0] if root is None else root, widest)
+    return ModelGroup(tuple(ranks), widest)
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> dict[int, Box]:
@@ -128,11 +134,6 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim."""
     if target.numel():
         target.copy_(value)
-
-
-def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Return the smaller dtype, in which to send, so that nothing is rounded twice."""
-    return target if target.itemsize <= source.itemsize else source
 
 
 def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device:
@@ -236,19 +237,11 @@ def gather(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors by name, in new memory and in order, on the root or on all ranks. Collective.
+    """Yield full tensors by name, in new memory and in order, on the root or everywhere. Collective.
 
-    Every rank must pass the same names, and exhaust the iterator. Besides what was yielded it holds one bucket.
-
-    Args:
-        tensors: DTensors, and plain tensors, of which each rank gets its own.
-        ranks: those that hold them, from :func:`model_group`.
-        everywhere: yield on all ranks.
-        dtype: of floating-point tensors; None keeps theirs. They are sent in the smaller dtype.
-        device: of the result; None: where the shards are, or their mesh's device.
-
-    Raises:
-        ShardkitError: a shard is quantized, and torch cannot join such shards.
+    Every rank passes the same names, and exhausts the iterator. Besides what was yielded it holds one bucket. Of plain
+    tensors each rank gets its own. ``dtype`` is that of floating-point tensors; ``device`` None is where shards are
+    sent from. Raises for quantized shards, which torch cannot join.
     """
     group, listed = ranks.connect(), list(tensors)
     shards = {name: local_value(tensor) for name, tensor in listed if isinstance(tensor, DTensor)}
@@ -256,16 +249,17 @@ def gather(
         problem = f"is quantized ({listing(set(kinds.values()))}), and cannot be gathered"
         rule, fix = "Blocks and scales are each shard's own", "Save it with save_checkpoint, or dequantize it first"
         raise ShardkitError(message(listing(kinds), problem, rule, fix))
+    collects = group is not None and dist.get_backend(group) not in BY_MESSAGES
     dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in listed}
     for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group):
         fulls: list[tuple[str, Tensor]] = []
         for name, like in bucket:
-            full, sent = None, wire_dtype(like.dtype, dtypes[name])
+            full, sent = None, min(dtypes[name], like.dtype, key=_by_size)
             if not isinstance(like, DTensor):
                 full = like.detach().to(device or like.device, dtypes[name], copy=True)
             elif not in_boxes(like):
                 full = like.full_tensor()
-            elif everywhere and wire == local_value(like).device and _has_fast_all_gather(like, group):
+            elif everywhere and collects and wire == local_value(like).device and _is_chunked(like):
                 full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
             elif everywhere or ranks.root in like.device_mesh.mesh:  # else on a slice whose values the root's has too
                 full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
@@ -277,11 +271,10 @@ def gather(
             del full
 
 
-def _has_fast_all_gather(like: DTensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether torch's all-gather is the faster way, and exact: for strided and empty shards it is not (torch 2.13)."""
+def _is_chunked(like: DTensor) -> bool:
+    """Whether torch's all-gather is exact: for strided and empty shards it is not (torch 2.13)."""
     shards = [place for place in like.placements if hasattr(place, "dim")]
-    is_exact = len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.numel() > 0
-    return is_exact and group is not None and dist.get_backend(group) not in BY_MESSAGES
+    return len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.numel() > 0
 
 
 def _gather_boxes(
@@ -315,7 +308,7 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):
         replicated = []
         for like, full, dtype in bucket:
-            sent = wire_dtype(dtype, like.dtype)
+            sent = min(like.dtype, dtype, key=_by_size)
             if isinstance(like, DTensor) and in_boxes(like) and like.device_mesh.size() == len(ranks.ranks):
                 _scatter_boxes(like, full, sent, batch, ranks.root)
                 replicated.append(like)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter
 from shardkit.state.names import parameter_names, refuse_meta
 
 
+@contextmanager
 def full_params(
     model: nn.Module,
     *,
@@ -25,7 +25,7 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
     recurse: bool = True,
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """In this context the model's sharded parameters are plain ``nn.Parameter``\\ s of the full tensors.
 
     Like FSDP1's ``summon_full_params``, for any module with FSDP2 units. Names, ties, dtypes, ``requires_grad`` and
@@ -59,28 +59,6 @@ def full_params(
         >>> with full_params(model, writeback=True):
         ...     model.embed.weight[0].data.zero_()
     """
-    device = torch.device("cpu") if offload_to_cpu else None
-    options: dict[str, Any] = {"writeback": writeback, "with_grads": with_grads, "recurse": recurse}
-    return gathered_params(model, everywhere=not rank0_only, device=device, **options)
-
-
-@contextmanager
-def gathered_params(
-    model: nn.Module,
-    *,
-    root: int | None = None,
-    everywhere: bool = True,
-    device: torch.device | None = None,
-    writeback: bool = False,
-    with_grads: bool = False,
-    recurse: bool = True,
-) -> Iterator[None]:
-    """Do what :func:`full_params` does, on the device or where tensors are gathered. Collective.
-
-    Args:
-        root: the global rank that holds the full parameters unless all do; None is the lowest. Each replica may name a
-            rank of its own, as FSDP1 has one for each group that shards; then nothing can be written back.
-    """
     groups = groups_of(model)
     with together(groups, call="full_params") as poll:
         if _fsdp.is_under_way(model):
@@ -91,12 +69,12 @@ def gathered_params(
         names = {param: name for param, name in names.items() if hasattr(param, "device_mesh")}
         refuse_meta((name, param) for param, name in names.items())
         grads = {param: param.grad for param in names if with_grads and param.grad is not None}
-        poll.same = {"rank0_only": not everywhere, "writeback": writeback, "with_grads": with_grads, "recurse": recurse}
+        poll.same = {"rank0_only": rank0_only, "writeback": writeback, "with_grads": with_grads, "recurse": recurse}
         poll.same |= {"which parameters have gradients": [names[param] for param in grads]}
-    ranks = model_group(names, root)
+    ranks, device = model_group(names), torch.device("cpu") if offload_to_cpu else None
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
-    fulls = dict(gather(shards.items(), ranks, everywhere=everywhere, device=device))
+    fulls = dict(gather(shards.items(), ranks, everywhere=not rank0_only, device=device))
     problem: Exception | None = None
     found: dict[nn.Parameter, Tensor | None] = {}
     try:
@@ -112,14 +90,21 @@ def gathered_params(
         problem = caught
     if not writeback:
         return
+    lost = [names[param] for param, full in found.items() if getattr(full, "shape", None) != param.shape]
+    after = {param: getattr(full, "grad", None) for param, full in found.items() if param in grads}
+    lost += [f"grad of {names[p]}" for p, grad in after.items() if getattr(grad, "shape", None) != p.shape]
+    if lost:
+        rule = "A tensor that is written back must have the shape of the sharded parameter"
+        text = message(listing(lost), "has another shape, or is gone", rule, "Resize parameters before sharding")
+        problem = problem or ShardkitError(text)
     try:
-        raise_together(problem or _lost(names, found, grads), [] if everywhere else groups)
+        raise_together(problem, groups if rank0_only else [])
     except ShardkitError as error:
         raise problem or error from None
     pairs: list[tuple[Tensor, Tensor | None]] = [(param, found.get(param)) for param in names]
-    pairs += [(grad, getattr(found.get(param), "grad", None)) for param, grad in grads.items()]
+    pairs += [(grad, after.get(param)) for param, grad in grads.items()]
     moves = [Move(t, None if full is None else full.detach().to(t.dtype), t.dtype) for t, full in pairs]
-    cut_all(moves) if everywhere else scatter(moves, ranks)
+    scatter(moves, ranks) if rank0_only else cut_all(moves)
 
 
 @contextmanager
@@ -150,28 +135,3 @@ def _register(module: nn.Module, name: str, param: nn.Parameter) -> None:
         module._parameters[name] = param
     else:  # modules that keep parameters elsewhere too, such as nn.LSTM in _flat_weights
         setattr(module, name, param)
-
-
-def _lost(
-    names: Mapping[nn.Parameter, str],
-    found: Mapping[nn.Parameter, Tensor | None],
-    grads: Mapping[nn.Parameter, Tensor],
-) -> ShardkitError | None:
-    """Return an error that names full parameters and gradients that cannot be written back, or None."""
-    lost = []
-    for param, full in found.items():
-        if (shape := tuple(getattr(full, "shape", ()))) != tuple(param.shape):
-            lost.append(f"{names[param]} {shape}")
-        if param in grads and getattr(getattr(full, "grad", None), "shape", None) != param.shape:
-            lost.append(f"grad of {names[param]}")
-    rule = "A tensor that is written back must have the shape of the sharded parameter"
-    text = message(listing(lost), "has another shape, or is gone", rule, "Resize parameters before sharding")
-    return ShardkitError(text) if lost else None
-
-
-# Until nobody imports it.
-
-
-def full_params_from(model: nn.Module, root: int | None, want: Any, **options: bool) -> AbstractContextManager[None]:
-    """Do what :func:`gathered_params` does."""
-    return gathered_params(model, root=root, everywhere=want.everywhere, device=want.device, **options)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import Groups, gather_by_rank, groups_of, together
+from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded
 from shardkit.state.boxes import gather, model_group
 from shardkit.state.names import parameter_names, repeated
@@ -227,26 +227,3 @@ def _state_after_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor
         problem = f"of type {type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
         raise ShardkitError(message("optimizer", problem, rule, "Step it once before, so that it has state")) from error
     return dict(copy.state[stand_in])
-
-
-# Until nobody imports these.
-
-
-def full_leaves(tree: Any, routes: Any, want: Any) -> Any:
-    """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
-    ranks = model_group(tensor_leaves(tree).values(), routes.root)
-    everywhere, leaves = want.everywhere, sorted(tensor_leaves(tree).items())
-    fulls = dict(gather(leaves, ranks, everywhere=everywhere, dtype=want.dtype, device=want.device))
-    return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or ranks.is_root else None
-
-
-def has_quantized(tree: object) -> bool:
-    """Whether any tensor in nested dicts is quantized on this rank. Local."""
-    return any(map(is_quantized, tensor_leaves(tree).values()))
-
-
-def as_values(tree: Any, groups: Groups) -> Any:
-    """Replace tensors that are quantized on any rank by their values. Collective over ``groups``."""
-    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantized(tensor)]
-    names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
-    return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)

@@ -35,6 +35,9 @@ from shardkit.testing import distributed
 def test_it_is_the_state_of_the_plain_model(layout):
     expected = seeded(Net).state_dict()
     model = LAYOUTS[layout](seeded(Net))
+    live = sharded_state_dict(model)
+    assert list(live) == list(expected)
+    assert isinstance(live["blocks.0.up.weight"], DTensor) == (layout != "plain")
     found = full_state_dict(model)
     if dist.get_rank():
         assert found == {}
@@ -44,6 +47,12 @@ def test_it_is_the_state_of_the_plain_model(layout):
         assert found._metadata == expected._metadata
     everywhere = full_state_dict(model, rank0_only=False)
     assert_same_state(everywhere, expected)
+    for value in everywhere.values():  # a copy
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    assert_same_state(full_state_dict(model, rank0_only=False), expected)
+    live["blocks.0.up.weight"].zero_()
+    assert not full_state_dict(model, rank0_only=False)["blocks.0.up.weight"].any()
 
 
 @pytest.mark.parametrize("layout", [fsdp, hsdp, columns])
@@ -88,32 +97,6 @@ def test_dtype_is_of_floating_point_tensors(layout, dtype):
             assert found[name].dtype == expected.dtype, name
             assert torch.equal(found[name], expected), name
     assert found["head.weight"] is found["embed.weight"]
-
-
-@pytest.mark.parametrize("layout", ["plain", "fsdp", "ddp_like", "ignoring"])
-@distributed(world_size=4, backend="gloo")
-def test_the_result_is_a_copy(layout):
-    model = LAYOUTS[layout](seeded(Net))
-    for value in full_state_dict(model, rank0_only=False).values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-    assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
-
-
-# Sharded.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@distributed(world_size=4, backend="gloo")
-def test_sharded_is_live_and_named_alike(layout):
-    model = LAYOUTS[layout](seeded(Net))
-    found = sharded_state_dict(model)
-    assert list(found) == list(seeded(Net).state_dict())
-    weight = found["blocks.0.up.weight"]
-    assert isinstance(weight, DTensor) == (layout != "plain")
-    with torch.no_grad():
-        weight.zero_()
-    assert not full_state_dict(model, rank0_only=False)["blocks.0.up.weight"].any()
 
 
 @distributed(world_size=4, backend="gloo")
