@@ -82,7 +82,6 @@ NAMES = OF_TORCH | {
     "scale_loss",
     "set_gradient_reduction",
     "set_reduce_precision",
-    "set_reduce_scatter_unused_params",
     "shard_like_fsdp1",
     "shard_model",
     "sharded_average",
