@@ -29,7 +29,7 @@ from shardkit.apply.recompute import recomputed
 from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.plan.skipping import callers, skippable
+from shardkit.plan.data import callers, skippable
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
