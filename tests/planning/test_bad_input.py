@@ -28,7 +28,7 @@ from shardkit import (
     plan_model,
     shard_model,
 )
-from shardkit.apply import fit
+from shardkit.apply import validate
 from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
