@@ -11,7 +11,7 @@ from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
 from shardkit.plan.types import ShardUnit
 
-_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
+_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
 _TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
@@ -150,20 +150,8 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, relative_dims(unit)
-
-
-def relative_dims(unit: ShardUnit) -> list[tuple[int | None, str, int]]:
-    """Return ``shard_dims`` as the place of the parameter's module in the unit, its name in there, and the dim.
-
-    The place of a parameter under no module of the unit is None, and its name the FQN.
-    """
-    found: list[tuple[int | None, str, int]] = []
-    for fqn, dim in unit.shard_dims:
-        prefixes = enumerate(f"{module}." if module else "" for module in unit.modules)
-        place, prefix = next(((at, prefix) for at, prefix in prefixes if fqn.startswith(prefix)), (None, ""))
-        found.append((place, fqn.removeprefix(prefix), dim))
-    return found
+    dims = sorted(dim for _, dim in unit.shard_dims)
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, dims
 
 
 def diff(plan: PlanData, other: PlanData) -> str:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
-    "meta": STATE | {"reach", "references"},
+    "meta": STATE | {"references"},
     "grads": STATE | {"runtime"},
     "optim": STATE | {"runtime", "state"},
     "state": STATE | {"meta"},

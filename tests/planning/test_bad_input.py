@@ -40,12 +40,12 @@ def test_no_policy_is_the_default() -> None:
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(PlanError, match="model must be a torch.nn.Module, got dict"):
+    with pytest.raises(PlanError, match=r"model must be a torch\.nn\.Module, got dict"):
         plan_model({}, mesh=EIGHT)  # type: ignore[arg-type]
 
 
 def test_no_parameters() -> None:
-    with pytest.raises(PlanError, match="model .*no parameters"):
+    with pytest.raises(PlanError, match=r"model .*no parameters"):
         plan_model(nn.ReLU(), mesh=EIGHT)
 
 
@@ -60,7 +60,10 @@ def test_no_parameters() -> None:
         (lambda fqn, module: False, ["<lambda>"]),
         (by_name("layers"), ["layers is a ModuleList without forward, and by_name('layers') matches it", "layers.*"]),
         (by_class(Block, reshard=True), ["by_class(Block) has an unknown setting, reshard", "reshard_after_forward"]),
-        (by_class(Block, reshard_after_forward="yes"), ["reshard_after_forward of by_class(Block) must be True, False or a number of ranks, got 'yes'"]),
+        (
+            by_class(Block, reshard_after_forward="yes"),
+            ["reshard_after_forward of by_class(Block) must be True, False or a number of ranks, got 'yes'"],
+        ),
         (42, ["units must be by_class", "got 42"]),
     ],
 )
