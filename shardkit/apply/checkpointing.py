@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import ShardkitError, message
 
+MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
+
 
 def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[..., Any]:
     """Return the module's present forward, recomputed in backward instead of keeping its activations.
@@ -47,21 +49,29 @@ def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[...,
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first forward and of its recomputation, which a retained graph enters several times."""
-    return nullcontext(), _BuffersApart(module)
+    """Return the contexts of the first forward and of its recomputation, which a retained graph repeats."""
+    return nullcontext(), _StateApart(module)
 
 
-class _BuffersApart(AbstractContextManager[None]):
-    """Gives a module copies of its buffers. Writing to them and back could change what autograd has saved."""
+class _StateApart(AbstractContextManager[None]):
+    """Gives a module copies of its buffers. Writing to them and back could change what autograd has saved.
+
+    And the list of calls that ``runtime.skippable`` filled in the first forward.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._registries = [each._buffers for each in module.modules() if each._buffers]
+        self._buffers = [each._buffers for each in module.modules() if each._buffers]
+        lists = [vars(each) for each in module.modules() if MADE_CALLS in vars(each)]
+        self._made = [(attributes, attributes[MADE_CALLS]) for attributes in lists]
 
     def __enter__(self) -> None:
-        self._before = [dict(registry) for registry in self._registries]
-        for registry in self._registries:
+        self._before = [(registry, dict(registry)) for registry in self._buffers]
+        self._before += [(attributes, {MADE_CALLS: attributes[MADE_CALLS]}) for attributes, _ in self._made]
+        for registry in self._buffers:
             registry.update({name: each if each is None else each.clone() for name, each in registry.items()})
+        for attributes, made in self._made:
+            attributes[MADE_CALLS] = made
 
     def __exit__(self, *error: object) -> None:
-        for registry, before in zip(self._registries, self._before, strict=True):
-            registry.update(before)
+        for mapping, values in self._before:
+            mapping.update(values)

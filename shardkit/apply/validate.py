@@ -98,7 +98,7 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
     named: dict[int, str] = {}
     for fqn in (fqn for fqn in fqns if fqn in tree.places):
-        first = named.setdefault(tree.places[fqn], fqn)
+        first = named.setdefault(id(tree.modules[tree.places[fqn]]), fqn)
         if first != fqn:
             problem = f"is another name of the module {first}"
             yield message(fqn, problem, "A module belongs to one unit", f"Leave {fqn} out of the plan")

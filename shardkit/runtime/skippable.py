@@ -159,7 +159,7 @@ def _saved_by_itself() -> AbstractContextManager[Any]:
 
 def _recomputed(unit: SkippableUnit) -> ShardkitError:
     """A recomputation that gathers: ranks that skipped the unit do not recompute, so they would not take part."""
-    problem = "recomputed by a torch.utils.checkpoint around more than the call of one unit"
+    problem = "is recomputed by a torch.utils.checkpoint around more than the call of one unit"
     rule = "Ranks that skip a unit with may_skip=True know of no recomputation but the plan's"
     fix = "Remove that checkpoint, and pass checkpoint_activations=True to shard_model or to the unit's rule"
     error = ShardkitError(message(unit.name, problem, rule, fix))
@@ -254,7 +254,7 @@ class _Run:
 
     def _unexpected(self, place: int) -> ShardkitError:
         known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
-        problem = f"called differently than ranks agreed on, which is {known}"
+        problem = f"was called differently than ranks agreed on, which is {known}"
         rule = f"All ranks must gather the units that {self.caller.name} calls in the same order, and with the same "
         rule += "requires_grad of inputs, because ranks that skip one follow that order"
         fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "

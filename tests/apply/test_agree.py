@@ -40,7 +40,7 @@ def test_ranks_with_different_models_on_two_axes() -> None:
     for arguments in ({"mesh": mesh}, {"mesh": MeshSpec.hybrid(2, 2)}):
         text = raised_by(lambda arguments=arguments: shard_model(model, **arguments))  # type: ignore[arg-type]
         assert "rank 3 differs from rank 0 in plan (" in text
-        assert "parameter embed.weight: [\"embed.weight\", [12, 8]" in text
+        assert 'parameter embed.weight: ["embed.weight", [12, 8]' in text
 
 
 @distributed(world_size=4)

@@ -112,7 +112,5 @@ def test_a_cache_is_refused_where_it_is_passed() -> None:
     model(tokens, labels=tokens, use_cache=False).loss.backward()
     with torch.no_grad():
         model(tokens)
-    with pytest.raises(
-        ShardkitError, match=r"model\.layers\.0 is checkpointed.* called with a Dynamic.*use_cache"
-    ):
+    with pytest.raises(ShardkitError, match=r"model\.layers\.0 is checkpointed.* called with a Dynamic.*use_cache"):
         model(tokens)
