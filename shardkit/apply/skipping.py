@@ -7,7 +7,7 @@ import functools
 from torch import nn
 
 from shardkit.plan import ShardingPlan
-from shardkit.plan.skipping import callers, skippable
+from shardkit.plan.data import callers, skippable
 from shardkit.ranks import Groups, gather_by_rank
 from shardkit.runtime.skippable import SkippableUnit, in_order, watch_calls
 

@@ -103,7 +103,9 @@ def forget(model: nn.Module) -> None:
 
 def _checked_targets(model: nn.Module) -> list[Target]:
     if not isinstance(model, nn.Module):
-        raise ShardkitError(message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself"))
+        raise ShardkitError(
+            message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself")
+        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         rule = "materialize computes only this rank's shards of the model"
         fix = "Call shard_model(model) or fully_shard first"
