@@ -112,7 +112,7 @@ class Reader:
         self._path, self._prefix = path, prefix
         self._values = {str(key): value for key, value in section.items()}
         self.problems: list[str] = around.problems if around else []  # what finish raises, of all sections
-        self._absent: list[Note] = around._absent if around else []
+        self.absent: list[Note] = around.absent if around else []
         self._asked: set[str] = set()
         self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
         self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
@@ -173,7 +173,7 @@ class Reader:
     def note_absent(self, key: str, answer: Answer) -> None:
         """Add a note on what it means that a key is absent."""
         support, _, sentence = answer.partition(": ")
-        self._absent.append(Note(self._place(f"{self._prefix}{key}"), "not given", cast(Support, support), sentence))
+        self.absent.append(Note(self._place(f"{self._prefix}{key}"), "not given", cast(Support, support), sentence))
 
     def section(self, key: str, prefix: str = "") -> Reader:
         """Return a reader of the keys below ``key``, an empty one if the section is absent or empty."""
@@ -199,7 +199,7 @@ class Reader:
         Raises:
             TranslationError: all problems at once.
         """
-        notes = (*self.notes(), *self._absent)
+        notes = (*self.notes(), *self.absent)
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
         return notes
