@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 Part: TypeAlias = tuple[Tensor, torch.dtype]  # a view to read or write, and the dtype in which it travels
 
 _by_size = attrgetter("itemsize")  # things are sent in the smaller dtype of both ends, so that nothing is rounded twice
-_holders: WeakKeyDictionary[DeviceMesh, dict[object, dict[int, Box]]] = WeakKeyDictionary()
+_holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
 _groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
 
 
@@ -99,8 +99,8 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     return ModelGroup(tuple(ranks), widest)
 
 
-def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> dict[int, Box]:
-    """Return the boxes of the ranks that together hold a tensor, by global rank. Pure.
+def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
+    """Return the global ranks that together hold a tensor, each with its box. Pure.
 
     With replicas, those of the first one, or of the one at the coordinate ``replica`` of the mesh.
     """
@@ -109,7 +109,7 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> dict[int, 
     if key not in known:
         mesh, places = tensor.device_mesh.mesh, tensor.placements
         axes = [range(mesh.size(n)) if hasattr(place, "dim") else [at[n]] for n, place in enumerate(places)]
-        known[key] = {int(mesh[each]): box_at(tensor, each) for each in itertools.product(*axes)}
+        known[key] = [(int(mesh[each]), box_at(tensor, each)) for each in itertools.product(*axes)]
     return known[key]
 
 
@@ -282,7 +282,7 @@ def _gather_boxes(
 ) -> Tensor | None:
     """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
     rank, own = dist.get_rank(), local_value(like)
-    boxes = holders(like, coordinate_of(like.device_mesh, rank if root is None else root))
+    boxes = dict(holders(like, coordinate_of(like.device_mesh, rank if root is None else root)))
     for peer in {*boxes} if root is None else {root} if rank in boxes else ():
         if peer != rank:
             batch.send(own, sent, peer)
@@ -324,7 +324,7 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
 
 
 def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
-    own, boxes = local_value(like), holders(like, coordinate_of(like.device_mesh, root))
+    own, boxes = local_value(like), dict(holders(like, coordinate_of(like.device_mesh, root)))
     if full is None and dist.get_rank() in boxes:
         batch.receive(own, sent, root)
     for holder, part in [(each, cut(full, box)) for each, box in boxes.items()] if full is not None else ():
