@@ -29,11 +29,10 @@ def full_params(
     """In this context the model's sharded parameters are plain ``nn.Parameter``\\ s of the full tensors.
 
     Like FSDP1's ``summon_full_params``, for any module with FSDP2 units. Names, ties, dtypes, ``requires_grad`` and
-    attributes are those of the sharded parameters, independent of the mixed precision policy. FSDP2's hooks do nothing
-    inside: modules, methods such as ``generate``, and parts that are not units run on the full parameters, without
-    collectives, each rank by itself. Backward works, but its gradients are not reduced, and are dropped on exit. Other
-    hooks run: modules of ``parallelize_module`` still make DTensors of their inputs, which do not mix with full
-    parameters. Plain parameters are unchanged. Do not step an optimizer inside.
+    attributes are those of the sharded parameters. FSDP2's hooks do nothing inside: modules, methods such as
+    ``generate``, and parts that are not units run on the full parameters, without collectives. Backward works, but its
+    gradients are not reduced, and are dropped on exit. Modules of ``parallelize_module`` still make DTensors of their
+    inputs, which do not mix with full parameters. Plain parameters are unchanged. Do not step an optimizer inside.
 
     On exit, with or without an error, the same sharded parameters are registered again. Changes of the full ones are
     lost unless ``writeback=True``, which copies each rank's part into its shards, in place, unless there was an error.
@@ -42,18 +41,15 @@ def full_params(
 
     Args:
         model: any module, on any mesh, with any ties.
-        writeback: write changes into the shards. With ``rank0_only`` rank 0's are scattered, which FSDP1 refused.
+        writeback: write changes into the shards; with ``rank0_only`` those of rank 0.
         rank0_only: give full parameters only to the lowest rank that holds a part of the model; others keep shards.
         offload_to_cpu: put full tensors on the CPU, wherever the shards are.
-        with_grads: gather existing gradients too, as ``grad`` of the full parameters; ``writeback`` writes them back
-            too. FSDP1 refused it with ``offload_to_cpu``.
-        recurse: False gathers only the parameters of ``model``'s own unit: units inside of it stay sharded, and gather
-            themselves when they are called.
+        with_grads: gather existing gradients too, as ``grad`` of the full parameters, and write them back too.
+        recurse: False gathers only the parameters of ``model``'s own unit; units inside of it stay sharded.
 
     Raises:
         ShardkitError: on every rank: inside of a forward or backward; on meta; if ranks pass different arguments or,
-            with ``with_grads``, differ in which parameters have gradients; on exit, if a full parameter has another
-            shape, or is gone.
+            with ``with_grads``, have different gradients; on exit, if a full parameter has another shape, or is gone.
 
     Example:
         >>> with full_params(model, writeback=True):

@@ -158,14 +158,12 @@ def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None)
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
     """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
-    fix = "Pass full_optimizer_state_dict(model, optimizer)"
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        rule = "It must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
-        raise ShardkitError(message("state_dict", "has no 'state' and 'param_groups'", rule, fix))
-    names = [name for group in state_dict["param_groups"] for name in group["params"]]
-    if any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
-        rule = "State is kept by FQN: numbers depend on the order in which an optimizer was given its parameters"
-        raise ShardkitError(message("state_dict", "keeps state by number", rule, fix))
+    names = [name for group in state_dict.get("param_groups", [{}]) for name in group.get("params", [None])]
+    if "state" not in state_dict or any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
+        problem = "must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
+        rule = "State by number depends on the order in which an optimizer was given its parameters"
+        fix = "Pass full_optimizer_state_dict(model, optimizer)"
+        raise ShardkitError(message("state_dict", problem, rule, fix))
     return renamed_state(state_dict, clean_name)
 
 
@@ -251,9 +249,8 @@ def install(
 
 def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
-    scheduled = "initial_lr" in saved
-    own = {"initial_lr": own["lr"], **own} if scheduled and "lr" in own else own
+    left = (*_NO_OPTIONS, *_SCHEDULED) if "initial_lr" in saved else _NO_OPTIONS
+    before = {"initial_lr": own.get("lr"), **own}
     for key, value in saved.items():
-        is_kept = key not in own or key in _NO_OPTIONS or (scheduled and key in _SCHEDULED)
-        if not is_kept and _plain(own[key]) != _plain(value):
-            yield f"{key}={value} instead of {own[key]}"
+        if key in before and key not in left and _plain(before[key]) != _plain(value):
+            yield f"{key}={value} instead of {before[key]}"
