@@ -68,17 +68,16 @@ class Cutter:
         return local_value(target.value).untyped_storage() is full.untyped_storage()
 
     def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
-        part = local_part(full, like)
-        part = part.resolve_conj().resolve_neg()  # a collective sends the memory as it is
+        part = local_part(full, like).resolve_conj().resolve_neg()  # a collective sends the memory as it is
         alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
         local = part.to(self._device(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
         return as_sharded(wrapped_as(local, _torch.local_tensor(like)), like)
 
-    def _whole(self, full: Tensor, view: View, home: torch.device) -> Tensor:
+    def _whole(self, full: Tensor, view: View, device: torch.device) -> Tensor:
         if view.storage not in self._storages:
             storage = full.untyped_storage()
-            if storage.device != home:
-                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
+            if storage.device != device:
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
                 storage = there.copy_(storage, non_blocking=False)
             self._storages[view.storage] = storage
         return view.of(self._storages[view.storage])
