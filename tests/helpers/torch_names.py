@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import engine_objects
 from shardkit._torch import torch_version
 from shardkit.api import shard_model
-from shardkit.testing.counts import fake_world
+from shardkit.testing import fake_world
 
 
 class Name(NamedTuple):
