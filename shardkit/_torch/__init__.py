@@ -1,7 +1,8 @@
 """Private names of torch that the path of ``shard_model`` needs, and version checks, each with its reason.
 
-Other files of this package are for what imports them: ``dispatch``, ``steps``, ``states``, ``worlds``, ``flops``. Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore
-(``tests/house/test_layers.py``). When a new torch breaks shardkit, look here first.
+The other files of this package are for what imports them: ``dispatch``, ``steps``, ``states``, ``worlds``, ``flops``.
+Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore (``tests/house/test_layers.py``).
+When a new torch breaks shardkit, look here first.
 """
 
 from __future__ import annotations
