@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import gathered_tensors
+from shardkit._fsdp.undone import gathered_tensors
 from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.memory.budget import parse_bytes
 from shardkit.memory.moments import BACKWARD
 from shardkit.memory.timeline import CATEGORIES, STEP, Point, Predicted
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")
 

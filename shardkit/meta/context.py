@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardkit import _torch
+from shardkit._torch import dispatch, has_own_dispatch
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.record import FakeDeviceMode, Recorder
 from shardkit.meta.tape import Tape, View, open_tape
@@ -48,7 +49,7 @@ def recording() -> Iterator[Recorder]:
     recorder = _current = Recorder(open_tape(), device)
     _thread = threading.get_ident()
     try:
-        with _torch.recorded_samplers(recorder.record_sampler), FakeDeviceMode(recorder, device), recorder:
+        with dispatch.recorded_samplers(recorder.record_sampler), FakeDeviceMode(recorder, device), recorder:
             yield recorder
     except BaseException:
         recorder.close(failed=True)
@@ -90,7 +91,7 @@ def init_on_meta() -> Iterator[None]:
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                tensor = local_value(tensor) if isinstance(tensor, Tensor) and _torch.is_wrapper(tensor) else tensor
+                tensor = local_value(tensor) if isinstance(tensor, Tensor) and is_wrapper(tensor) else tensor
                 view = tape.find(tensor) if is_plain_meta(tensor) else None
                 if view is not None:
                     records.setdefault(module, Record(tape, {})).views[name] = view
@@ -100,7 +101,7 @@ def is_plain_meta(tensor: Any) -> bool:
     """Return whether this is a meta tensor with its own storage: not a wrapper subclass such as DTensor, not lazy."""
     if not isinstance(tensor, Tensor) or is_lazy(tensor):
         return False
-    return tensor.is_meta and not _torch.has_own_dispatch(type(tensor))
+    return tensor.is_meta and not has_own_dispatch(type(tensor))
 
 
 def is_recorded(model: nn.Module) -> bool:

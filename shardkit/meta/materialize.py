@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.module_init import Initializer, record_initializers
@@ -215,7 +215,7 @@ def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
 
 def _check_targets(targets: list[Target], is_defined: Callable[[View], bool]) -> None:
     rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
-    quantized = [target for target in targets if _torch.is_wrapper(local_value(target.tensor))]
+    quantized = [target for target in targets if is_wrapper(local_value(target.tensor))]
     _refuse(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
     problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
     fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"

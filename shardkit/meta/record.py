@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from shardkit import _torch
+from shardkit._torch import dispatch, has_own_dispatch
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
 from shardkit.meta.rng import Stream
@@ -27,7 +27,7 @@ _FILLS = {
 _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 
 
-class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends every aten call to its tape and runs it on the meta device only.
 
     Tensors made while it is active are meta tensors. Real tensors that were made before stay real, and ops on real
@@ -50,9 +50,9 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             rule = "A model is built with plain tensors, and sharded afterwards"
             raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, "Call shard_model after it"))
-        if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
+        if any(has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
-        with _torch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
+        with dispatch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
             if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
                 return args[0] if args[0].is_meta else self._stand_in(args[0])
             return self._record(func, args, kwargs) if _makes_tensor(func, tensors) else func(*args, **kwargs)
@@ -69,12 +69,12 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return stand_in
 
         args, kwargs = map_leaves(on_meta, (args, kwargs))
-        if _torch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
+        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)
         out = self._run_on_meta(func, args, kwargs)
         op.outs = tuple(None if self.tape.find(tensor) else self._add(tensor) for tensor in tensors_of(out))
-        random = _torch.has_tag(func, "nondeterministic_seeded")
+        random = dispatch.has_tag(func, "nondeterministic_seeded")
         if op.writes or random or any(op.outs):  # else a view, or a change of sizes and strides
             self._append(op, kwargs.get("generator") or torch.default_generator if random else None)
             written = {view for view, _ in op.writes}
@@ -133,7 +133,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what the call reads, and what it writes and how."""
         reads: list[View] = []
         written: list[tuple[View, bool]] = []
-        arguments = _torch.schema(func).arguments
+        arguments = dispatch.schema(func).arguments
         given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         for argument, value in given:
             views = [self.view(tensor) for tensor in tensors_of(value)]
@@ -141,7 +141,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += [(view, argument.is_out or _name(func) in _FILLS) for view in views]
             elif not (_name(func) in _EMPTY or _name(func).endswith("_like") or _name(func).startswith("new_")):
                 reads += views  # the others look at sizes only
-        if _torch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
+        if dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
             return [], []
         return reads, [(view, self._kind(view, overwrites, reads)) for view, overwrites in written]
 
@@ -155,7 +155,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": torch.device("meta")}
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
         kwargs = {n: None if n == "generator" else value for n, value in kwargs.items() if n != "pin_memory"}
-        if not _torch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
+        if not dispatch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
             try:
                 return func(*args, **kwargs)
             except NotImplementedError:
@@ -251,15 +251,15 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def _name(func: Any) -> str:
-    return str(_torch.schema(func).name).rpartition("::")[2]
+    return str(dispatch.schema(func).name).rpartition("::")[2]
 
 
 def _argument_names(func: Any) -> set[str]:
-    return {argument.name for argument in _torch.schema(func).arguments}
+    return {argument.name for argument in dispatch.schema(func).arguments}
 
 
 def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
     """Return whether a call belongs on the tape: it uses meta tensors, draws random numbers, or allocates."""
-    if any(tensor.is_meta for tensor in tensors) or _torch.has_tag(func, "nondeterministic_seeded"):
+    if any(tensor.is_meta for tensor in tensors) or dispatch.has_tag(func, "nondeterministic_seeded"):
         return True
     return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)

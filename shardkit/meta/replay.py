@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import dispatch
 from shardkit.meta.rng import State, Stream, hash_bytes
 from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
 
@@ -117,7 +117,7 @@ class Player:
         self._marks = recordings[-1].ends if draw_all and recordings else {}
         self._ends = {stream: states[stream][end] for stream, end in self._marks.items()}
         self._steps = plan(tape.ops, finals, states, self._ends)
-        on_device = _torch.default_generator(self.device)
+        on_device = dispatch.default_generator(self.device)
         self._generators = {s: on_device if s.is_default else torch.Generator(s.generator.device) for s in states}
         self._drew: dict[Stream, int] = {}  # the last op that drew
         self._saved: dict[int, Tensor] = {}  # states after ops, by index
@@ -137,7 +137,7 @@ class Player:
 
     def run(self) -> None:
         """Replay. The default generator is used, and put back to its state at the end, as is the default dtype."""
-        generator, dtype = _torch.default_generator(self.device), torch.get_default_dtype()
+        generator, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
         state = generator.get_state()
         try:
             with torch.no_grad():
@@ -157,7 +157,7 @@ class Player:
         """
         for stream, state in self._left.items():
             if stream.marked() == self._marks[stream] or (self._seed is not None and stream.is_default):
-                generator = _torch.default_generator(self.device) if stream.is_default else stream.generator
+                generator = dispatch.default_generator(self.device) if stream.is_default else stream.generator
                 generator.set_state(state)
 
     def digest(self) -> dict[str, str]:
@@ -275,6 +275,6 @@ def evaluate(tape: Tape, view: View) -> Tensor:
         values.append(value if alone else value.clone())
         return alone
 
-    with _torch.no_modes():
+    with dispatch.no_modes():
         Player(tape, [Final(view, keep)], device=torch.device("cpu"), draw_all=False).run()
     return values[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import dispatch
 from shardkit.meta.rng import Stream
 
 # How an op writes to a view. "update" keeps or reads what was there (mul_, index_put_); "part" overwrites the
@@ -40,7 +40,7 @@ class View:
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
-        return _torch.neg_view(tensor) if self.neg else tensor
+        return dispatch.neg_view(tensor) if self.neg else tensor
 
     def num_bytes(self) -> int:
         """Bytes that a storage needs so that this view fits."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import TorchDispatchMode, fake_store, forget_meshes
+from shardkit._torch.dispatch import TorchDispatchMode
+from shardkit._torch.worlds import fake_store, forget_meshes
 from shardkit.errors import ShardkitError, message
 from shardkit.plan import Collectives
 

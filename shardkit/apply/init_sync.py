@@ -1,0 +1,187 @@
+"""The values that ranks start from: compared before sharding, or broadcast from the first rank.
+
+Each rank shards its own copy of the model. If copies differ, as after different seeds, the sharded model mixes them,
+and HSDP replicas never become equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice, product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
+from shardkit.errors import PlanError, listing, message
+from shardkit.ranks import Groups, all_equal, gather_by_rank, groups_of, raise_together
+
+SAMPLED = 8  # elements of each tensor, evenly from its first to its last
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def states_of(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the parameters except ``ignored`` ones, and the buffers, each once, by name. Local, pure."""
+    params = ((fqn, param) for fqn, param in model.named_parameters() if fqn not in ignored)
+    buffers = sorted(model.named_buffers())  # ranks may register them in another order
+    return dict(chain[tuple[str, Tensor]](params, buffers))
+
+
+def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
+    """Return what must be equal on all ranks besides the plan, by the name that an error gives it. Local, pure.
+
+    Raises:
+        PlanError: ``sync_module_states`` with a tensor that cannot be broadcast.
+    """
+    states = states_of(model)
+    opaque = [fqn for fqn, state in states.items() if sync_module_states and _is_opaque(state)]
+    if opaque:
+        problem = f"cannot broadcast {listing(opaque, 6)}, a {type(states[opaque[0]]).__name__}"
+        rule = "Only dense tensors are broadcast, and subclasses that name their dense tensors in __tensor_flatten__"
+        raise PlanError(message("sync_module_states", problem, rule, "Call torch.manual_seed(0) on every rank instead"))
+    buffers = {f"buffer {fqn}": f"{tuple(state.shape)} of {state.dtype}" for fqn, state in model.named_buffers()}
+    return {"sync_module_states": str(sync_module_states), **buffers}
+
+
+def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool) -> None:
+    """Raise on every rank unless all start from the same values, or can receive the first rank's. Collective, pure.
+
+    A sample of each tensor is compared bit by bit, through one all-reduce of 16 bytes; ranks exchange the
+    digests only when something differs. Tensors on meta are left out. Ranks on other axes of the model's mesh, such as
+    a tensor-parallel one, are not compared.
+
+    Args:
+        model: its parameters and buffers have the same names and shapes on all ranks.
+        ignored: FQNs of parameters that may differ between ranks.
+        groups: together they reach all ranks that shard.
+        sync_module_states: whether the first rank's values will be broadcast.
+
+    Raises:
+        PlanError: naming the first tensor that differs and the ranks, or tensors that are on meta on some ranks only.
+    """
+    if all(dist.get_world_size(group) == 1 for group in groups):
+        return
+    alike: dict[tuple[dist.ProcessGroup | None, ...], dict[str, Tensor]] = {tuple(groups): {}}
+    for fqn, state in states_of(model, ignored).items():
+        alike.setdefault(_copied(state, groups), {})[fqn] = state
+    problems = [_unequal(states, each, sync_module_states) for each, states in alike.items()]
+    problem = next(filter(None, problems), None)
+    raise_together(problem, groups_of(model), PlanError)  # parallel ranks, which the groups do not reach
+
+
+def _copied(state: Tensor, groups: Groups) -> tuple[dist.ProcessGroup | None, ...]:
+    """The groups whose ranks hold copies of ``state``: those that a DTensor, such as an expert, is not split over."""
+    if not isinstance(state, DTensor):
+        return tuple(groups)
+    axes = zip(state.device_mesh.get_all_groups(), state.placements, strict=True)
+    split = [dist.get_process_group_ranks(group) for group, placement in axes if placement.is_shard()]
+    return tuple(group for group in groups if dist.get_process_group_ranks(group) not in split)
+
+
+def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: bool) -> PlanError | None:
+    """Return the error for states that are not alike on the ranks of the groups, None if they are. Collective."""
+    digests = _digests(states.values())
+    if sync_module_states:  # only the place matters, since the values are overwritten
+        digests = [None if digest is None else 0 for digest in digests]
+    if all_equal(digests, groups):
+        return None
+    by_rank = gather_by_rank(digests, groups)
+    columns = {fqn: {rank: column[at] for rank, column in by_rank.items()} for at, fqn in enumerate(states)}
+    if not sync_module_states:  # tensors that are on meta on some ranks are left out
+        columns = {
+            fqn: {rank: each for rank, each in column.items() if each is not None} for fqn, column in columns.items()
+        }
+    found = [fqn for fqn, column in columns.items() if len(set(column.values())) > 1]
+    if not found:
+        return None
+    if sync_module_states:
+        problem = f"needs {listing(found, 6)} on real memory, and some ranks have it on the meta device"
+        rule = "Values are broadcast into memory that every rank has allocated"
+        fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
+        return PlanError(message("sync_module_states", problem, rule, fix))
+    column = columns[found[0]]
+    first = next(iter(column))
+    others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
+    problem = f"has different values on rank {others} than on rank {first}; "
+    problem += f"{len(found)} of {len(columns)} parameters and buffers differ"
+    rule = "Each rank shards its own copy of the model, so all copies must be equal"
+    fix = "Call torch.manual_seed(0) on every rank before the model is built, or pass sync_module_states=True to "
+    return PlanError(message(found[0], problem, rule, fix + "broadcast the first rank's values"))
+
+
+def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
+    """Overwrite each tensor with that of the first rank of each group in turn, in place. Collective over ``groups``.
+
+    Args:
+        states: of the same shapes on all ranks; of a DTensor the local part. Copied to the device one at a time.
+        groups: those of a mesh's axes, the replicating one first.
+        device: the type of the mesh's device.
+    """
+    with torch.no_grad():
+        for state in states:
+            for part, group in product(_dense_parts(state), _copied(state, groups)):
+                _broadcast(part, group, device)
+
+
+def _digests(states: Iterable[Tensor]) -> list[int | None]:
+    """63 bits of each tensor's sample, None for one on meta. One copy from each device for each element size."""
+    values: list[list[int] | None] = []
+    samples: dict[tuple[torch.device, torch.dtype], list[tuple[list[int], Tensor]]] = {}
+    with torch.no_grad(), plain_attributes():
+        for state in states:
+            parts = list(_dense_parts(state))
+            found: list[int] = []
+            on_meta = any(part.is_meta for part in parts)
+            values.append(None if on_meta else found)
+            for sample in map(_sample, parts) if not on_meta else ():
+                samples.setdefault((sample.device, sample.dtype), []).append((found, sample))
+        for pairs in samples.values():
+            flat = iter(torch.cat([sample for _, sample in pairs]).tolist())
+            for found, sample in pairs:
+                found.extend(islice(flat, len(sample)))
+    hashes = [None if each is None else hashlib.blake2b(repr(each).encode(), digest_size=8) for each in values]
+    return [None if each is None else int.from_bytes(each.digest(), "big") >> 1 for each in hashes]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """The bits of a few elements of a dense tensor as integers: NaN equals itself, and 0.0 does not equal -0.0."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_BITS[tensor.itemsize])
+    evenly = torch.arange(SAMPLED if bits.numel() else 0, device=bits.device) * (bits.numel() - 1) // (SAMPLED - 1)
+    return torch.take(bits, evenly)
+
+
+def _dense_parts(state: Tensor) -> Iterator[Tensor]:
+    """The dense tensors that a state consists of on this rank: usually itself; none if it has no values."""
+    if isinstance(state, DTensor):
+        yield from _dense_parts(local_tensor(state))
+    elif has_own_dispatch(type(state)):
+        names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") else ()
+        yield from (part for name in names for part in _dense_parts(getattr(state, name)))
+    elif state.layout is torch.strided:
+        yield state.detach()
+
+
+def _is_opaque(state: Tensor) -> bool:
+    local = local_tensor(state) if isinstance(state, DTensor) else state
+    if isinstance(local, FakeTensor):
+        return False
+    return local.layout is not torch.strided or has_own_dispatch(type(local)) > hasattr(local, "__tensor_flatten__")
+
+
+def _broadcast(part: Tensor, group: dist.ProcessGroup | None, device: str) -> None:
+    """As bytes, because gloo supports few dtypes."""
+    if dist.get_world_size(group) == 1 or not part.numel() or part.is_meta:
+        return
+    for dim, stride in enumerate(part.stride()):
+        part = part if stride else part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
+    staged = part.to(device).resolve_conj().resolve_neg().contiguous()
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    dist.broadcast(staged.view(-1).view(torch.uint8), source, group=group)
+    if staged is not part:
+        part.copy_(staged)
