@@ -115,7 +115,8 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
     table = strict_json(text)
-    metadata = table.pop(METADATA, None) or {}
+    metadata = table.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{METADATA} does not map names to strings")
     end = begin = LENGTH + len(text)

@@ -274,8 +274,9 @@ def commit_checkpoint(
             progress.close()
         return report | {"copies": copies(content.model | content.optimizer, ranks)}
 
-    ranks, files = ranks_of(groups), dict[str, FileEntry]()
+    files = dict[str, FileEntry]()
     with directory.temporary_directory(path, groups, prepare) as draft:
+        ranks = ranks_of(groups)
         if writer is not None:
             files = writer(draft.directory)
         elif format == "dcp":

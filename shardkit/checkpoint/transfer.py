@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
@@ -115,25 +114,11 @@ def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None 
             meter.add(count)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and flush it. Local."""
-    path.write_bytes(data)
-    flush_files([path])
-
-
 def flush_files(paths: Iterable[Path]) -> None:
-    """Flush files to the disk, including what other processes of this machine wrote. Local.
-
-    All at once, so that a file system with a journal commits it once.
-    """
-
-    def flush(path: Path) -> None:
+    """Flush files to the disk, including what other processes of this machine wrote. Local."""
+    for path in paths:
         with opened(path, os.O_RDWR) as descriptor:
             os.fsync(descriptor)
-
-    if several := list(paths):
-        with ThreadPoolExecutor(len(several)) as pool:
-            list(pool.map(flush, several))
 
 
 def flush_directory(path: Path) -> None:
