@@ -36,8 +36,7 @@ from shardkit.checkpoint.write import Layout, create_files, described, laid_out,
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.complete import check_complete
-from shardkit.state.names import first_names, model_state, trainable_state
+from shardkit.state.names import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import sharded_optimizer_state_dict
 from shardkit.state.quantized import is_quantized
 
@@ -192,7 +191,7 @@ def _collected(
         state = trainable_state(state)
         if named is not None:
             named["state"] = {name: entry for name, entry in named["state"].items() if name not in frozen}
-    check_complete(model, state)
+    check_scales(model, state)
     others, rest = encode(state.others, "model")
     encoded, tensors = encode(named, "", sharded=True)
     given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
