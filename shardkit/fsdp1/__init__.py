@@ -12,8 +12,6 @@ from torch.distributed.fsdp import __all__ as __all__  # what a program's star i
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin import private as private
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
-from shardkit.fsdp1.instead import FATES as FATES
-from shardkit.fsdp1.instead import Fate as Fate
 from shardkit.fsdp1.translate.notes import Note as Note
 from shardkit.fsdp1.translate.shard import Translation as Translation
 from shardkit.fsdp1.translate.strategy import Resolved as Resolved
@@ -21,6 +19,8 @@ from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
 from shardkit.fsdp1.translate.translate import shard_like_fsdp1 as shard_like_fsdp1
 from shardkit.fsdp1.translate.translate import translate_fsdp1 as translate_fsdp1
+from shardkit.replacements import SUPPORT as SUPPORT
+from shardkit.replacements import Support as Support
 
 if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the installed torch has beside these
     from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours

@@ -21,7 +21,7 @@ from shardkit._fsdp.params import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, note
-from shardkit.sharded.stepping import watch_gradients
+from shardkit.runtime.stepping import watch_gradients
 
 
 @contextmanager

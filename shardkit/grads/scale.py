@@ -21,7 +21,7 @@ from shardkit._torch import (
 )
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import device_type, note
-from shardkit.sharded.means import divisor, reduce_groups, reduce_size
+from shardkit.runtime.means import divisor, reduce_groups, reduce_size
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.params import gathered_parameters
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.sharded.replicated import unreduced_problem
-from shardkit.sharded.stepping import allow_low_precision, low_precision_problem
+from shardkit.runtime.replicated import unreduced_problem
+from shardkit.runtime.stepping import allow_low_precision, low_precision_problem
 
 
 def check_optimizer(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import mp_policy_to_dict
 from shardkit.plan.table import calls, counted, fold, relative_dims
 from shardkit.plan.types import ShardUnit, ancestors
-
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
 
 CHECKPOINT = """
 def checkpoint_forward(module):
@@ -74,7 +71,7 @@ def reduce_replicated():
 """
 
 
-def python(plan: ShardingPlan) -> str:
+def python(plan: PlanData) -> str:
     """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size."""
     runs = fold(plan.units, calls)
     if not _children_first(runs):
@@ -153,7 +150,7 @@ def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
     return True
 
 
-def _setup(plan: ShardingPlan) -> Iterator[str]:
+def _setup(plan: PlanData) -> Iterator[str]:
     yield ""
     yield 'device_type = "cuda" if torch.cuda.is_available() else "cpu"'
     yield f"mesh = init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
@@ -168,7 +165,7 @@ def _setup(plan: ShardingPlan) -> Iterator[str]:
         yield "    param.data = param.data.to(device_type)"
 
 
-def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
+def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
     unit = run[0]
     if len(run) == 1:
         yield from _unit(plan, unit, [quoted(fqn) for fqn in unit.modules])
@@ -180,7 +177,7 @@ def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
     yield from ("    " + line for line in _unit(plan, unit, names))
 
 
-def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
+def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
     targets = ", ".join(map(_module, names))
     if unit.checkpoint_activations or unit.compile:
         yield f"for module in [{targets}]:"
@@ -195,7 +192,7 @@ def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator
     yield from [f"divide_gradients({_module(names[0])}, {parts})"] if parts > 1 else []
 
 
-def _mesh(plan: ShardingPlan, unit: ShardUnit) -> str:
+def _mesh(plan: PlanData, unit: ShardUnit) -> str:
     if unit.mesh is None:
         return "mesh" if plan.mesh.shard_axes == 1 else "joined"
     return f"mesh[{', '.join(map(quoted, plan.mesh_of(unit).axis_names))}]"

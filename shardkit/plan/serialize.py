@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, message
+from shardkit.plan.data import PlanData
 from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
-
 VERSION = 1
-_LATER: dict[str, Any] = {"shard_dims": [], "mesh": None}  # fields that older files lack, with what they mean there
+_LATER: dict[str, Any] = {
+    "shard_dims": [],
+    "mesh": None,
+    "may_skip": False,
+    "dim_given": False,
+}  # fields that older files lack, with what they mean there
 _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 
-def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
+def plan_to_dict(plan: PlanData) -> dict[str, Any]:
     """Return the plan as strings, numbers, lists and dicts; keys are the field names."""
     return {"version": VERSION, **_plain(plan)}
 

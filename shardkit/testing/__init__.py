@@ -10,18 +10,14 @@ from shardkit.testing.counts import comm_counts as comm_counts
 from shardkit.testing.counts import fake_world as fake_world
 from shardkit.testing.pool import RankPool as RankPool
 from shardkit.testing.pool import distributed as distributed
-from shardkit.testing.pretend import PretendedAccelerator as PretendedAccelerator
-from shardkit.testing.pretend import pretend_accelerator as pretend_accelerator
 from shardkit.testing.report import RankFailure as RankFailure
 
 __all__ = [
     "CommCounts",
-    "PretendedAccelerator",
     "RankFailure",
     "RankPool",
     "assert_same_on_all_ranks",
     "comm_counts",
     "distributed",
     "fake_world",
-    "pretend_accelerator",
 ]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from shardkit._torch import MINIMUM_TORCH, NEWEST_TESTED, torch_version
-from shardkit.testing.torch_names import NAMES, missing
 
 PACKAGES = ("transformers", "accelerate", "peft", "torchao", "bitsandbytes", "lightning", "triton", "numpy")
 # What torchrun, NCCL, gloo, torch and shardkit read. Of SLURM's only the sizes: others name people and accounts.
@@ -26,20 +25,16 @@ VARIABLES = (
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
-    text = "print what a bug report needs: versions, devices, backends, environment, private names of torch"
+    text = "print what a bug report needs: versions, devices, backends, environment"
     parser: argparse.ArgumentParser = commands.add_parser("env", help=text, description=f"{text.capitalize()}.")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one fact a line; return 1 if this torch lacks a private name that shardkit uses, else 0. Local."""
+    """Print one fact a line and return 0. Local."""
     for name, value in _facts():
         print(f"{name:<14} {value}")
-    gone = missing()  # last, because it shards a small model, and a new torch may break that
-    print(f"private names  {len(gone)} of {len(NAMES)} missing")
-    for private in gone:
-        print(f"  missing {private.path}: needed by {private.needed_by}")
-    return bool(gone)
+    return 0
 
 
 def _facts() -> Iterator[tuple[str, object]]:

@@ -38,8 +38,7 @@ class RankPool:
 
     Args:
         world_size: number of ranks, all on this machine.
-        backend: ``"gloo"``, ``"nccl"`` with one GPU for each rank, or ``"cpu:gloo,pretend:gloo"`` for ranks with the
-            device of :func:`pretend_accelerator`.
+        backend: ``"gloo"``, or ``"nccl"`` with one GPU for each rank.
         timeout: seconds that one call may take, without imports.
 
     Raises:

@@ -139,11 +139,6 @@ def exit_with_parent(directory: str) -> None:
 def _join_group(seat: Seat) -> None:
     if seat.backend == "nccl":
         torch.cuda.set_device(seat.rank)
-    if "pretend:" in seat.backend:
-        from shardkit.testing.pretend import pretend_accelerator  # imports torch._dynamo, which few pools need
-
-        with pretend_accelerator():
-            pass  # from here on torch knows the device
     dist.init_process_group(
         # Objects and CPU tensors need gloo even where the model uses NCCL.
         "cpu:gloo,cuda:nccl" if seat.backend == "nccl" else seat.backend,

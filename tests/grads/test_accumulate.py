@@ -18,7 +18,7 @@ from shardkit._torch import local_tensor, torch_version
 from shardkit.errors import ShardkitError
 from shardkit.grads import accumulate, no_sync, zero_grad
 from shardkit.optim import optimizer_in_backward
-from shardkit.sharded.stepping import WaitingGradient
+from shardkit.runtime.stepping import WaitingGradient
 from shardkit.testing import distributed, fake_world
 
 OPTIONS = [

@@ -20,12 +20,13 @@ MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to b
 # What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
 # A new module at the top needs a line here: put it where its imports allow.
 DECIDING = {"errors", "plan", "planning"}
-CORE = DECIDING | {"ranks", "shards", "reach", "references", "runtime", "sharded", "apply", "api", "_fsdp"}
+CORE = DECIDING | {"ranks", "shards", "reach", "references", "runtime", "apply", "api", "_fsdp"}
 STATE = {"errors", "ranks", "shards", "_fsdp"}
-ANY_FSDP2_MODEL = {"runtime", "sharded", "meta", "grads", "optim", "state", "checkpoint"}
+ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "replacements": set(),  # a table
     "_torch": {"errors"},
     "_fsdp": set(),
     "plan": {"errors"},
@@ -35,20 +36,19 @@ ALLOWED: dict[str, set[str]] = {
     "shards": set(),
     "ranks": {"errors"},
     "tiles": {"errors"},
-    "sharded": {"errors", "_fsdp", "shards"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "memory": DECIDING | {"_fsdp", "reach", "references", "tiles"},
-    "apply": DECIDING | {"ranks", "reach", "references", "runtime", "sharded", "_fsdp", "shards", "tiles"},
-    "api": DECIDING | {"apply"},
+    "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
+    "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"reach", "references"},
-    "grads": STATE | {"runtime", "sharded"},
-    "optim": STATE | {"runtime", "sharded", "state"},
+    "grads": STATE | {"runtime"},
+    "optim": STATE | {"runtime", "state"},
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
     "watching": {"errors", "ranks", "grads", "_fsdp"},
-    "fsdp1": EVERYTHING - {"fsdp1"},
+    "fsdp1": EVERYTHING - {"fsdp1"} | {"replacements"},
     "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
     "__init__": {"_torch"},
     "testing": {"errors", "plan", "_fsdp", "api"},
@@ -57,9 +57,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What it may import besides inside of functions, and for types.
 LATER: dict[str, set[str]] = {
-    "api": {"memory", "fsdp1"},
-    "apply": {"watching"},
-    "sharded": {"fsdp1"},
+    "api": {"memory"},
+    "apply": {"watching", "integrations"},
     "__init__": EVERYTHING,
 }
 PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so

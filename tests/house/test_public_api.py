@@ -90,6 +90,7 @@ NAMES = OF_TORCH | {
     "sharded_state_dict",
     "step_on_local_shards",
     "step_on_whole_matrices",
+    "double_backward",
     "take_part",
     "training_mesh",
     "translate_fsdp1",

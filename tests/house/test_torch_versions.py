@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from test_layers import PRIVATE_NAMES
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch_names import NAMES, Name, main, missing
 
 import shardkit
 from shardkit import ShardkitError, _torch, shard_model, zero_grad
 from shardkit._fsdp import fsdp_units
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.testing import RankPool, fake_world
-from shardkit.testing.torch_names import NAMES, Name, main, missing
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "torch-versions.md"
@@ -69,7 +69,7 @@ def private_names() -> set[str]:
 
 def test_every_private_name_is_in_the_table() -> None:
     listed = {part for name in NAMES for part in name.path.split(".")}
-    assert private_names() <= listed, f"add to shardkit/testing/torch_names.py: {sorted(private_names() - listed)}"
+    assert private_names() <= listed, f"add to tests/helpers/torch_names.py: {sorted(private_names() - listed)}"
 
 
 def test_none_is_missing_and_a_missing_one_is_found() -> None:

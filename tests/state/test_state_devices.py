@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pretend import pretend_accelerator
 from torch import nn
 
 import shardkit
 from shardkit.fsdp1 import FullyShardedDataParallel
-from shardkit.testing import RankPool, pretend_accelerator
+from shardkit.testing import RankPool
 
 
 def check_ties() -> None:
@@ -52,7 +53,7 @@ def check_handles() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     # Processes of their own, since a pretended device stays.
-    with RankPool(2, backend="cpu:gloo,pretend:gloo") as pool:
+    with RankPool(2) as pool:
         yield pool
 
 

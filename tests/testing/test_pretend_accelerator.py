@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pretend import pretend_accelerator
 from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, made, mesh_on, plain, sharded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -33,7 +34,7 @@ from shardkit.demo import train
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.memory import memory_report
-from shardkit.testing import RankPool, pretend_accelerator
+from shardkit.testing import RankPool
 
 OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(2, backend="cpu:gloo,pretend:gloo", timeout=180) as pool:
+    with RankPool(2, timeout=180) as pool:
         yield pool
 
 

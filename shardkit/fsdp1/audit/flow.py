@@ -15,7 +15,7 @@ from typing import Any
 from shardkit.fsdp1.audit.names import PARTIAL, STATICS, bound, imported, public_name, wraps_otherwise
 from shardkit.fsdp1.audit.syntax import Function, is_decorated, leaves, parameters_of, parsed, place, read_by_getattr
 from shardkit.fsdp1.audit.values import FOREIGN, NONE, WRAPPED, WRAPPER, Maybe, Narrowed, Scope, Value, Values, union
-from shardkit.fsdp1.instead import FSDP
+from shardkit.replacements import FSDP
 
 SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "half", "bfloat16", "float", "double", "requires_grad_", "compile"}
 SAME_ITEMS = {"list", "tuple", "reversed", "sorted"}

@@ -10,16 +10,16 @@ from shardkit.fsdp1.audit.flow import Flow
 from shardkit.fsdp1.audit.names import STATICS, bound, other_row, parameters, public_name
 from shardkit.fsdp1.audit.syntax import classes_of
 from shardkit.fsdp1.audit.uses import Use
-from shardkit.fsdp1.instead import ARGUMENTS, FIELDS, FSDP, MEMBERS, NO_FLAT, Row, Topic
+from shardkit.replacements import ARGUMENTS, FIELDS, FSDP, MEMBERS, NO_FLAT, Row, Topic
 
-Fate: TypeAlias = Literal["exact", "note", "decision", "impossible"]
-FATES: dict[Fate, str] = {  # from good to bad
+Support: TypeAlias = Literal["exact", "note", "decision", "impossible"]
+SUPPORT: dict[Support, str] = {  # from good to bad
     "exact": "exact",
     "note": "with a note",
     "decision": "needs a decision",
     "impossible": "not possible",
 }
-_OF_ROW: dict[str, Fate] = {
+_OF_ROW: dict[str, Support] = {
     "mapped": "exact",
     "implied": "exact",
     "noted": "note",
@@ -37,17 +37,17 @@ _SPREAD = "its arguments are not in this call"
 
 
 class Verdict(NamedTuple):
-    """The worst fate of a use's parts, one line of code or nothing, sentences, and the topic."""
+    """The worst support of a use's parts, one line of code or nothing, sentences, and the topic."""
 
-    fate: Fate
+    support: Support
     replacement: str
     why: str
     topic: Topic
 
 
-def worst(fates: Iterable[Fate]) -> Fate:
+def worst(levels: Iterable[Support]) -> Support:
     """Return the worst of them; exact if there are none."""
-    return max(("exact", *fates), key=list(FATES).index)
+    return max(("exact", *levels), key=list(SUPPORT).index)
 
 
 class Judge:
@@ -65,9 +65,11 @@ class Judge:
         """Judge a use. Of its parts those count that its line repeats, and those that need a decision."""
         own = self._own(use)
         parts = [(part, self._own(part)) for part in use.parts]
-        told = [each for part, each in parts if part.name in own.replacement or each.fate in ("decision", "impossible")]
-        whys = [own.why, *(each.why for each in told if each.fate != "exact")]
-        return own._replace(fate=worst([own.fate, *(each.fate for each in told)]), why=_sentences(whys))
+        told = [
+            each for part, each in parts if part.name in own.replacement or each.support in ("decision", "impossible")
+        ]
+        whys = [own.why, *(each.why for each in told if each.support != "exact")]
+        return own._replace(support=worst([own.support, *(each.support for each in told)]), why=_sentences(whys))
 
     def of_import(self, paths: Iterable[str], wraps: bool, kept: Iterable[str], ours: Iterable[str]) -> Verdict:
         """Judge an import. Public names are judged where they are used.
@@ -83,9 +85,11 @@ class Judge:
         public = sorted({"shard_like_fsdp1" if wraps else "FSDPModule", *ours})
         lines = [f"from shardkit import {', '.join(public)}"]
         lines += [f"from shardkit.fsdp1 import {', '.join(kept)}"] * bool(wraps and kept)  # torch's own objects too
-        why = _sentences(row.sentence for row in rows if row.fate != "mapped")
+        why = _sentences(row.sentence for row in rows if row.support != "mapped")
         topic = rows[0].topic if rows and not names else "names"
-        return Verdict(worst(_OF_ROW[row.fate] for row in rows), "; ".join(lines) if FSDP in names else "", why, topic)
+        return Verdict(
+            worst(_OF_ROW[row.support] for row in rows), "; ".join(lines) if FSDP in names else "", why, topic
+        )
 
     def _own(self, use: Use) -> Verdict:
         if use.wraps and use.call is not None:
@@ -93,10 +97,10 @@ class Judge:
         if use.kind == "check":
             return self._check(use)
         name, row = use.name.removeprefix(f"{FSDP}."), use.row
-        plain = Verdict(_OF_ROW[row.fate], self._filled(use), row.sentence, row.topic)
+        plain = Verdict(_OF_ROW[row.support], self._filled(use), row.sentence, row.topic)
         own = _SPECIAL[name](self, use, plain) if name in _SPECIAL else plain
         if own.replacement and any(self.text(each) not in own.replacement for each in _spread(use.call)):
-            return own._replace(fate=worst([own.fate, "decision"]), why=_sentences([_SPREAD, own.why]))
+            return own._replace(support=worst([own.support, "decision"]), why=_sentences([_SPREAD, own.why]))
         return own
 
     # --- FullyShardedDataParallel(...) --------------------------------------------------------------------------------
@@ -106,7 +110,7 @@ class Judge:
         spread = [self._flow.entries(each.value) for each in call.keywords if each.arg is None]
         hidden = {str(name): value for entries in spread for name, value in (entries or {}).items()}
         everything = given | {name: value for name, value in hidden.items() if name not in given}
-        judged: list[tuple[Fate, str]] = []
+        judged: list[tuple[Support, str]] = []
         if None in spread or any(isinstance(each, ast.Starred) for each in call.args):
             judged = [("decision", f"{_SPREAD}: look them up in the table of arguments")]
         judged += [self._argument(name, self.text(value)) for name, value in everything.items()]
@@ -121,13 +125,13 @@ class Judge:
         line = f"shard_like_fsdp1({', '.join(shown)})"
         if use.kind == "partial" and isinstance(use.node, ast.Call):
             line = f"{self.text(use.node.func)}({', '.join(['shard_like_fsdp1', *shown])})"
-        return Verdict(worst(fate for fate, _ in judged), line, _sentences(why for _, why in judged), "wrapping")
+        return Verdict(worst(support for support, _ in judged), line, _sentences(why for _, why in judged), "wrapping")
 
-    def _argument(self, name: str, text: str) -> tuple[Fate, str]:
+    def _argument(self, name: str, text: str) -> tuple[Support, str]:
         row = ARGUMENTS.get(name, Row("decision", "not an argument of torch's FSDP1"))
-        is_other = row.fate == "implied" and (text in ("False", "None") or text.endswith("BACKWARD_POST"))
-        fate = "note" if is_other else _OF_ROW[row.fate]
-        return fate, f"{name}: {row.sentence}" if fate != "exact" else ""
+        is_other = row.support == "implied" and (text in ("False", "None") or text.endswith("BACKWARD_POST"))
+        support = "note" if is_other else _OF_ROW[row.support]
+        return support, f"{name}: {row.sentence}" if support != "exact" else ""
 
     def _shown(self, name: str, value: ast.expr) -> str:
         written = self.text(value)
@@ -247,17 +251,17 @@ def _state_type(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     """``state_dict_type``, ``set_state_dict_type``, and ``StateDictType`` itself."""
     kinds = {use.member.partition(".")[0]} if use.name == "StateDictType" else judge.state_types(use.call)
     if kinds == {"LOCAL_STATE_DICT"}:
-        return plain._replace(fate="impossible", why=NO_FLAT)
+        return plain._replace(support="impossible", why=NO_FLAT)
     if kinds and "LOCAL_STATE_DICT" not in kinds:
         return plain
-    return plain._replace(fate="decision", why=f"the type is not in this call; {plain.why}")
+    return plain._replace(support="decision", why=f"the type is not in this call; {plain.why}")
 
 
 def _state(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     """Saving and loading state, with the type that is set around it."""
     kinds = judge.state_types(use.state)
     if kinds == {"LOCAL_STATE_DICT"}:
-        return plain._replace(fate="impossible", replacement="", why=NO_FLAT)
+        return plain._replace(support="impossible", replacement="", why=NO_FLAT)
     if kinds == {"SHARDED_STATE_DICT"} and "optim" in use.name:
         line = plain.replacement.replace("full_optimizer", "sharded_optimizer")
         return plain._replace(replacement=line.replace(", rank0_only=False", "").replace(', src="all"', ""))
@@ -276,7 +280,7 @@ def _summon(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     plain = plain._replace(replacement=f"full_params({', '.join([given['module'], *kept])})")
     if given.get("recurse", "True") == "True":
         return plain
-    return plain._replace(fate="note", why=f"it gathers inner units too, unlike recurse=False; {plain.why}")
+    return plain._replace(support="note", why=f"it gathers inner units too, unlike recurse=False; {plain.why}")
 
 
 def _strategy(judge: Judge, use: Use, plain: Verdict) -> Verdict:
@@ -297,15 +301,15 @@ def _precision(judge: Judge, use: Use, plain: Verdict) -> Verdict:
     kept = [f"{name}={text}" for name, text in given.items() if name in ("param_dtype", "reduce_dtype")]
     line = f"MixedPrecisionPolicy({', '.join(kept)})" if use.call else "MixedPrecisionPolicy"
     rows = {name: FIELDS.get(f"mixed_precision.{name}") for name in given if given[name] != "False"}
-    worse = {name: row for name, row in rows.items() if row is not None and _OF_ROW[row.fate] != "exact"}
+    worse = {name: row for name, row in rows.items() if row is not None and _OF_ROW[row.support] != "exact"}
     whys = [f"{name}: {row.sentence}" for name, row in worse.items()]
-    fate = worst(_OF_ROW[row.fate] for row in worse.values())
+    support = worst(_OF_ROW[row.support] for row in worse.values())
     if use.call is not None and not use.is_kept:  # the line is for shard_model; what the policy lacks gets lost
         lost = [name for name in given if name not in ("param_dtype", "reduce_dtype", *worse)]
         casts = ["FSDP1's casts of the root's inputs only"] * ("cast_forward_inputs" not in given)
         whys = [f"the policy leaves out {' and '.join([*lost, *casts])}; shard_like_fsdp1 takes all of it", *whys]
-        fate = worst([fate, "note"])
-    return Verdict(fate, line, _sentences(whys) or plain.why, plain.topic)
+        support = worst([support, "note"])
+    return Verdict(support, line, _sentences(whys) or plain.why, plain.topic)
 
 
 def _units(judge: Judge, use: Use, plain: Verdict) -> Verdict:
@@ -328,7 +332,9 @@ _SPECIAL: Mapping[str, Callable[[Judge, Use, Verdict], Verdict]] = {
     **dict.fromkeys(("state_dict", "load_state_dict", "optim_state_dict", "optim_state_dict_to_load"), _state),
     "summon_full_params": _summon,
     "ShardingStrategy": _strategy,
-    "BackwardPrefetch": lambda _, use, plain: plain._replace(fate="exact") if use.member == "BACKWARD_PRE" else plain,
+    "BackwardPrefetch": lambda _, use, plain: (
+        plain._replace(support="exact") if use.member == "BACKWARD_PRE" else plain
+    ),
     "CPUOffload": _offload,
     "MixedPrecision": _precision,
     **dict.fromkeys(("transformer_auto_wrap_policy", "ModuleWrapPolicy", "size_based_auto_wrap_policy"), _units),

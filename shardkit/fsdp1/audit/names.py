@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 
-from shardkit.fsdp1 import instead
-from shardkit.fsdp1.instead import FSDP, MEMBERS, NAMES, Row
+from shardkit import replacements
+from shardkit.replacements import FSDP, MEMBERS, NAMES, Row
 
 PACKAGE = "torch.distributed.fsdp"
 MODULES = ("wrap", "api", "fully_sharded_data_parallel", "sharded_grad_scaler")
@@ -97,7 +97,7 @@ def other_row(dotted: str) -> Row | None:
         package, *names = dotted.split(".")
         return next((OTHERS[key] for name in names if (key := f"{package} {name}") in OTHERS), None)
     is_known = local in ("", *MODULES) or is_fsdp2(dotted) or public_name(dotted) is not None
-    return None if is_known or local.endswith("__") else instead.private(local)
+    return None if is_known or local.endswith("__") else replacements.private(local)
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, bool]]:

@@ -13,7 +13,7 @@ from shardkit.fsdp1.audit.names import PUBLIC, bound
 from shardkit.fsdp1.audit.report import Finding
 from shardkit.fsdp1.audit.syntax import arguments_of
 from shardkit.fsdp1.audit.uses import Uses
-from shardkit.fsdp1.instead import FSDP
+from shardkit.replacements import FSDP
 
 MOST_CODE = 100  # characters of a call that are shown
 _NAME = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*(?!\w|=[^=])")  # not attributes, keywords or strings

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.errors import listing
-from shardkit.fsdp1.audit.judge import FATES, Fate
-from shardkit.fsdp1.instead import Topic
+from shardkit.fsdp1.audit.judge import SUPPORT, Support
+from shardkit.replacements import Topic
 
 MOST_PLACES = 4
 
@@ -39,7 +39,7 @@ class Finding:
         column: from 1, in characters.
         name: in torch, ``FullyShardedDataParallel.no_sync`` for a method.
         code: as written, on one line, shortened.
-        fate: exact, note, decision or impossible.
+        support: exact, note, decision or impossible.
         replacement: one line of shardkit or FSDP2 code; empty if the code is removed or you must decide.
         why: what to know about it.
         topic: its group in the order of what to change first.
@@ -52,7 +52,7 @@ class Finding:
     column: int
     name: str
     code: str
-    fate: Fate
+    support: Support
     replacement: str
     why: str
     topic: Topic
@@ -122,9 +122,9 @@ class Audit:
         return tuple(unread for file in self.files for unread in file.unread)
 
     @property
-    def counts(self) -> dict[Fate, int]:
-        """Uses for each fate, from good to bad."""
-        return {fate: sum(finding.fate == fate for finding in self.findings) for fate in FATES}
+    def counts(self) -> dict[Support, int]:
+        """Uses for each support, from good to bad."""
+        return {support: sum(finding.support == support for finding in self.findings) for support in SUPPORT}
 
     @property
     def is_settled(self) -> bool:
@@ -134,7 +134,7 @@ class Audit:
     @property
     def steps(self) -> tuple[Step, ...]:
         """What to change, in order; within a step the worst first."""
-        worst_first = sorted(self.findings, key=lambda finding: -list(FATES).index(finding.fate))
+        worst_first = sorted(self.findings, key=lambda finding: -list(SUPPORT).index(finding.support))
         steps = [Step(topic, said, tuple(f for f in worst_first if f.topic == topic)) for topic, said in TOPICS.items()]
         return tuple(step for step in steps if step.findings)
 
@@ -145,10 +145,10 @@ class Audit:
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    fates = [FATES[finding.fate] + (", likely" if finding.likely else "") for finding in findings]
-    place, fate = max(len(finding.place) for finding in findings), max(map(len, fates))
-    for finding, said in zip(findings, fates, strict=True):
-        yield f"{finding.place:{place}}  {said:{fate}}  {finding.code}"
+    levels = [SUPPORT[finding.support] + (", likely" if finding.likely else "") for finding in findings]
+    place, support = max(len(finding.place) for finding in findings), max(map(len, levels))
+    for finding, said in zip(findings, levels, strict=True):
+        yield f"{finding.place:{place}}  {said:{support}}  {finding.code}"
         if finding.replacement:
             yield f"    -> {finding.replacement}"
         if finding.why:
@@ -157,7 +157,7 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 def _summary(audit: Audit) -> Iterator[str]:
     used, total = sum(bool(file.findings) for file in audit.files), len(audit.findings)
-    counts = ", ".join(f"{count} {FATES[fate]}" for fate, count in audit.counts.items())
+    counts = ", ".join(f"{count} {SUPPORT[support]}" for support, count in audit.counts.items())
     yield f"{total} use{'s' * (total != 1)} of FSDP1 in {used} of {audit.read} files: {counts}"
     lines = ["Change first:"]
     for number, step in enumerate(audit.steps, start=1):

@@ -23,7 +23,7 @@ from shardkit.fsdp1.audit.names import (
 )
 from shardkit.fsdp1.audit.syntax import arguments_of, classes_of, read_by_getattr
 from shardkit.fsdp1.audit.values import FOREIGN, OTHER, WRAPPED, WRAPPER, Value
-from shardkit.fsdp1.instead import ATTRIBUTES, FSDP, MEMBERS, NAMES, Row
+from shardkit.replacements import ATTRIBUTES, FSDP, MEMBERS, NAMES, Row
 
 Kind: TypeAlias = Literal["call", "partial", "mention", "check", "subclass", "configuration", "string"]
 STRATEGY = re.compile(r"(full_shard|shard_grad_op|no_shard|_?hybrid_shard(_zero2)?)( |$)", re.IGNORECASE)

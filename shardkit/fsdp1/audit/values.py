@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from shardkit.fsdp1.audit.names import public_name, wraps_otherwise
 from shardkit.fsdp1.audit.syntax import classes_of, is_decorated, place
-from shardkit.fsdp1.instead import FSDP
+from shardkit.replacements import FSDP
 
 Kind: TypeAlias = Literal[
     "path", "class", "instance", "function", "method", "group", "setting", "wrapped", "wrapper", "ddp", "none", "other"

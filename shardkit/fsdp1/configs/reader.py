@@ -13,8 +13,8 @@ import torch
 
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.configs.program import read_program
-from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
+from shardkit.replacements import Support
 
 _FALSE = ("false", "no", "off", "0")
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(_FALSE, False)
@@ -83,7 +83,7 @@ GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FA
 # A switch, or a section, which is on if it has a key.
 SWITCH = BOOLEAN._replace(parse=lambda value: bool(value) if isinstance(value, dict) else BOOLEAN.parse(value))
 
-# An answer is "fate: sentence", where {} stands for the value.
+# An answer is "support: sentence", where {} stands for the value.
 Answer: TypeAlias = str
 Table: TypeAlias = Mapping[str, "Key | Answer"]
 
@@ -243,11 +243,11 @@ class Reader:
             yield from other.notes()
 
     def _noted(self, spelling: str, answer: Answer) -> Note:
-        fate, _, sentence = answer.partition(": ")
+        support, _, sentence = answer.partition(": ")
         value = self._values[spelling]
         text = value if isinstance(value, str) else repr(value)
         text = text if len(text) <= 60 else f"{text[:57]}..."
-        return Note(self._place(spelling), text, cast(Fate, fate), sentence)
+        return Note(self._place(spelling), text, cast(Support, support), sentence)
 
     def _answer(self, spelling: str, answer: Note | Reader) -> None:
         assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"

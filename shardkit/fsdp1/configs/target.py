@@ -118,7 +118,7 @@ class Reading:
     @property
     def refused(self) -> tuple[Note, ...]:
         """Return the notes on what FSDP2 cannot do."""
-        return tuple(note for note in self.notes if note.fate == "refused")
+        return tuple(note for note in self.notes if note.support == "refused")
 
 
 def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Ranks) -> Translation:
@@ -148,7 +148,7 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
     }
     per_node = target.mesh.shard_size if target.mesh.replicates and target.mesh.shard_size > 1 else ranks.per_node
     made = translate_fsdp1(model, **arguments, world_size=target.mesh.size, ranks_per_node=per_node)
-    more = tuple(note for note in made.notes if note.fate == "noted" and note.argument not in arguments)
+    more = tuple(note for note in made.notes if note.support == "noted" and note.argument not in arguments)
     return replace(made, plan=_with_blocks(made.plan, model, target), notes=(*notes, *more))
 
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target, mp_policy
-from shardkit.fsdp1.instead import Fate
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.plan.python import CHECKPOINT, arguments, imports, quoted
+from shardkit.replacements import Support
 
 _POLICIES = dict.fromkeys(("classes", "declared", "default"), "TRANSFORMER_BASED_WRAP")
 _POLICIES["root"] = "NO_WRAP"
@@ -23,7 +23,7 @@ _NAMES = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
 def comments(reading: Reading, notes: Sequence[Note]) -> list[str]:
     """Return the format and the notes as comment lines of YAML and Python."""
     width = max((len(note.argument) for note in notes), default=0)
-    lines = [f"# {note.fate:<9} {note.argument:<{width}}  {note.value}: {note.sentence}" for note in notes]
+    lines = [f"# {note.support:<9} {note.argument:<{width}}  {note.value}: {note.sentence}" for note in notes]
     first = f"# {reading.format} ({listing(reading.saw, 3) or 'as requested'})"
     return [first, *(line.replace("\n", " ") for line in lines)]
 
@@ -52,10 +52,12 @@ def accelerate2(target: Target) -> str:
 
 def notes_on_accelerate(target: Target) -> Iterator[Note]:
     """Yield notes on what accelerate's file with version 2 says differently, or cannot say."""
-    return (Note("--to accelerate2", what, fate, text) for holds, fate, what, text in _differences(target) if holds)
+    return (
+        Note("--to accelerate2", what, support, text) for holds, support, what, text in _differences(target) if holds
+    )
 
 
-def _differences(target: Target) -> Iterator[tuple[bool, Fate, str, str]]:
+def _differences(target: Target) -> Iterator[tuple[bool, Support, str, str]]:
     """Yield each possible difference, and whether it holds. Noted ones do not change what is trained."""
     reshard, precision = target.reshard_after_forward, target.precision
     if _replicates_only(target):

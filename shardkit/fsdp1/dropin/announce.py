@@ -54,7 +54,7 @@ def announcement(root: nn.Module) -> str:
         root = inner
     record = record_of(root)
     told = [note for note in record.translation.notes if note.argument.partition(".")[0] in record.given.changed()]
-    notes = [f"- {note}" for note in told if note.fate not in ("mapped", "implied")]
+    notes = [f"- {note}" for note in told if note.support not in ("mapped", "implied")]
     code = "\n".join(f"    {line}".rstrip() for line in replacement(root))
     parts = [
         f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard. Shown once; set {QUIET}=1 to silence.",

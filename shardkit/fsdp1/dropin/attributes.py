@@ -18,8 +18,8 @@ from shardkit.fsdp1.dropin.errors import DropinValueError, ShardedUse, Unavailab
 from shardkit.fsdp1.dropin.flat import flat_params, handles, unit_handle
 from shardkit.fsdp1.dropin.record import Record, in_full_precision, inner_of, record_of, sharded_of
 from shardkit.fsdp1.dropin.tensors import MIXED
-from shardkit.fsdp1.instead import ATTRIBUTES, INTERNALS
 from shardkit.fsdp1.translate.strategy import HYBRID, parse_strategy
+from shardkit.replacements import ATTRIBUTES, INTERNALS
 from shardkit.shards import device_of
 
 

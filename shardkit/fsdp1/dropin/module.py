@@ -42,9 +42,9 @@ from shardkit.fsdp1.dropin.record import (
     without_wrappers,
     wrappers_of,
 )
-from shardkit.fsdp1.instead import MEMBERS
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.strategy import RESHARDING
+from shardkit.replacements import MEMBERS
 
 
 class FullyShardedDataParallel(nn.Module):

@@ -22,7 +22,7 @@ from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin.flat import Handle, handles
 from shardkit.fsdp1.dropin.record import is_wrapper, roots_of, wrappers_of
 from shardkit.fsdp1.dropin.rewrite import OURS, SUBMODULES, TORCH
-from shardkit.fsdp1.instead import PRIVATE, private
+from shardkit.replacements import PRIVATE, private
 
 # Parameters of functions that work on what FSDP2 does not have.
 _FSDP1S_OWN = {"state", "fsdp_state", "handle", "handles", "fsdp_param_info", "flat_param"}
@@ -69,7 +69,7 @@ class _Private(ModuleType):
 def _served(name: str, original: Any) -> Any:
     if name in _ANSWERS:
         return functools.partial(_ANSWERS[name], original)
-    refused = name in PRIVATE and PRIVATE[name].fate == "refused"
+    refused = name in PRIVATE and PRIVATE[name].support == "refused"
     if isinstance(original, FunctionType) and (refused or _FSDP1S_OWN & {*inspect.signature(original).parameters}):
         return _refusing(name, original)
     return original

@@ -12,10 +12,8 @@ from shardkit._fsdp import not_compiled, own_parameters
 from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
 from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.announce import announce
-from shardkit.fsdp1.dropin.attributes import not_gathered
 from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
-from shardkit.sharded.entry import attend
-from shardkit.sharded.outside import refuse_calls_outside
+from shardkit.runtime.hooks import install_hooks
 
 
 @not_compiled
@@ -62,9 +60,7 @@ def attend_to(module: nn.Module, strategy: ShardingStrategy) -> None:
     Under NO_SHARD every rank has full parameters (see ``tensors``), so any module may be called by itself.
     """
     if isinstance(module, FSDPModule):
-        attend(module)
-        if strategy is not ShardingStrategy.NO_SHARD:
-            refuse_calls_outside(module, not_gathered)
+        install_hooks(module)
 
 
 @not_compiled

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(values, indent=2))
     else:
         print(_text(reading, text, notes, options.to))
-    return int(any(note.fate == "refused" for note in notes))
+    return int(any(note.support == "refused" for note in notes))
 
 
 def _output(to: str, reading: Reading, made: Translation | None) -> tuple[str, Iterable[Note]]:

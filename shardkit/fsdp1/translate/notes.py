@@ -11,12 +11,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit.errors import listing
-from shardkit.fsdp1.instead import ROWS, Fate
 from shardkit.fsdp1.translate.arguments import Arguments, shown
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
 from shardkit.fsdp1.translate.strategy import HYBRID, RESHARDING
 from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
+from shardkit.replacements import ROWS, Support
 
 # FSDP1 reduced a unit's gradients as one flat tensor, with zeros for unused parameters. FSDP2 skips unused parameters,
 # which hangs or aborts if ranks use different ones; since torch 2.13 there is a switch.
@@ -30,17 +30,17 @@ class Note:
     Attributes:
         argument: its name, with a dot for a field of it: ``"mixed_precision.buffer_dtype"``.
         value: its value as a short text.
-        fate: one of ``FATES``.
+        support: one of ``SUPPORT``.
         sentence: the translation, or why there is none.
     """
 
     argument: str
     value: str
-    fate: Fate
+    support: Support
     sentence: str
 
     def __str__(self) -> str:
-        return f"{self.argument}={self.value}: {self.fate}. {self.sentence}"
+        return f"{self.argument}={self.value}: {self.support}. {self.sentence}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def notes_on(decided: Decided) -> tuple[Note, ...]:
 
 
 def _notes(decided: Decided, name: str, value: Any) -> Iterator[Note]:
-    fate, sentence = _BY_VALUE[name](decided, value) if name in _BY_VALUE else ROWS[name][:2]
+    support, sentence = _BY_VALUE[name](decided, value) if name in _BY_VALUE else ROWS[name][:2]
     is_dataclass = dataclasses.is_dataclass(value)
-    yield Note(name, type(value).__name__ if is_dataclass else shown(value), fate, sentence)
+    yield Note(name, type(value).__name__ if is_dataclass else shown(value), support, sentence)
     for item in dataclasses.fields(value) if is_dataclass else ():
         given = getattr(value, item.name)
         differs = item.name == "cast_forward_inputs" and value.param_dtype is not None  # FSDP2 has another default
@@ -83,7 +83,7 @@ def _shown_field(value: Any) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
-def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
+def _module(decided: Decided, value: Any) -> tuple[Support, str]:
     if REDUCES_UNUSED:
         return ROWS["module"][:2]
     return "noted", (
@@ -92,7 +92,7 @@ def _module(decided: Decided, value: Any) -> tuple[Fate, str]:
     )
 
 
-def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Fate, str]:
+def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Support, str]:
     alone = ". On one rank FSDP1 uses NO_SHARD, which is the same" if decided.plan.mesh.size == 1 else ""
     return "mapped", (
         f"mesh {decided.plan.mesh}, reshard_after_forward={value.name in RESHARDING}; the root is not resharded "
@@ -100,7 +100,7 @@ def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Fate, str]:
     )
 
 
-def _policy(decided: Decided, value: Any) -> tuple[Fate, str]:
+def _policy(decided: Decided, value: Any) -> tuple[Support, str]:
     classes = dict.fromkeys(type(decided.tree.modules[each.entry]).__name__ for each in decided.wrapped)
     own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
     said = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
@@ -108,7 +108,7 @@ def _policy(decided: Decided, value: Any) -> tuple[Fate, str]:
     return ("noted", f"{said}; the plan's notes list the differences") if decided.plan.notes else ("mapped", said)
 
 
-def _orig_params(decided: Decided, value: bool) -> tuple[Fate, str]:
+def _orig_params(decided: Decided, value: bool) -> tuple[Support, str]:
     if value:
         return "implied", "Parameters keep their names and become DTensors: build the optimizer after sharding"
     return "noted", (
@@ -117,7 +117,7 @@ def _orig_params(decided: Decided, value: bool) -> tuple[Fate, str]:
     )
 
 
-def _ignored(decided: Decided, value: Any) -> tuple[Fate, str]:
+def _ignored(decided: Decided, value: Any) -> tuple[Support, str]:
     here = [param for param in decided.tree.params.values() if param in decided.ignored.params]
     elsewhere = len(decided.ignored.params) - len(here)
     said = f"{len(here)} parameters are ignored_params"
@@ -126,7 +126,7 @@ def _ignored(decided: Decided, value: Any) -> tuple[Fate, str]:
     return "mapped", said + ("; neither FSDP reduces their gradients" if trained else "")
 
 
-def _per_node(decided: Decided, value: int) -> tuple[Fate, str]:
+def _per_node(decided: Decided, value: int) -> tuple[Support, str]:
     if decided.strategy.name in HYBRID:
         return "mapped", f"mesh {decided.plan.mesh}"
     return "implied", f"{decided.strategy.name} does not depend on nodes"

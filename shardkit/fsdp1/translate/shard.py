@@ -68,7 +68,7 @@ class Translation:
     @property
     def refused(self) -> tuple[Note, ...]:
         """Return the notes on what FSDP2 cannot do, of a configuration file; refused arguments raise instead."""
-        return tuple(note for note in self.notes if note.fate == "refused")
+        return tuple(note for note in self.notes if note.support == "refused")
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` in place and return it, as ``shard_like_fsdp1`` does. Collective.

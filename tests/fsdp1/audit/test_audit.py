@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardkit.fsdp1.audit import audit
-from shardkit.fsdp1.audit.judge import FATES
+from shardkit.fsdp1.audit.judge import SUPPORT
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 MARK = re.compile(r"# audit: (.+)$")
-Found = tuple[int, str, str, bool]  # first line of the statement, fate, last part of the name, likely
+Found = tuple[int, str, str, bool]  # first line of the statement, support, last part of the name, likely
 
 
 def statements(text: str) -> dict[int, int]:
@@ -22,15 +22,15 @@ def statements(text: str) -> dict[int, int]:
 
 
 def expected(program: Path) -> list[Found]:
-    """What the comments of a program ask for: ``# audit: fate [likely] name, ...``."""
+    """What the comments of a program ask for: ``# audit: support [likely] name, ...``."""
     text, found = program.read_text(), []
     starts = statements(text)
     for line, code in enumerate(text.splitlines(), start=1):
         mark = MARK.search(code)
         for use in mark[1].split(", ") if mark and mark[1] != "none" else ():
-            fate, *likely, name = use.split()
-            assert fate in FATES
-            found.append((starts[line], fate, name, bool(likely)))
+            support, *likely, name = use.split()
+            assert support in SUPPORT
+            found.append((starts[line], support, name, bool(likely)))
     return sorted(found)
 
 
@@ -38,7 +38,7 @@ def found_in(program: Path) -> list[Found]:
     starts = statements(program.read_text())
     findings = audit(program).findings
     return sorted(
-        (starts[f.line], f.fate, f.name.removeprefix("FullyShardedDataParallel."), f.likely) for f in findings
+        (starts[f.line], f.support, f.name.removeprefix("FullyShardedDataParallel."), f.likely) for f in findings
     )
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import shardkit
-from shardkit.fsdp1 import instead
+from shardkit import replacements
 from shardkit.fsdp1.audit import Finding
 from shardkit.fsdp1.audit.names import PUBLIC
 from shardkit.fsdp1.audit.program import findings_of
@@ -127,7 +127,7 @@ def test_the_state_dict_type_around_a_call_decides_its_replacement(around, code,
     assert [finding.replacement for finding in found if finding.code == code] == [line]
 
 
-FATES = [
+SUPPORT = [
     ("FSDP(net)", "exact", ""),
     ("FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD)", "note", "LOCAL_WORLD_SIZE"),
     ("FSDP(net, (a, b), ShardingStrategy.HYBRID_SHARD)", "exact", ""),
@@ -164,10 +164,10 @@ FATES = [
 ]
 
 
-@pytest.mark.parametrize(("code", "fate", "why"), FATES, ids=[code for code, _, _ in FATES])
-def test_arguments_decide_what_becomes_of_a_call(code, fate, why):
+@pytest.mark.parametrize(("code", "support", "why"), SUPPORT, ids=[code for code, _, _ in SUPPORT])
+def test_arguments_decide_what_becomes_of_a_call(code, support, why):
     found = only(code)
-    assert found.fate == fate
+    assert found.support == support
     assert why in found.why
 
 
@@ -237,8 +237,8 @@ SEEN = [
 
 @pytest.mark.parametrize(("code", "expected"), SEEN, ids=[code[:80] for code, _ in SEEN])
 def test_names_are_followed_as_python_would(code, expected):
-    found = [(finding.name.replace("FullyShardedDataParallel", "FSDP"), finding.fate) for finding in findings(code)]
-    assert [(name.removeprefix("FSDP."), fate) for name, fate in found] == expected
+    found = [(finding.name.replace("FullyShardedDataParallel", "FSDP"), finding.support) for finding in findings(code)]
+    assert [(name.removeprefix("FSDP."), support) for name, support in found] == expected
 
 
 JOINS = [
@@ -303,6 +303,6 @@ def test_the_import_line_has_what_the_other_lines_begin_to_use():
 
 
 def test_every_public_name_in_the_tables_can_be_imported():
-    rows = {**instead.NAMES, **instead.MEMBERS, **instead.ATTRIBUTES}.values()
+    rows = {**replacements.NAMES, **replacements.MEMBERS, **replacements.ATTRIBUTES}.values()
     written = {name for row in rows for name in re.findall(r"(?<![\w.])\w+", row.use)}
     assert written & set(shardkit.__all__) <= PUBLIC <= set(shardkit.__all__)

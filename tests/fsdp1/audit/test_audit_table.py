@@ -12,12 +12,12 @@ import shardkit
 import shardkit.fsdp1
 import shardkit.grads
 import shardkit.state
-from shardkit.fsdp1 import instead
+from shardkit import replacements
 from shardkit.fsdp1.audit import names
 from shardkit.fsdp1.audit.names import MODULES, PACKAGE, is_fsdp2, other_row, public_name
 from shardkit.fsdp1.audit.report import TOPICS
 
-ROWS = instead.NAMES | instead.MEMBERS | instead.ATTRIBUTES | instead.PRIVATE | names.OTHERS
+ROWS = replacements.NAMES | replacements.MEMBERS | replacements.ATTRIBUTES | replacements.PRIVATE | names.OTHERS
 INHERITED = {"state_dict", "load_state_dict"}  # of nn.Module; every other member is FSDP1's own
 
 
@@ -41,12 +41,12 @@ def of_fsdp2(name: str, value: object) -> bool:
 
 
 def test_every_public_name_of_fsdp1_has_a_row_and_no_row_is_of_no_name():
-    assert instead.NAMES.keys() == public_of_fsdp1()
+    assert replacements.NAMES.keys() == public_of_fsdp1()
 
 
 def test_every_public_method_of_the_wrapper_has_a_row():
     own = {name for name in vars(FullyShardedDataParallel) if not name.startswith("_")}
-    assert instead.MEMBERS.keys() == own | INHERITED
+    assert replacements.MEMBERS.keys() == own | INHERITED
 
 
 def test_the_names_of_fsdp2_are_all_known():
@@ -89,7 +89,7 @@ def test_what_the_replacements_call_exists():
 
 PATHS = [
     ("torch.distributed.fsdp.FullyShardedDataParallel", ("FullyShardedDataParallel", "")),
-    (f"{PACKAGE}.fully_sharded_data_parallel.{instead.FSDP}.no_sync", (instead.FSDP, "no_sync")),
+    (f"{PACKAGE}.fully_sharded_data_parallel.{replacements.FSDP}.no_sync", (replacements.FSDP, "no_sync")),
     ("torch.distributed.fsdp.api.ShardingStrategy.FULL_SHARD.name", ("ShardingStrategy", "FULL_SHARD.name")),
     ("torch.distributed.fsdp.wrap.wrap", ("wrap", "")),
     ("torch.distributed.fsdp.wrap", None),
@@ -121,14 +121,16 @@ OTHERS = [
 
 def test_private_names_and_other_packages_are_known_by_path():
     rows = [(dotted, other_row(dotted)) for dotted, _ in OTHERS]
-    assert [(dotted, row and row.fate) for dotted, row in rows] == OTHERS
+    assert [(dotted, row and row.support) for dotted, row in rows] == OTHERS
     assert [is_fsdp2(dotted) for dotted, _ in OTHERS] == [False] * (len(OTHERS) - 3) + [True] * 3
 
 
 def test_the_private_names_are_torchs():
     """A row for a name that torch never had helps nobody."""
     modules = [value for value in vars(fsdp).values() if isinstance(value, types.ModuleType)]
-    assert [name for name in instead.PRIVATE if not any(hasattr(module, name) for module in (fsdp, *modules))] == []
+    assert [
+        name for name in replacements.PRIVATE if not any(hasattr(module, name) for module in (fsdp, *modules))
+    ] == []
 
 
 def test_the_check_of_replacements_can_fail():

@@ -47,7 +47,7 @@ def test_what_the_examples_come_to(file):
 
 def test_refused_examples_raise_and_others_are_read_whole():
     for file in FILES:
-        assert {note.fate for note in read(file, WORLD.get(file.stem), 8).notes} <= {
+        assert {note.support for note in read(file, WORLD.get(file.stem), 8).notes} <= {
             "mapped",
             "implied",
             "noted",
@@ -109,7 +109,7 @@ def test_what_is_written_for_version_2_reads_as_the_same(name, precision):
 def written_and_read(name, precision, more):
     before = read(accelerate(sharding_strategy=name, **more) | {"mixed_precision": precision}).target
     written = yaml.safe_load(accelerate2(before))
-    refused = [note for note in notes_on_accelerate(before) if note.fate == "refused"]
+    refused = [note for note in notes_on_accelerate(before) if note.support == "refused"]
     if name == "NO_SHARD":  # which version 2 cannot say: the same training is DistributedDataParallel, without a policy
         assert written["distributed_type"] == "MULTI_GPU"
         assert "fsdp_config" not in written

@@ -20,8 +20,8 @@ def read(config, world=16, per_node=8, **options):
     return read_config(config, Ranks(world, per_node), **options)
 
 
-def fate(reading, key):
-    return next(note.fate for note in reading.notes if note.argument == key)
+def support(reading, key):
+    return next(note.support for note in reading.notes if note.argument == key)
 
 
 # --- ROLL -----------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_rolls_wrong_values(config, said):
 def test_a_sequence_axis_shards_parameters_too():
     reading = read(roll({"model_args": {"ulysses_size": 2}}, fsdp_size=4))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.hybrid(4, 4), {"sp": 2})
-    assert fate(reading, "model_args.ulysses_size") == "mapped"
+    assert support(reading, "model_args.ulysses_size") == "mapped"
     assert "parallelism_config_sp_size: 2" in accelerate2(reading.target)
 
 
@@ -104,7 +104,7 @@ def test_vision_blocks_take_inputs_as_they_are_and_ends_are_units():
     assert casts == towers | blocks
     assert all(unit.reshard_after_forward is True for unit in plan.units)
     target = read(config).target
-    assert [note.fate for note in notes_on_script(target)] == ["noted", "refused"]
+    assert [note.support for note in notes_on_script(target)] == ["noted", "refused"]
 
 
 def test_experts_are_units_only_with_the_patch_that_calls_them_all():
@@ -119,14 +119,14 @@ def test_rolls_expert_parallelism_puts_experts_on_an_axis_of_their_own():
     reading = read(config)
     assert reading.target.mesh == MeshSpec((2, 2, 4), ("dp_replicate", "efsdp", "ep"))
     keys = [f"strategy_args.strategy_config.{key}" for key in ("ep_size", "efsdp_size")]
-    assert [fate(reading, key) for key in keys] == ["mapped", "mapped"]
+    assert [support(reading, key) for key in keys] == ["mapped", "mapped"]
     plan = from_config(config, ExpertNet(), world_size=16).plan
     assert {unit.name: unit.mesh for unit in plan.units if unit.mesh} == {
         f"layers.{layer}.experts": "efsdp" for layer in range(2)
     }
     assert {plan.mesh_of(unit).shape for unit in plan.units} == {(2, 2), (2, 8)}
-    assert any(note.fate == "refused" for note in notes_on_script(reading.target))
-    assert any(note.fate == "refused" for note in notes_on_accelerate(reading.target))
+    assert any(note.support == "refused" for note in notes_on_script(reading.target))
+    assert any(note.support == "refused" for note in notes_on_accelerate(reading.target))
     with pytest.raises(PlanError, match="_experts_in_one_parameter: matches no module"):
         from_config(config, nn.Sequential(Block(), Block()), world_size=16)
 
@@ -142,7 +142,7 @@ def test_rolls_expert_parallelism_divides_the_ranks(world, said):
 
 def test_another_engine_by_name_is_refused():  # which once failed an assertion
     reading = read({"trainer": {"strategy": "fsdp_native", "devices": 8}})
-    assert fate(reading, "trainer.strategy") == "refused"
+    assert support(reading, "trainer.strategy") == "refused"
 
 
 def lightning(**arguments):
@@ -177,7 +177,7 @@ def test_lightnings_module_wrap_policy_is_read_as_a_file_writes_it():  # which w
 
 @pytest.mark.parametrize("policy", [ModuleWrapPolicy({Block}), {Block}, {"class_path": "ModuleWrapPolicy"}, [], 5])
 def test_lightnings_policies_are_refused_as_objects_of_the_program(policy):
-    assert fate(lightning(auto_wrap_policy=policy, sharding_strategy=1), "auto_wrap_policy") == "refused"
+    assert support(lightning(auto_wrap_policy=policy, sharding_strategy=1), "auto_wrap_policy") == "refused"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_plain_file():
     assert (reading.format, reading.target.mesh) == ("plain", MeshSpec.hybrid(8, 4))
     assert not reading.target.sync_module_states  # FSDP1's default, where accelerate's is true
     off = read({"fsdp": False, "sharding_strategy": "FULL_SHARD"})
-    assert fate(off, "fsdp") == "refused"
+    assert support(off, "fsdp") == "refused"
 
 
 def test_a_plain_files_mixed_precision_is_fsdp1s():
@@ -283,4 +283,4 @@ def test_a_plain_files_mixed_precision_is_fsdp1s():
     assert all(unit.mp_policy.cast_forward_inputs for unit in plan.units)
     assert {unit.mp_policy.reduce_dtype for unit in plan.units} == {FP32}
     low = {**wrap, "mixed_precision": {"param_dtype": "bf16", "keep_low_precision_grads": True}}
-    assert fate(read(low), "mixed_precision.keep_low_precision_grads") == "refused"
+    assert support(read(low), "mixed_precision.keep_low_precision_grads") == "refused"

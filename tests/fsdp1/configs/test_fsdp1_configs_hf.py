@@ -17,8 +17,8 @@ def read(config, world=16, per_node=8, **options):
     return read_config(config, Ranks(world, per_node), **options)
 
 
-def fate(reading, key):
-    return next(note.fate for note in reading.notes if note.argument == key)
+def support(reading, key):
+    return next(note.support for note in reading.notes if note.argument == key)
 
 
 # --- transformers ---------------------------------------------------------------------------------------------------
@@ -63,22 +63,22 @@ def test_units_by_size_are_refused_by_the_key_that_asks_for_them(fsdp_config):
     config |= {} if fsdp_config else {"fsdp_min_num_params": 9}
     reading = read(config)
     key = "fsdp_config.min_num_params" if fsdp_config else "fsdp_min_num_params"
-    assert [note.argument for note in reading.notes if note.fate == "refused"] == [key]
+    assert [note.argument for note in reading.notes if note.support == "refused"] == [key]
 
 
 def test_units_that_are_named_without_auto_wrap_are_not_made():  # which was once answered "mapped"
     config = {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_min_num_params": 100}
     reading = read(config)
     assert reading.target.wrap == Wrap("root")
-    assert [fate(reading, key) for key in config] == ["mapped", "noted", "noted"]
+    assert [support(reading, key) for key in config] == ["mapped", "noted", "noted"]
 
 
 def test_a_switch_is_version_2_and_words_are_version_1():
     assert read({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}).target.strategy is None
     assert read({"fsdp": True, "fsdp_config": {"version": 1}}).target.strategy is not None
     assert read({"fsdp": "full_shard", "fsdp_config": {"version": 2}}).target.strategy is None
-    assert fate(read({"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}), "fsdp") == "refused"
-    assert fate(read({"fsdp": "", "fsdp_config": {}}), "fsdp") == "refused"
+    assert support(read({"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}), "fsdp") == "refused"
+    assert support(read({"fsdp": "", "fsdp_config": {}}), "fsdp") == "refused"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_fsdp_config_may_be_a_file(tmp_path):
     path.write_text(json.dumps({"fsdp_offload_params": True, "zz": 1}))
     reading = read({"fsdp": "full_shard", "fsdp_config": str(path)})
     assert reading.target.offload
-    assert fate(reading, f"{path}.zz") == "unknown"
-    assert [note.fate for note in reading.notes] == ["mapped", "mapped", "mapped", "unknown"]
+    assert support(reading, f"{path}.zz") == "unknown"
+    assert [note.support for note in reading.notes] == ["mapped", "mapped", "mapped", "unknown"]
 
 
 def test_dtypes_of_training_arguments():
@@ -135,12 +135,12 @@ def test_axolotls_prefix_is_optional(prefix):
 def test_pinned_memory_is_version_2s_to_turn_off():
     section = {"offload_params": True, "cpu_offload_pin_memory": False}
     key = "fsdp_config.cpu_offload_pin_memory"
-    assert fate(read(axolotl(fsdp_version=1, fsdp_config=section)), key) == "refused"
+    assert support(read(axolotl(fsdp_version=1, fsdp_config=section)), key) == "refused"
     reading = read(axolotl(fsdp_version=2, fsdp_config=section))
-    assert (fate(reading, key), reading.target.pin_memory) == ("mapped", False)
+    assert (support(reading, key), reading.target.pin_memory) == ("mapped", False)
     for version in (1, 2):  # axolotl's own examples say so without offloading anything
         reading = read(axolotl(fsdp_version=version, fsdp_config={"cpu_offload_pin_memory": False}))
-        assert (fate(reading, key), reading.target.pin_memory) == ("noted", None)
+        assert (support(reading, key), reading.target.pin_memory) == ("noted", None)
 
 
 def test_quantized_weights_with_preferences_are_refused_in_version_2():
@@ -148,14 +148,14 @@ def test_quantized_weights_with_preferences_are_refused_in_version_2():
     refused = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     for rl, more, expected in (("orpo", refused, "refused"), ("grpo", refused, "noted"), ("dpo", {}, "noted")):
         reading = read(config | {"rl": rl, "fsdp_config": {}} | more)
-        assert {fate(reading, key) for key in ("load_in_8bit", "load_in_4bit")} == {expected}
+        assert {support(reading, key) for key in ("load_in_8bit", "load_in_4bit")} == {expected}
 
 
 def test_the_sizes_of_axolotls_axes():
     sizes = {"dp_shard_size": 2, "tensor_parallel_size": 2, "context_parallel_size": 4}
     reading = read(axolotl(fsdp_version=2, fsdp_config={"reshard_after_forward": True}, **sizes))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(8), {"tp": 2, "cp": 4})
-    assert [fate(reading, key) for key in sizes] == ["mapped", "noted", "mapped"]
+    assert [support(reading, key) for key in sizes] == ["mapped", "noted", "mapped"]
     rest = read(axolotl(fsdp_version=2, tensor_parallel_size=2, fsdp_config={"reshard_after_forward": True}))
     assert rest.target.mesh == MeshSpec.sharded(8)
     with pytest.raises(TranslationError, match="tensor_parallel_size: with fsdp_version 1"):
@@ -167,8 +167,8 @@ def test_axolotls_section_of_context_parallelism():
     config = {"dp_shard_size": 2, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
     reading = read(axolotl(context_parallel=section, **config))
     assert (reading.target.mesh, reading.target.axes) == (MeshSpec.sharded(16), {"cp": 8})
-    assert fate(reading, "context_parallel.size") == "mapped"
-    assert fate(reading, "context_parallel.backend") == "elsewhere"
+    assert support(reading, "context_parallel.size") == "mapped"
+    assert support(reading, "context_parallel.backend") == "elsewhere"
     with pytest.raises(TranslationError, match=r"context_parallel\.size: 8, and context_parallel_size 2"):
         read(axolotl(context_parallel=section, context_parallel_size=2, **config))
 
@@ -176,9 +176,9 @@ def test_axolotls_section_of_context_parallelism():
 def test_axolotls_tiles_are_of_mlps():
     reading = read(axolotl(tiled_mlp=True, tiled_mlp_num_shards=4, tiled_mlp_use_original_mlp=False))
     assert reading.target.tiles == 4
-    assert [fate(reading, f"tiled_mlp{rest}") for rest in ("", "_num_shards")] == ["mapped", "mapped"]
-    assert fate(reading, "tiled_mlp_use_original_mlp") == "noted"
-    assert fate(read(axolotl(tiled_mlp=True)), "tiled_mlp") == "refused", "its number of tiles is not in the file"
+    assert [support(reading, f"tiled_mlp{rest}") for rest in ("", "_num_shards")] == ["mapped", "mapped"]
+    assert support(reading, "tiled_mlp_use_original_mlp") == "noted"
+    assert support(read(axolotl(tiled_mlp=True)), "tiled_mlp") == "refused", "its number of tiles is not in the file"
     assert read(axolotl(tiled_mlp=False, tiled_mlp_num_shards=4)).target.tiles == 1
 
 
@@ -228,7 +228,7 @@ def test_calls_in_programs_are_read_like_the_files_of_their_tools(tmp_path):
     assert reading.target == read_config(file, Ranks()).target
     called = "dict(version=2, transformer_layer_cls_to_wrap=['Block'])"
     assert in_program(tmp_path, positional.replace(str(wrap), called)).target == reading.target
-    assert fate(reading, "learning_rate") == "elsewhere"
+    assert support(reading, "learning_rate") == "elsewhere"
 
 
 @pytest.mark.parametrize(

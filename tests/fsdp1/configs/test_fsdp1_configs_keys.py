@@ -23,7 +23,7 @@ from shardkit.fsdp1.configs import (
 )
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
-from shardkit.fsdp1.instead import FATES
+from shardkit.replacements import SUPPORT
 
 UNKNOWN = st.dictionaries(st.sampled_from(["zz", "q_x", "Qqq", "0", "zz.top"]), st.integers(), max_size=3)
 
@@ -53,11 +53,11 @@ def test_every_key_is_answered_for_once(name, data):
         return
     arguments = [note.argument for note in reading.notes]
     assert sorted(arguments) == sorted(leaves(config, reading.notes))
-    assert all(note.fate in FATES and note.sentence.endswith((".", "?")) for note in reading.notes)
+    assert all(note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes)
     if name != "roll":  # whose pipelines have keys of their own
-        assert unknown.keys() == {note.argument for note in reading.notes if note.fate == "unknown"}
+        assert unknown.keys() == {note.argument for note in reading.notes if note.support == "unknown"}
     assert accelerate2(reading.target)
-    assert all(note.fate in ("noted", "refused") for note in notes_on_accelerate(reading.target))
+    assert all(note.support in ("noted", "refused") for note in notes_on_accelerate(reading.target))
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -99,8 +99,8 @@ def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
         assert len(words) == len(set(words)), (module, name)
         for row in table.values():
             for answer in answers_of(row):
-                fate, _, sentence = answer.partition(": ")
-                assert (fate in FATES, sentence.endswith(".")) == (True, True), (module, name, answer)
+                support, _, sentence = answer.partition(": ")
+                assert (support in SUPPORT, sentence.endswith(".")) == (True, True), (module, name, answer)
 
 
 def answers_of(row):

@@ -146,7 +146,7 @@ def test_json_holds_the_notes(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["format"] == "accelerate"
     assert yaml.safe_load(data["output"])["distributed_type"] == "FSDP"
-    assert {"argument", "value", "fate", "sentence"} == data["notes"][0].keys()
+    assert {"argument", "value", "support", "sentence"} == data["notes"][0].keys()
     assert len(data["notes"]) == len(read_config(FSDP1, Ranks()).notes)
 
 

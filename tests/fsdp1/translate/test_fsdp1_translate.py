@@ -28,8 +28,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 from shardkit import MeshSpec, apply_plan
 from shardkit.errors import TranslationError
-from shardkit.fsdp1 import FATES, Translation, parse_strategy, resolve_strategy, translate_fsdp1
-from shardkit.fsdp1.instead import ARGUMENTS, FIELDS, OURS, ROWS, STRATEGIES, tables
+from shardkit.fsdp1 import SUPPORT, Translation, parse_strategy, resolve_strategy, translate_fsdp1
+from shardkit.replacements import ARGUMENTS, FIELDS, OURS, ROWS, STRATEGIES, tables
 from shardkit.testing import fake_world
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -50,7 +50,7 @@ def test_the_table_has_every_argument_field_and_strategy_of_fsdp1():
     fields = [("mixed_precision", MixedPrecision), ("cpu_offload", CPUOffload)]
     assert list(FIELDS) == [f"{name}.{field.name}" for name, kind in fields for field in dataclasses.fields(kind)]
     assert list(STRATEGIES) == [strategy.name for strategy in ShardingStrategy]
-    assert {row.fate for row in (*ROWS.values(), *STRATEGIES.values())} <= FATES.keys()
+    assert {row.support for row in (*ROWS.values(), *STRATEGIES.values())} <= SUPPORT.keys()
 
 
 def test_the_arguments_are_fsdp1s_with_its_defaults():
@@ -61,11 +61,11 @@ def test_the_arguments_are_fsdp1s_with_its_defaults():
 
 
 def test_the_tables_of_the_page_are_rendered_from_the_table():
-    """When it fails: put what ``python -m shardkit.fsdp1.instead`` prints in their places."""
+    """When it fails: put what ``python -m shardkit.replacements`` prints in their places."""
     text = PAGE.read_text()
     for table in tables():
-        assert table in text, f"run python -m shardkit.fsdp1.instead, and replace in {PAGE.name} the table of:\n{table}"
-    assert text.count(" | Fate | ") == len(list(tables()))
+        assert table in text, f"run python -m shardkit.replacements, and replace in {PAGE.name} the table of:\n{table}"
+    assert text.count(" | Support | ") == len(list(tables()))
 
 
 # Any arguments.
@@ -176,7 +176,7 @@ def assert_nothing_dropped(translation, given):
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             if getattr(value, field.name) != field.default:
                 assert f"{name}.{field.name}" in notes
-    assert all(note.fate in FATES and note.argument in ROWS and note.sentence for note in notes.values())
+    assert all(note.support in SUPPORT and note.argument in ROWS and note.sentence for note in notes.values())
     assert all(str(note) in str(translation) for note in notes.values())
     assert not translation.refused
 
@@ -281,7 +281,7 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
     units = [unit.name for unit in translation.plan.units]
     assert "[embed, head]" in units
     assert "layers" not in units
-    assert notes_by_argument(translation)["auto_wrap_policy"].fate == "noted"
+    assert notes_by_argument(translation)["auto_wrap_policy"].support == "noted"
     assert any("share a parameter" in note for note in translation.plan.notes)
     lone = translate_fsdp1(Decoder(), auto_wrap_policy={nn.ModuleList})
     assert [unit.name for unit in lone.plan.units] == ["(root)"]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import keep, modules_of, pass_through
 from shardkit.errors import ShardkitError, message
-from shardkit.sharded.skippable import is_skippable
+from shardkit.runtime.skippable import is_skippable
 
 
 @not_compiled

@@ -1,4 +1,4 @@
-"""``python -m shardkit.testing.torch_names``: the private names of torch that shardkit uses, and what is missing."""
+"""``PYTHONPATH=. python tests/helpers/torch_names.py``: the private names of torch that shardkit uses, and what is missing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ _LOCAL = "step_on_local_shards, clip_grad_norm_, full_state_dict, save_checkpoin
 _META = "init_on_meta, materialize"
 _DROP_IN = "shardkit.fsdp1.FullyShardedDataParallel"
 _MEMORY = "shardkit.memory"
-_PRETEND = "shardkit.testing.pretend_accelerator"
 
 
 def _names(owner: str, names: str, purpose: str, needed_by: str, public: str = "", **versions: Any) -> Iterator[Name]:
@@ -123,18 +122,10 @@ NAMES = (
     Name("torch.utils._python_dispatch.TorchDispatchMode", "intercept aten operators", f"{_META}, shardkit.testing"),
     Name("torch.utils._python_dispatch._disable_current_modes", "suspend dispatch modes", _META),
     *_names("torch.utils._pytree", "tree_map tree_leaves", "map over arguments as FSDP2 does", _MEMORY),
-    Name("torch.utils.backend_registration._setup_privateuseone_for_python_backend", "a device in Python", _PRETEND),
-    Name("torch.utils.backend_registration._DummyPrivateUse1Hook", "a device in Python", _PRETEND),
     *_names("torch.distributed.ProcessGroup", "_device_types _get_backend", "the timeout of a group", "shard_model"),
     Name("torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout", "the timeout of a group", "shard_model"),
     Name("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of a group", "shard_model"),
-    Name("torch._C._acc.create_empty_tensor", "tensors of the pretended device", _PRETEND),
-    *_names("torch._C", "_construct_storage_from_data_pointer DispatchKeySet", "memory of its tensors", _PRETEND),
-    Name("torch._C._swap_tensor_impl", "tensor.data across devices", _PRETEND),
-    Name("torch._has_compatible_shallow_copy_type", "module.to() in place", _PRETEND),
-    Name("torch._C._dispatch_get_registrations_for_dispatch_key", "list the registered collectives", _PRETEND),
-    *_names("torch.ops.aten", "_copy_from _to_copy", "copies to and from the pretended device", _PRETEND),
-    Name("torch.ops.aten._local_scalar_dense", "count host syncs", _PRETEND),
+    Name("torch.ops.aten._to_copy", "casts, counted as in autocast", _MEMORY),
     Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
     *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),

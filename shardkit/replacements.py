@@ -1,7 +1,7 @@
 """The table of FSDP1's arguments, names and attributes, with the replacement of each.
 
 The notes of translations, error messages, the audit and ``docs/migrating-from-fsdp1.md`` are generated from it.
-``python -m shardkit.fsdp1.instead`` prints the tables of the page.
+``python -m shardkit.replacements`` prints the tables of the page.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-Fate: TypeAlias = Literal["mapped", "implied", "noted", "decision", "refused", "elsewhere", "unknown"]
+Support: TypeAlias = Literal["mapped", "implied", "noted", "decision", "refused", "elsewhere", "unknown"]
 Topic: TypeAlias = Literal["optimizer", "internals", "state", "wrapping", "loop", "config", "names"]
 
-FATES: dict[Fate, str] = {  # best first
+SUPPORT: dict[Support, str] = {  # best first
     "mapped": "FSDP2 does the same, and the plan or the translation says so",
     "implied": "FSDP2 always does the same",
     "noted": "FSDP2 differs in memory, time or format, not in what is trained",
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     """The replacement of an argument, a name or an attribute.
 
     Attributes:
-        fate: the fate of an ordinary use; some values of an argument have a worse one.
+        support: the support of an ordinary use; some values of an argument have a worse one.
         sentence: an explanation without a full stop; empty if ``use`` suffices.
         use: a template for one line of code: ``{receiver}`` is the model that a method is called on, ``{model}`` the
             first argument, ``{args}`` all arguments as written, ``{member}`` what follows the name, and other fields
@@ -38,7 +38,7 @@ class Row(NamedTuple):
         topic: its group in the audit's list of what to change first.
     """
 
-    fate: Fate
+    support: Support
     sentence: str
     use: str = ""
     topic: Topic = "config"
@@ -311,7 +311,7 @@ ATTRIBUTES: dict[str, Row] = {
 }
 
 _MODULES = _Internal("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_modules"].use)
-_HOOK = MEMBERS["register_comm_hook"]._replace(fate="refused", topic="internals")
+_HOOK = MEMBERS["register_comm_hook"]._replace(support="refused", topic="internals")
 _HANDLE = _Internal("refused", _GONE, "full_params({receiver})")
 
 # Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
@@ -350,7 +350,7 @@ PRIVATE: dict[str, Row] = {
     "_wrap_utils": Row("decision", "planning chooses the units", "shard_model(model, units=[...])", "wrapping"),
     "_unshard_param_utils": Row("decision", "or FSDPModule.unshard of each unit", "p.full_tensor()", "internals"),
     "_lazy_init": ATTRIBUTES["_lazy_init"],
-    "_get_fsdp_states": _MODULES._replace(fate="decision"),
+    "_get_fsdp_states": _MODULES._replace(support="decision"),
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
@@ -381,9 +381,9 @@ def private(path: str) -> Row:
 def tables() -> Iterator[str]:
     """Yield the tables of the docs page in Markdown, in order."""
     for rows, title in ((ARGUMENTS, "Argument"), (STRATEGIES, "Strategy"), (FIELDS, "Field"), (OURS, "New argument")):
-        yield _table(f"{title} | Fate | In FSDP2", {name: (row.fate, row.sentence) for name, row in rows.items()})
+        yield _table(f"{title} | Support | In FSDP2", {name: (row.support, row.sentence) for name, row in rows.items()})
     for rows, title in ((MEMBERS, "Of a wrapped model"), (NAMES, "Name")):
-        yield _table(f"{title} | Fate | Instead", {name: (row.fate, _instead(row)) for name, row in rows.items()})
+        yield _table(f"{title} | Support | Instead", {name: (row.support, _instead(row)) for name, row in rows.items()})
 
 
 def _instead(row: Row) -> str:
@@ -391,7 +391,7 @@ def _instead(row: Row) -> str:
 
 
 def _table(header: str, rows: Mapping[str, tuple[str, str]]) -> str:
-    lines = [f"| `{name}` | {fate} | {text} |" for name, (fate, text) in rows.items()]
+    lines = [f"| `{name}` | {support} | {text} |" for name, (support, text) in rows.items()]
     return "\n".join([f"| {header} |", "| --- | --- | --- |", *lines])
 
 

@@ -1,4 +1,4 @@
-"""The pretended accelerator: the backend module that torch expects, and patches for what a Python backend lacks."""
+"""A simulated accelerator in Python, for tests: real devices and values, with the host's speed and memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from pretend_ops import NAME, device, is_here, memory, register_operators
+from pretend_streams import Event, Stream, current_stream, poison, reset, synchronize, syncs, use
 from torch import Tensor
 
-from shardkit._torch.pretend_ops import NAME, is_here, register_operators
-from shardkit._torch.pretend_ops import device as device
-from shardkit._torch.pretend_ops import memory as memory
-from shardkit._torch.pretend_streams import Event, Stream, current_stream, poison, reset, use
-from shardkit._torch.pretend_streams import synchronize as synchronize
-from shardkit._torch.pretend_streams import syncs as syncs
+from shardkit.testing import fake_world
 
 _on = False
 
@@ -154,12 +153,24 @@ def _register() -> None:
         _registered.extend(register_operators())
 
 
+def _join_group() -> None:
+    """Turn a process group of gloo into one of ``"cpu:gloo,pretend:gloo"``, from which further groups are made."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        world, known = dist.group.WORLD, dist.distributed_c10d._world
+        gloo = world._get_backend(torch.device("cpu"))
+        world._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.GLOO, gloo)
+        both = f"cpu:gloo,{NAME}:gloo"
+        known.pg_map[world] = (dist.Backend(both), known.pg_map[world][1])
+        known.pg_backend_config[world] = str(dist.distributed_c10d.BackendConfig(both))
+
+
 @contextlib.contextmanager
-def pretended() -> Iterator[None]:
+def _pretended() -> Iterator[None]:
     """Make the device available inside of the block."""
     global _on
     if not _registered:
         _register()
+    _join_group()
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in _patches():
             own = name in vars(owner)
@@ -173,3 +184,55 @@ def pretended() -> Iterator[None]:
             yield
         finally:
             _on = False
+
+
+@dataclass(frozen=True)
+class PretendedAccelerator:
+    """The result of :func:`pretend_accelerator`.
+
+    Attributes:
+        device: the only device, ``pretend:0``.
+        syncs: what made the host wait for the device, in order: ``"item"``, ``"copy to the host"``, ``"copy to the
+            device"``, ``"stream"``, ``"event"``, ``"device"``, and operators such as ``"aten::nonzero"``. A copy counts
+            unless it is ``non_blocking`` and its CPU side is pinned. Clear the list to start counting.
+    """
+
+    device: torch.device
+    syncs: list[str]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the device's live tensors, without what FSDP2 has freed."""
+        return memory.allocated()
+
+
+@contextlib.contextmanager
+def pretend_accelerator(world_size: int | None = None, rank: int = 0) -> Iterator[PretendedAccelerator]:
+    """Give this process an accelerator of type ``"pretend"`` inside the block. Local.
+
+    Its tensors are plain tensors on that device in host memory, and operators compute as on the CPU. An operator on
+    tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN. An
+    operator raises if it uses memory that another stream uses, without having waited for it; a copy to pinned memory
+    reads as NaN until the host waits for it. A collective is complete when it is issued.
+
+    torch registers the name and the operators of such a device for the rest of the process, and some functions of torch
+    are replaced inside of the block: use it in tests, in a process without another accelerator.
+
+    Args:
+        world_size: act as one rank of that many, as in ``fake_world``, whose collectives leave their outputs as they
+            were. None uses the present process group, whose collectives are real.
+        rank: of this process.
+
+    Raises:
+        ShardkitError: ``world_size`` is given, and there is a process group already.
+
+    Example:
+        >>> with pretend_accelerator(world_size=8) as accelerator:
+        ...     model = shard_model(torch.nn.Linear(16, 8))
+        ...     accelerator.syncs.clear()
+        ...     loss = model(torch.ones(2, 16, device=accelerator.device)).sum()
+        ...     accelerator.syncs
+        []
+    """
+    with _pretended(), fake_world(world_size, rank) if world_size is not None else contextlib.nullcontext():
+        yield PretendedAccelerator(device(), syncs)

@@ -1,0 +1,118 @@
+"""A hook before any optimizer's step: it raises where the step would silently train nothing.
+
+An optimizer built before sharding holds parameters that no model has any more, one built after an evaluation may hold
+gathered copies, and one that steps while gradients wait to be reduced finds none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardkit._fsdp import fsdp_units, not_ready
+from shardkit.errors import ShardkitError, listing, message
+
+logger = logging.getLogger("shardkit")
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_replaced: Any = WeakIdKeyDictionary()  # the FQN of each parameter that sharding replaced, while someone holds it
+_units: WeakSet[Any] = WeakSet()  # of the models that are watched
+_checked: WeakSet[Optimizer] = WeakSet()  # for low precision
+replicated_waiting: WeakSet[Any] = WeakSet()  # whose ``waiting()`` returns replicated parameters not reduced yet
+
+
+@contextmanager
+def replacing(model: nn.Module) -> Iterator[None]:
+    """In this context the model is sharded; optimizers with a parameter that it loses raise when they step. Local."""
+    before: Any = WeakIdKeyDictionary()
+    before.update({param: fqn for fqn, param in model.named_parameters()})
+    yield
+    now = set(model.parameters())
+    _replaced.update({param: fqn for param, fqn in before.items() if param not in now})
+    watch_gradients(model)
+
+
+def watch_gradients(model: nn.Module) -> None:
+    """Let an optimizer raise that steps while gradients of the model wait for their reduction. Local, idempotent.
+
+    For any model sharded by ``fully_shard``.
+    """
+    _units.update(fsdp_units(model))
+    _install_step_hook()
+
+
+@functools.cache
+def _install_step_hook() -> None:
+    """Enter torch's registry of hooks before any optimizer's step, once in a process."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def allow_low_precision(optimizers: Iterable[Optimizer]) -> None:
+    """Log no warning at their first step that they update parameters in low precision."""
+    _checked.update(optimizers)
+
+
+def low_precision_problem(named: Iterable[tuple[str, Tensor]], subject: str | None = None) -> str | None:
+    """Say which parameters train in low precision without float32 masters; None if none does. Local, pure.
+
+    Args:
+        named: parameters by name.
+        subject: what the message is about, instead of the parameters.
+    """
+    low = {name: param.dtype for name, param in named if param.requires_grad and param.dtype in _LOW_PRECISION}
+    if not low:
+        return None
+    dtypes = listing(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in low.values()))
+    problem = f"trains {len(low)} parameters in {dtypes}, without float32 masters"
+    rule = "Updates smaller than half a unit in the last place of a parameter are lost"
+    fix = "Load or cast the model in float32 before sharding and compute in low precision with mp_policy="
+    fix += "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or call check_optimizer(..., low_precision=True)"
+    return message(subject or listing(low), problem, rule, fix)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    params: list[Tensor] = []  # in loops, because this runs in every step
+    held: set[int] = set()  # by id: the hash of a DTensor costs ten times as much
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            params.append(param)
+            held.add(id(param))
+    name = type(optimizer).__name__
+    if _replaced and (stale := [_replaced[param] for param in params if param in _replaced]):
+        problem = f"holds {len(stale)} parameters that sharding has replaced: {listing(sorted(stale))}"
+        rule = "They no longer belong to the model, so a step has no effect"
+        raise ShardkitError(message(name, problem, rule, "Build the optimizer after shard_model"))
+    if optimizer not in _checked:
+        _checked.add(optimizer)
+        named = [(str(index), param) for index, param in enumerate(params) if isinstance(param, DTensor)]
+        if low := low_precision_problem(named, name):
+            logger.warning(low)
+    waiting, copies = not_ready(_units, held)
+    for each in replicated_waiting:
+        for param in each.waiting():
+            if id(param) in held:
+                waiting.append(f"a replicated parameter of shape {tuple(param.shape)}")
+    if copies:
+        problem = f"holds {len(copies)} gathered copies of parameters: {listing(sorted(copies), 6)}"
+        rule = "The next all-gather overwrites them, so a step has no effect"
+        fix = "Build the optimizer right after shard_model, or call model.reshard() before"
+        raise ShardkitError(message(name, problem, rule, fix))
+    if waiting:
+        problem = f"was called while {len(waiting)} gradients wait to be reduced: {listing(sorted(waiting), 6)}"
+        rule = "Only a backward with gradient sync through the whole unit reduces them, not those under no_sync() or "
+        rule += "accumulate(last=False), nor of one module of a unit of several"
+        fix = "Run the last micro-batch with accumulate(model, last=True), or drop them with shardkit.zero_grad(model)"
+        raise ShardkitError(message(f"{name}.step()", problem, rule, fix))
