@@ -107,7 +107,7 @@ def parse_bytes(size: int | str, name: str = "budget", of: int = 0) -> int:
     """
     units = {**_UNITS, "%": of / 100} if of else _UNITS
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)\s*", str(size))
-    value = int(float(match[1]) * units.get(match[2].upper(), -1)) if match else -1
+    value = int(float(match[1]) * units[match[2].upper()]) if match and match[2].upper() in units else -1
     if not (value >= 1 or (of and value == 0)) or (of and value >= of):
         problem = f'must be bytes, or a string such as "6GiB" or "80 GB", got {size!r}'
         problem = problem.replace(", got", ', or "10%" of the budget, and less than that, got') if of else problem

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import FakeTensorMode, real_tensors
@@ -161,29 +162,45 @@ def fake_copy(
         plan: of the model.
         batch: a mapping of keyword arguments, a tuple or list of positional ones, or the only argument.
     """
-    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
-    memo: dict[int, Any] = {}
     # transformers takes all fake positions for those of packed documents, and makes a mask of tokens by tokens. A batch
     # with positions may be packed; only shapes are read.
     masks, packs = sys.modules.get("transformers.masking_utils"), isinstance(batch, Mapping) and "position_ids" in batch
     unpacked = (
         patch.object(masks, "find_packed_sequence_indices", lambda _: None) if masks and not packs else nullcontext()
     )
+    dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            for fqn, param in model.named_parameters():
-                fake = torch.empty(param.shape, dtype=dtypes.get(fqn) or param.dtype, device="cpu")
-                memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
-            attributes = (each for module in model.modules() for each in vars(module).values())
-            for tensor in (*model.buffers(), *(each for each in attributes if isinstance(each, Tensor))):
-                memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-        copied = _copy_modules(model, memo)
+            params = list(model.named_parameters())
+            memo = {id(p): nn.Parameter(_faked(p, dtypes.get(fqn)), p.requires_grad) for fqn, p in params}
+        with _FakeCopies(mode):
+            copied = _copy_modules(model, memo)
         with mode, unpacked:
             if isinstance(batch, Mapping):
                 yield copied, (), {name: _faked(value) for name, value in batch.items()}
             else:
                 yield copied, tuple(map(_faked, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+
+
+def _faked(value: Any, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu").requires_grad_(value.requires_grad)
+
+
+class _FakeCopies(TorchFunctionMode):
+    """While active, ``copy.deepcopy`` of a tensor makes a fake one, also of a result of operators."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return _faked(args[0])
 
 
 def _copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -195,7 +212,7 @@ def _copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             known = len(memo)
             try:
                 vars(copied)[name] = _copied(value, memo)
-            except Exception:  # locks, process groups, results of operators, and whatever else refuses
+            except Exception:  # locks, process groups, and whatever else refuses
                 vars(copied)[name] = value
                 for key in list(memo)[known:]:  # parts of it, half copied
                     del memo[key]
@@ -213,9 +230,3 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
     made.__kwdefaults__ = value.__kwdefaults__
     return made
-
-
-def _faked(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
