@@ -26,8 +26,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "backward on fake tensors. Exits with 1 if nothing fits.",
     )
     parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
-    parser.add_argument("--world", type=int, default=8, metavar="RANKS", help="default: %(default)s")
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
     parser.add_argument("--budget", help="memory of each rank's GPU, such as 80GiB")
     reserve = "part of the budget kept for fragmentation, NCCL and CUDA's context, such as 6GiB (default: 10%%)"
     parser.add_argument("--reserve", default="10%", help=reserve)
@@ -74,3 +74,11 @@ def token_batch(model: nn.Module, shape: tuple[int, int]) -> Any:
 def _batch(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
     return int(rows), int(columns)
+
+
+def positive(text: str) -> int:
+    """Parse an argument that is a positive number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number

@@ -213,7 +213,7 @@ def _copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             try:
                 vars(copied)[name] = _copied(value, memo)
             except Exception:  # locks, process groups, and whatever else refuses
-                vars(copied)[name] = value
+                vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
                 for key in list(memo)[known:]:  # parts of it, half copied
                     del memo[key]
         config: Any = vars(copied).get("config")

@@ -59,7 +59,6 @@ def test_states_of_a_factory_without_a_batch(capsys):
         ),
         ([*TOO_LARGE, "2 KiB"], "and less than that, got '2 KiB'."),
         ([*TOO_LARGE, "much"], "reserve must be bytes, or a string such as "),
-        (["small_models:Decoder", "--world", "0"], ""),
         (["small_models:Absent"], "small_models:Absent cannot be built"),
     ],
 )
@@ -68,7 +67,7 @@ def test_what_cannot_be_said(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--batch", "2"], ["--world", "x"], ["--param-dtype", "nn"]])
+@pytest.mark.parametrize("arguments", [["--batch", "2"], ["--world", "0"], ["--param-dtype", "nn"]])
 def test_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "small_models:Decoder", *arguments])
