@@ -36,7 +36,7 @@ from benchmarks.scale.published import (
     token_batch,
 )
 from benchmarks.scale.speed import HARDWARE, STRATEGIES, Hardware, ScalingRow, ScalingTable, scaling_table
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.planning.dims import held_bytes
 
 ROOT = Path(__file__).parents[2]

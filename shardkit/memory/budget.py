@@ -15,7 +15,8 @@ from shardkit.memory.estimate import Measured, base_plan, changed, offload, resh
 from shardkit.memory.timeline import OptimizerBytes, Point, Prediction, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 from shardkit.planning.dims import on_mesh
 
 TILES = (2, 4, 8, 16)  # of MLPs

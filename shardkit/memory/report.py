@@ -17,7 +17,8 @@ from shardkit.errors import ShardkitError, message
 from shardkit.memory.budget import parse_bytes
 from shardkit.memory.hook_points import BACKWARD
 from shardkit.memory.timeline import CATEGORIES, STEP, Point, Prediction
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 
 _HELD = ("parameters", "gradients", "optimizer", "unsharded")
 _COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")  # Okabe and Ito's, for color-blind readers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -82,7 +81,6 @@ class PlanData:
         *,
         keep_unsharded: bool | None = None,
         shard_gradients: bool = False,
-        split_layers: Iterable[str] = (),
     ) -> Collectives:
         """Predict the collectives of one step on each rank; pure and local.
 
@@ -93,8 +91,6 @@ class PlanData:
             micro_batches: forwards and backwards with gradients, in a step of ``shardkit.accumulate``.
             keep_unsharded: as given to ``accumulate``.
             shard_gradients: as given to ``accumulate``.
-            split_layers: FQNs of the attention modules that exchange heads for tokens, once for each call:
-                ``split_sequence(...).layers``. Gradients are taken to reach the query, key and value of each.
 
         Raises:
             PlanError: ``micro_batches`` is not a positive integer.
@@ -117,14 +113,7 @@ class PlanData:
                 counts.all_reduces += mesh.replicates and trains
         if any(self.specs[fqn].trainable for fqn in self.replicated):
             counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
-        counts.all_to_alls = micro_batches * sum(map(self._all_to_alls, split_layers))
         return counts
-
-    def _all_to_alls(self, layer: str) -> int:
-        """Return how many all-to-alls an attention layer runs in one forward and backward, recomputed or not."""
-        around = {layer, *ancestors(layer)}
-        recomputed = any(unit.checkpoint_activations and around.intersection(unit.modules) for unit in self.units)
-        return 12 if recomputed else 8
 
     def _gathered_in_backward(self) -> set[str]:
         """Names of the units that are resharded after forward and gathered again in backward.
@@ -148,3 +137,20 @@ class PlanData:
             for fqn in ancestors(spec.fqn):
                 first.setdefault(fqn, place)
         return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
+
+
+def skippable(plan: PlanData) -> set[ShardUnit]:
+    """Return the units with ``may_skip=True`` and those inside them."""
+    fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
+    return {unit for unit in plan.units if fqns.intersection([unit.modules[0], *ancestors(unit.modules[0])])}
+
+
+def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:
+    """Return the units that call those, in the order of the plan, each with all units that it calls."""
+    inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
+    around = {fqn: unit for unit in plan.units for fqn in unit.modules}
+    for unit in plan.execution_order() if inside else ():
+        outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
+        if outer is not None:
+            found[outer].append(unit)
+    return {unit: called for unit, called in found.items() if inside.intersection(called)}

@@ -9,28 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
-from shardkit.plan.types import ShardUnit
+from shardkit.plan.types import ShardUnit, count, nbytes
 
-_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
+_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
 _TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
-
-
-def count(elements: int) -> str:
-    """Format a number of elements: ``8.03 B``, ``218.1 M``, ``1,024``."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if elements >= 10 * size or (elements >= size and size > 1000):
-            return f"{elements / size:.4g} {unit}"
-    return f"{elements:,}"
-
-
-def nbytes(size: float) -> str:
-    """Format bytes in powers of 1024: ``29.9 GiB``."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            return f"{size / 2**power:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def table(plan: PlanData) -> str:
@@ -150,20 +134,8 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, relative_dims(unit)
-
-
-def relative_dims(unit: ShardUnit) -> list[tuple[int | None, str, int]]:
-    """Return ``shard_dims`` as the place of the parameter's module in the unit, its name in there, and the dim.
-
-    The place of a parameter under no module of the unit is None, and its name the FQN.
-    """
-    found: list[tuple[int | None, str, int]] = []
-    for fqn, dim in unit.shard_dims:
-        prefixes = enumerate(f"{module}." if module else "" for module in unit.modules)
-        place, prefix = next(((at, prefix) for at, prefix in prefixes if fqn.startswith(prefix)), (None, ""))
-        found.append((place, fqn.removeprefix(prefix), dim))
-    return found
+    dims = sorted(dim for _, dim in unit.shard_dims)
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, dims
 
 
 def diff(plan: PlanData, other: PlanData) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import inseparable_dtypes
@@ -170,13 +170,12 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
     """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
     selections = sorted(selections, key=lambda each: (each.entries == (0,), each.entries))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
-    inner: dict[int, set[int]] = {index: set() for index in range(len(selections))}
+    inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
     for index, selection in enumerate(selections):
-        for entry in selection.entries:
-            if entry:
-                inner[around[tree.parents[entry]]].add(index)
+        for outer in sorted({around[tree.parents[entry]] for entry in selection.entries if entry}):
+            inner[outer].append(index)
     try:
-        return [selections[index] for index in TopologicalSorter({index: sorted(below) for index, below in inner.items()}).static_order()]
+        return [selections[index] for index in TopologicalSorter(inner).static_order()]
     except CycleError as error:
         entries = selections[error.args[1][0]].entries
         name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in entries)})"

@@ -11,7 +11,7 @@ from test_plan import sharding
 from torch.distributed.tensor import Shard
 
 from shardkit import MeshSpec, PlanError, ShardingPlan, ShardUnit, apply_plan, by_class, by_name, group, plan_model
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
@@ -38,10 +38,6 @@ def test_json_diff_and_digest() -> None:
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
     assert on_1.digest() != plan.digest()
     assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
-    older = plan.to_dict()
-    for unit in older["units"]:
-        del unit["shard_dims"]
-    assert ShardingPlan.from_dict(older) == plan
 
 
 def test_a_rule_sets_the_dim_of_what_has_one() -> None:
@@ -119,7 +115,7 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     by_hand = copy.deepcopy(model)
     plan = plan_model(model, mesh=mesh, units=rules)
     code = plan.to_python()
-    assert 'shard_placement_fn=on_dims({f"layers.{i}.experts.up": 1, ' in code
+    assert '    "layers.0.experts.up": 1,\n' in code
     with fake_world(8):
         expected = sharding(apply_plan(model, plan))
     with fake_world(8):

@@ -130,8 +130,8 @@ def test_layers_that_share_a_weight_are_a_unit() -> None:
     layers[2].layer.weight = layers[0].layer.weight
     assert names(Model(layers=layers)) == [
         "[layers.0.layer, layers.2.layer]",
-        "layers.0",
         "layers.1",
+        "layers.0",
         "layers.2",
         "(root)",
     ]
@@ -209,4 +209,6 @@ def test_large_replicas_are_named_with_their_bytes(rows: int, warns: bool, caplo
         assert [size in note for note in plan.notes] == [True]
         assert caplog.messages == []
         shard_model(model)
-    assert [("embed.weight is replicated: 73.2 MiB on every rank" in each) for each in caplog.messages] == [True] * warns
+    assert [("embed.weight is replicated: 73.2 MiB on every rank" in each) for each in caplog.messages] == [
+        True
+    ] * warns
