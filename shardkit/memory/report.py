@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import gathered_tensors
+from shardkit._fsdp.undone import gathered_tensors
 from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
 from shardkit.errors import ShardkitError, message
 from shardkit.memory.budget import parse_bytes
