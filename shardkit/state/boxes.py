@@ -68,13 +68,10 @@ class ModelGroup:
         """Return a process group of the ranks, ready for messages between any of them. Collective."""
         if len(self.ranks) < 2:
             return None
-        axes = [axis for axis, size in enumerate(self.mesh.shape) if size > 1] if self.mesh is not None else []
-        key = (dist.group.WORLD, self.ranks)
-        group = dist.group.WORLD if len(self.ranks) == dist.get_world_size() else _groups.get(key)
-        if self.mesh is not None and len(axes) == 1:
-            group = self.mesh.get_group(axes[0])
-        elif group is None:
-            group = _groups[key] = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        world, groups = dist.group.WORLD, [] if self.mesh is None else self.mesh.get_all_groups()
+        group = next((each for each in (world, *groups) if each is not None and each.size() == len(self.ranks)), None)
+        if group is None and (group := _groups.get((world, self.ranks))) is None:
+            group = _groups[world, self.ranks] = dist.new_group(list(self.ranks), use_local_synchronization=True)
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages (torch 2.13).
             dist.all_reduce(torch.zeros(1, device=collective_device(group)), group=group)
@@ -84,8 +81,7 @@ class ModelGroup:
 def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     """Return the ranks that hold a model's tensors; the root is the lowest. Local.
 
-    Without a DTensor they are all ranks of the default group. Raises if no mesh has all ranks of the others: then ranks
-    would not agree on a root.
+    Without a DTensor they are all ranks. Raises if no mesh has all ranks of the others: ranks might name other roots.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
