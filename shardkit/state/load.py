@@ -85,7 +85,7 @@ def load_full_state_dict(
         sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
         dtypes = {name: offered[s].dtype if assign else state.tensors[name].dtype for name, s in sources.items()}
         if given:
-            check_ties(plan, lambda name, *pair: _are_equal(*(given[each] for each in pair), dtypes[name]), request)
+            check_ties(plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request)
         room = Room(model, state.tensors, dtypes)
         room.compute()
     moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
