@@ -61,9 +61,8 @@ def _put_in_place(module: nn.Module, given: Arguments, translation: Translation,
     wrappers: dict[nn.Module, nn.Module] = {}
     for fqn, own in translation.wrapped.items():
         inner = module.get_submodule(fqn)
-        wrappers[inner] = wrap(
-            inner, Record(replace(given, auto_wrap_policy=None, **own), translation, mesh, top=False)
-        )
+        arguments = replace(given, auto_wrap_policy=None, **own)
+        wrappers[inner] = wrap(inner, Record(arguments, translation, mesh, top=False))
     for parent in [each for each in module.modules() if not is_wrapper(each)]:
         for name, child in parent._modules.items():
             if child is not None and child in wrappers:

@@ -29,7 +29,7 @@ from shardkit.fsdp1.dropin.record import record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.shards import device_of, replicated
 from shardkit.state.names import clean_name, parameter_names
-from shardkit.state.optimizer import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
 from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
 
 _FSDP = "FullyShardedDataParallel"
@@ -230,12 +230,9 @@ def _to_load(
     if from_rank0:
         load_full_optimizer_state_dict(model, stand_in, given or {}, src="rank0")
         return stand_in.packed  # type: ignore[return-value]
-    params = {fqn: param for param, fqn in parameter_names(model).items()}
-    own = {
-        fqn
-        for fqn, param in params.items()
-        if any(param is each for group in stand_in.param_groups for each in group["params"])
-    }
+    names = parameter_names(model)
+    params = {fqn: param for param, fqn in names.items()}
+    own = {fqn for group in group_names(stand_in, names) for fqn in group}
     groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in (given or {})["param_groups"]]
     if differ := own.symmetric_difference(fqn for group in groups for fqn in group["params"]):
         rule = "The dict and the optimizer must have the same parameters"
@@ -247,7 +244,7 @@ def _to_load(
         for fqn, entry in entries.items()
         if fqn in own
     }
-    install([stand_in], parameter_names(model), {"state": state, "param_groups": copy.deepcopy(groups)})
+    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(groups)})
     return stand_in.packed  # type: ignore[return-value]
 
 

@@ -12,6 +12,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardkit.errors import ShardkitError, message
+from shardkit.fsdp1.dropin import guards
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
@@ -26,8 +27,10 @@ _CLASSES = {
 
 def replace() -> None:
     """Put the drop-in's classes into ``torch.distributed.fsdp``, in this process and those that it spawns."""
+    importlib.import_module("torch.distributed.checkpoint.state_dict")  # while it gets torch's class, as it knows FSDP2
     for module, kind in _CLASSES.items():
         setattr(importlib.import_module(f"torch.distributed.fsdp{module}"), kind.__name__, kind)
+    guards.install(FullyShardedDataParallel)  # before the program imports functions by name
     multiprocessing.spawn.get_preparation_data = _preparation_data
 
 

@@ -225,10 +225,10 @@ def part_of(value: Any, like: Any) -> Any:
         return value
     if not isinstance(like, DTensor):
         return whole_of(value)
-    if isinstance(value, DTensor) and value.placements == like.placements:
-        # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
-        if torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
-            return as_sharded(_torch.local_tensor(value), like)
+    # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
+    alike = isinstance(value, DTensor) and value.placements == like.placements
+    if alike and torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
+        return as_sharded(_torch.local_tensor(value), like)
     return as_sharded(local_part(whole_of(value), like).to(_torch.local_tensor(like).device), like)
 
 

@@ -28,25 +28,8 @@ _exchanged: dict[int, tuple[Tensor, Tensor]] = {}
 _stepping = False  # gradients are plain DTensors inside of optimizer steps
 
 # What may be asked of a sum over this rank's shard alone, such as ``grad.norm()``.
-_READS = frozenset(
-    [
-        "__get__",
-        "item",
-        "tolist",
-        "__float__",
-        "__int__",
-        "__bool__",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "detach",
-        "clone",
-        "to",
-        "float",
-        "double",
-        "cpu",
-    ]
-)
+_READS = {"__get__", "item", "tolist", "__float__", "__int__", "__bool__", "__repr__", "__str__", "__format__"}
+_READS |= {"detach", "clone", "to", "float", "double", "cpu"}
 
 
 class _Shard(DTensor):
@@ -173,7 +156,7 @@ def _exchange(param: Any, value: Any) -> None:
         return
     if not is_alike or value.dtype == param.dtype:
         problem = f"cannot be assigned a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
-        rule = "A sharded parameter can take another dtype and its own again, as for an optimizer step, but no other values"
+        rule = "It can take another dtype and its own again, as for an optimizer step, but no other values"
         fix = "Use param.data.copy_(...), or write to the parameters in FSDP.summon_full_params(model)"
         raise TranslationError(message("param.data", problem, rule, fix))
     if value.dtype != own.dtype:
@@ -200,7 +183,7 @@ def check_own_dtype(model: nn.Module) -> None:
 
 
 def whole_norms(get_total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch's ``get_total_norm``, which returns a plain tensor of the full gradients of our models. Collective."""
+    """Return torch's ``get_total_norm``, which for our gradients returns the full norm, plain. Collective."""
 
     @functools.wraps(get_total_norm)
     def total_norm(
