@@ -1,6 +1,6 @@
 """Hooks of mkdocs.yml: pages from outside of docs/, and the API reference with docstrings.
 
-docs/api.md lists every public signature in ``text`` blocks. On the site each block becomes the docstrings of its names.
+The site's API reference is generated: headings and names from ``__init__.pyi``, text from the docstrings.
 """
 
 import re
@@ -10,12 +10,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-SIGNATURES = re.compile(r"^```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-PACKAGES = {  # by the text that names what they export
-    "shardkit": (ROOT / "shardkit" / "__init__.pyi").read_text(),
-    **{f"shardkit.{path.parent.name}": path.read_text() for path in sorted(ROOT.glob("shardkit/[a-z]*/__init__.py"))},
-}
-HEADING = re.compile(r"^## (shardkit\.\w+)$", re.MULTILINE)
+STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
+PACKAGES = ("fsdp1", "integrations", "memory", "sequence", "testing", "watching")  # public ones beside the top level
 
 
 def on_files(files, config):
@@ -32,7 +28,7 @@ def on_page_markdown(markdown, page, config, files):
     """Point links out of docs/ at those pages, and put docstrings into the reference."""
     for uri, name in OUTSIDE.items():
         markdown = markdown.replace(f"](../{name})", f"]({uri})")
-    return documented(markdown) if page.file.src_uri == "api.md" else markdown
+    return markdown + reference() if page.file.src_uri == "api.md" else markdown
 
 
 def on_page_content(html, page, config, files):
@@ -40,22 +36,17 @@ def on_page_content(html, page, config, files):
     return re.sub(r":\w+:<code>~?", "<code>", html)
 
 
-def documented(markdown):
-    """Return the page with a mkdocstrings directive for each function or class that a ``text`` block shows."""
-    package, parts = "shardkit", HEADING.split(markdown)
-    for i, part in enumerate(parts):
-        package = part if i % 2 else package
-        parts[i] = f"## {part}" if i % 2 else SIGNATURES.sub(lambda block: directives(package, block[1]), part)  # noqa: B023
-    return "".join(parts)
-
-
-def directives(package, signatures):
-    """Return the directives of a block; methods are shown with their class."""
-    names = [name for name in re.findall(r"^([\w.]+)", signatures, re.MULTILINE) if "." not in name]
-    return "".join(f"::: {home(name, package)}.{name}\n\n" for name in names)
-
-
-def home(name, package):
-    """Return the package that exports a name: the section's own first."""
-    order = [package, *PACKAGES]
-    return next(each for each in order if re.search(rf"\b{name}\b", PACKAGES[each]))
+def reference():
+    """Return a section of mkdocstrings directives for each heading of the stub, and for each package beside it."""
+    parts = []
+    for line in STUB.splitlines():
+        if line.startswith("# ## "):
+            parts.append(f"\n## {line.removeprefix('# ## ')}\n")
+        elif found := re.match(r"from (shardkit[\w.]*) import (.+)", line):
+            parts += [f"::: {found[1]}.{name}\n" for name in re.findall(r"(\w+) as", found[2])]
+    for package in PACKAGES:
+        source = (ROOT / "shardkit" / package / "__init__.py").read_text()
+        exports = re.findall(r"^from (shardkit[\w.]*) import (.+)$", source, re.MULTILINE)
+        parts.append(f"\n## shardkit.{package}\n")
+        parts += [f"::: {module}.{name}\n" for module, names in exports for name in re.findall(r"(\w+) as", names)]
+    return "\n".join(parts)

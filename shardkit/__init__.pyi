@@ -33,6 +33,7 @@ from shardkit.optim import step_on_whole_matrices as step_on_whole_matrices
 from shardkit.plan import MeshSpec as MeshSpec, ShardUnit as ShardUnit, ShardingPlan as ShardingPlan
 from shardkit.planning.rules import by_class as by_class, by_name as by_name, by_size as by_size, group as group
 from shardkit.runtime.skipped import take_part as take_part
+from shardkit.runtime.double_backward import double_backward as double_backward
 from shardkit.state import full_optimizer_state_dict as full_optimizer_state_dict, full_state_dict as full_state_dict
 from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
 from shardkit.state import load_full_state_dict as load_full_state_dict

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,17 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardkit.apply.fit import check_unsharded
 from shardkit.apply.mesh import spec_of
 from shardkit.apply.shard import apply_decided, given_plan
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, message
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import nbytes
-from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.build import Request, Settings, build_plan, warn_of_replicas
 from shardkit.planning.rules import Rule, only_tiles, select
 from shardkit.planning.tree import ModelTree
 
 logger = logging.getLogger("shardkit")
-LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def plan_model(
@@ -87,30 +80,12 @@ def plan_model(
         >>> len(plan_model(model, mesh=MeshSpec.sharded(4)).units)
         3
     """
-    given = (units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params, checkpoint_activations)
-    return _decide(model, *given, compile, prefetch, forward_methods, example_batch)[0]
+    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
+    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
+    return _decide(model, request)[0]
 
 
-def _refuse_fsdp1_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Say what replaces an argument of FSDP1, where Python would call it unexpected."""
-    known = inspect.signature(function).parameters.keys()
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.keys() <= known:
-            from shardkit.replacements import ARGUMENTS
-
-            names = [name for name in kwargs if name not in known and name in ARGUMENTS]
-            if names:
-                rule = "Instead of " + "; instead of ".join(f"{name}, pass {ARGUMENTS[name].use}" for name in names)
-                fix = "Or call shardkit.shard_like_fsdp1(model, ...) with FSDP1's arguments as they are"
-                raise PlanError(message(function.__name__, f"got FSDP1 arguments: {listing(names)}", rule, fix))
-        return function(*args, **kwargs)
-
-    return checked
-
-
-@_refuse_fsdp1_arguments
 def shard_model(
     model: nn.Module,
     *,
@@ -140,7 +115,7 @@ def shard_model(
         model: the whole model.
         memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the fastest
             one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`, which takes
-            more arguments. Rank 0 logs the choice to the logger ``shardkit``, as INFO.
+            more arguments. Rank 0 logs the choice, as INFO.
         example_batch: as for ``plan_model``; a budget needs it.
         plan: a plan made before, instead of all of these except a DeviceMesh.
         sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all ranks, one tensor at a
@@ -149,109 +124,47 @@ def shard_model(
     Raises:
         PlanError: on every rank, with the model unchanged, when it cannot be sharded as asked on any of them.
     """
-    given: tuple[Any, ...] = (units, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params)
-    given += (checkpoint_activations, compile, prefetch, forward_methods, example_batch)
-    on = mesh if isinstance(mesh, DeviceMesh) else None
+    policies = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
+    request = Request(units, mesh, settings, ignored_params, prefetch, forward_methods, example_batch)
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
 
     def decide() -> tuple[ShardingPlan, ModelTree]:
         if plan is not None:
-            _check_plan_alone(given, memory_budget)
-            return given_plan(model, plan, on)
-        decided, tree = _decide(model, *given)
-        _warn_of_replicas(decided)
+            request.check_not_given(memory_budget)
+            return given_plan(model, plan, device_mesh)
+        decided, tree = _decide(model, request)
+        warn_of_replicas(decided)
         if memory_budget is not None:
-            decided = _within(memory_budget, model, decided, example_batch, keep_units=units is not None)
+            decided = _within(memory_budget, model, decided, request)
         return decided, tree
 
-    return apply_decided(model, decide, on, sync_module_states)
+    return apply_decided(model, decide, device_mesh, sync_module_states)
 
 
-def _decide(
-    model: nn.Module,
-    units: Rule | Sequence[Rule] | None,
-    mesh: DeviceMesh | MeshSpec | None,
-    reshard_after_forward: bool | int | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    ignored_params: Iterable[nn.Parameter | str] | None,
-    checkpoint_activations: bool,
-    compile: bool,
-    prefetch: int,
-    forward_methods: Iterable[str],
-    example_batch: Any,
-) -> tuple[ShardingPlan, ModelTree]:
+def _decide(model: nn.Module, request: Request) -> tuple[ShardingPlan, ModelTree]:
     """Return the plan of ``plan_model``, and the tree that it was made from."""
     tree = ModelTree(model)
-    check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None)
-    policies = (
-        mp_policy or MixedPrecisionPolicy(),
-        offload_policy or OffloadPolicy(),
-    )
-    settings = Settings(reshard_after_forward, *policies, checkpoint_activations, compile)
-    ignored = _ignored(tree, () if ignored_params is None else ignored_params)
-    # A Sequence that is neither list nor tuple is refused as a rule.
-    rules: Any = units if units is None or isinstance(units, (list, tuple)) else [units]
-    methods = forward_methods if isinstance(forward_methods, str) else tuple(forward_methods)
-
-    def make() -> ShardingPlan:
-        return build_plan(tree, spec_of(mesh), rules, settings, ignored, prefetch, methods)
-
-    if example_batch is None:
-        return make(), tree
+    check_unsharded(tree, request.mesh if isinstance(request.mesh, DeviceMesh) else None)
+    mesh = spec_of(request.mesh)
+    if request.example_batch is None:
+        return build_plan(tree, mesh, request), tree
     from shardkit.memory.dry_run import plan_checked
 
-    is_default = rules is None or only_tiles(select(tree, rules))
-    return plan_checked(tree, make, example_batch, is_default), tree
+    is_default = request.rules is None or only_tiles(select(tree, request.rules))
+    return plan_checked(tree, lambda: build_plan(tree, mesh, request), request.example_batch, is_default), tree
 
 
-def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, batch: Any, *, keep_units: bool) -> ShardingPlan:
+def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, request: Request) -> ShardingPlan:
     """Return the plan that fits the budget; rank 0 logs how it was chosen."""
-    if batch is None:
-        fix = "Pass example_batch=, one rank's micro-batch as the model takes it"
-        raise PlanError(message("memory_budget", "given without example_batch", "Activations depend on the batch", fix))
+    if request.example_batch is None:
+        problem, fix = "needs example_batch: activations depend on the batch", "Pass one rank's micro-batch"
+        raise PlanError(message("memory_budget", problem, "", fix))
     from shardkit.memory import plan_for_budget
 
-    choice = plan_for_budget(model, budget, plan=plan, batch=batch, keep_units=keep_units)
+    keep_units = request.units is not None
+    choice = plan_for_budget(model, budget, plan=plan, batch=request.example_batch, keep_units=keep_units)
     choice.plan.check()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)
     return choice.plan
-
-
-def _warn_of_replicas(plan: ShardingPlan) -> None:
-    """Warn of large parameters that every rank replicates although their shape could be sharded."""
-    replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
-    size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
-    if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
-        held = f"{nbytes(size)} on every rank, and as much for gradients and for each optimizer state"
-        rule = "Their dtype is not that of the rest of their unit, and FSDP2 reduces a unit in one dtype"
-        fix = "Cast them to that dtype before shard_model, so that they are sharded"
-        logger.warning(message(listing((spec.fqn for spec in replicas), 6), f"replicated: {held}", rule, fix))
-
-
-def _check_plan_alone(given: tuple[Any, ...], memory_budget: int | str | None) -> None:
-    parameters = list(inspect.signature(plan_model).parameters.values())[1:]
-    pairs = ((each, value) for each, value in zip(parameters, given, strict=True) if each.name != "mesh")
-    changed = [each.name for each, value in pairs if not (value is each.default or value == each.default)]
-    changed += ["memory_budget"] * (memory_budget is not None)
-    if changed:
-        rule = "A ShardingPlan contains all settings, so none can be passed with it"
-        fix = "Pass plan=plan_model(model, ...) alone"
-        raise PlanError(message("plan", f"given together with {listing(changed)}", rule, fix))
-
-
-def _ignored(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> set[str]:
-    """Return the FQNs of ``ignored_params``."""
-    aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
-    found, unknown = set(), []
-    for given in ignored_params:
-        fqn = aliases.get(given) if isinstance(given, str) else tree.names.get(id(given))
-        if fqn is None:
-            shape = f"shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else "no shape"
-            unknown.append(given if isinstance(given, str) else f"a {type(given).__name__} of {shape}")
-        else:
-            found.add(fqn)
-    if unknown:
-        rule, fix = "It takes parameters of the model, or their FQNs", "Take them from model.named_parameters()"
-        raise PlanError(message("ignored_params", f"{listing(unknown)} not in the model", rule, fix))
-    return found

@@ -27,6 +27,7 @@ logger = logging.getLogger("shardkit")
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
 
+_warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
 _announced: list[str] = []  # by this rank, which has not gone on since
 
@@ -39,6 +40,13 @@ def note(call: str, **arguments: object) -> None:
         text = f"{call}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         for listen in list(listeners):
             listen(text)
+
+
+def warn_once(text: str) -> None:
+    """Log a warning on the first rank, once in a process. Local."""
+    if text not in _warned and (not dist.is_initialized() or dist.get_rank() == 0):
+        _warned.add(text)
+        logger.warning(text)
 
 
 def announce(error: ShardkitError) -> None:

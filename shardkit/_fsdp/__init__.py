@@ -6,12 +6,9 @@ a new torch, look here first. The classes are ``FSDPState`` and ``FSDPParamGroup
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -87,6 +84,31 @@ def initialize(root: FSDPModule) -> None:
     fsdp1: FSDP1 did so wherever it needed the root; torch 2.11 to 2.13 have no public way before a forward.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def is_in_use(module: FSDPModule) -> bool:
+    """Whether FSDP2's hooks have gathered this module for a forward that has not ended, or in backward. Local, pure."""
+    return module._get_fsdp_state()._training_state.name != "IDLE"
+
+
+def not_ready(units: Iterable[Any], held: Collection[int]) -> tuple[list[str], list[str]]:
+    """Return which of the parameters with an ``id`` in ``held`` have a gradient that is not reduced. Local, pure.
+
+    It is on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh the
+    reduce-scattered gradients of a unit wait for the all-reduce. And which in ``held`` are unsharded ones themselves.
+    """
+    waiting, copies = [], []  # in one function without calls, because this runs in every step
+    for unit in units:
+        for param in unit.fsdp_params:
+            state = vars(param)
+            unsharded = state.get("_unsharded_param")
+            if unsharded is not None:  # gathered at least once
+                if id(unsharded) in held:
+                    copies.append(str(param._param_fqn))
+                waits = unsharded.grad is not None or unit._partial_reduce_output is not None
+                if (waits or state.get("unsharded_accumulated_grad") is not None) and id(param.sharded_param) in held:
+                    waiting.append(str(param._param_fqn))
+    return waiting, copies
 
 
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
@@ -261,24 +283,6 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
             hooks[number] = hook
 
 
-def allow_views(modules: Iterable[nn.Module]) -> None:
-    """Ignore torch's warning that these units returned a view. Local, in place; no other unit's is ignored.
-
-    Changing the view in place removes the unit's hook of backward, which gathers parameters. That changes nothing for a
-    unit below the root that does not reshard after forward: torch 2.13 and 2.14 warn all the same, of any ``nn.Linear``
-    with an input of three dims. The text names a class only, which other models may have. But torch attributes the
-    warning to the module from which the hook is registered: for these units this one, all that the filter needs.
-    """
-    for state in states_of(modules):
-        state._register_pre_backward_hook = partial(_register_pre_backward_hook, state)
-    text, here = "FSDP2-wrapped module .* returned a view tensor", rf"{re.escape(__name__)}\Z"
-    warnings.filterwarnings("ignore", text, UserWarning, here)
-
-
-def _register_pre_backward_hook(state: Any, output: Any) -> Any:
-    return type(state)._register_pre_backward_hook(state, output)
-
-
 def _is_bound_to(hook: Any, state: Any) -> bool:
     while hook is not None and getattr(hook, "__self__", None) is not state:
         hook = getattr(hook, "__wrapped__", None)
@@ -310,12 +314,16 @@ def as_it_was(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
         attributes[name] = OrderedDict(
             (k, hook)
             for k, hook in attributes[name].items()
-            if not _is_bound_to(hook, state) and not _defined_in(getattr(hook, "func", None), "shardkit.")
+            if not _is_bound_to(hook, state) and not _defined_in(_unwrapped(hook), "shardkit.")
         )
     kept = attributes["_forward_pre_hooks"].keys() | attributes["_forward_hooks"].keys()
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         attributes[name] = OrderedDict((k, flag) for k, flag in attributes[name].items() if k in kept)
     return kind, attributes
+
+
+def _unwrapped(hook: Any) -> Any:
+    return getattr(hook, "func", None) or getattr(hook, "__wrapped__", hook)
 
 
 def _defined_in(function: Any, *packages: str) -> bool:

@@ -18,9 +18,8 @@ from shardkit.apply.carry import cannot_carry
 from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import ShardingPlan
 from shardkit.planning.build import method_problems
-from shardkit.planning.ownership import assign, split_problem
 from shardkit.planning.rules import has_forward
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, assign, split_problem
 
 
 def check_is_plan(plan: object) -> None:

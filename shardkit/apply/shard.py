@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import warnings
 from collections.abc import Callable, Collection
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from shardkit._fsdp import allow_views, fsdp_units
+from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.skipping import in_context
 from shardkit._torch import real_tensors
 from shardkit._torch.meshes import with_timeout_of_world
@@ -29,15 +31,11 @@ from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.skipping import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together
-from shardkit.runtime.entry import attend
+from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together, warn_once
+from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.means import divide_further
-from shardkit.runtime.merging import refuse_merges
-from shardkit.runtime.outside import refuse_calls_outside
-from shardkit.runtime.replicated import replicate
-from shardkit.runtime.root import answer_as_root
+from shardkit.runtime.replicated import replicate, unreduced_problem
 from shardkit.runtime.skippable import SkippableUnit, in_order, watch_calls
-from shardkit.runtime.statics import refuse_fsdp1_statics
 from shardkit.runtime.stepping import replacing
 
 
@@ -105,10 +103,8 @@ def apply_decided(
     with replacing(model):
         carry_out(model, plan, mesh)
     _let_ranks_skip(model, plan, mesh.get_all_groups())
-    attend(model, plan.forward_methods)  # type: ignore[arg-type]  # fully_shard has changed its class
-    refuse_calls_outside(model)
-    refuse_merges(model)
-    answer_as_root(model)
+    install_hooks(model, plan.forward_methods)
+    _warn_and_refuse(model, plan)
     if setting := os.environ.get("SHARDKIT_WATCH"):
         from shardkit.watching.watch import watch_script  # on request only
 
@@ -223,15 +219,15 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
         replicate(model, plan.replicated, mesh)
     if plan.prefetch:
         _prefetch(model, plan)
-    for unit in fsdp_units(model):
-        if unit.post_forward_mesh_info not in (None, unit.mesh_info):
-            with_timeout_of_world(unit.post_forward_mesh_info.mesh)  # made by fully_shard for an int
-    kept = [unit.modules for unit in plan.units if unit.reshard_after_forward is False and "" not in unit.modules]
-    allow_views(model.get_submodule(fqn) for modules in kept for fqn in modules)
-    refuse_fsdp1_statics(model)
-    for name in plan.forward_methods:
-        fqn, _, method = name.rpartition(".")
-        register_fsdp_forward_method(model.get_submodule(fqn), method)
+    for made in fsdp_units(model):
+        if made.post_forward_mesh_info not in (None, made.mesh_info):
+            with_timeout_of_world(made.post_forward_mesh_info.mesh)  # made by fully_shard for an int
+    for unit in plan.units:
+        if unit.reshard_after_forward is False and "" not in unit.modules:
+            # torch warns that in-place changes would remove the hook that gathers for backward; this unit needs none.
+            classes = ", ".join(type(model.get_submodule(fqn)).__name__ for fqn in unit.modules)
+            text = re.escape(f"FSDP2-wrapped module ({classes}) returned a view")
+            warnings.filterwarnings("ignore", text, UserWarning)
 
 
 def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
@@ -255,6 +251,16 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
         made[unit].calls.extend(made[each] for each in called)
     watch_calls([made[unit] for unit in inner])
     in_context(model, explained)
+
+
+def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:
+    """Warn of ignored parameters that train, and refuse merges of adapters; most models have neither."""
+    if plan.ignored and (problem := unreduced_problem(model)):
+        warn_once(problem)
+    if any(hasattr(type(module), "unmerge") for module in model.modules()):
+        from shardkit.integrations.merging import refuse_merges
+
+        refuse_merges(model)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

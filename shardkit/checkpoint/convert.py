@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shardkit._torch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
+from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.format import Spec, lay_out
 from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.manifest import FileEntry
-from shardkit.checkpoint.own import OwnDirectory
-from shardkit.checkpoint.pieces import whole
+from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, entries_of
 from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_values
@@ -72,7 +72,7 @@ def convert_checkpoint(
         raise CheckpointError(message("dst", f"{place} exists", rule, "Use another path, or pass overwrite=True"))
     with ExitStack() as held:
         source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
-        if isinstance(source, OwnDirectory):
+        if isinstance(source, NativeCheckpoint):
             source.verify([], 0, 1)
         if source.contents.no_optimizer:
             raise CheckpointError(source.contents.no_optimizer)
@@ -85,14 +85,14 @@ def convert_checkpoint(
             rule = "Its blocks follow the shards that saved it: it has no full tensors, and dcp.load would not find it"
             fix = "Convert to safetensors, or save the model alone"
             raise CheckpointError(message("to", f"quantized state of {listing(map(str, found))}", rule, fix))
-        if isinstance(source, OwnDirectory) and source.manifest.format == "safetensors":
+        if isinstance(source, NativeCheckpoint) and source.manifest.format == "safetensors":
             _to_mapped(source, place, kind, replaces)
             return
         between = place.with_name(f".{place.name}.converting-{directory.new_token()}")
         try:
             _to_safetensors(source, between)
             mapped = open_checkpoint(between, held)
-            assert isinstance(mapped, OwnDirectory), "it was just written"
+            assert isinstance(mapped, NativeCheckpoint), "it was just written"
             _to_mapped(mapped, place, kind, replaces)
         finally:
             shutil.rmtree(between, ignore_errors=True)
@@ -149,7 +149,7 @@ def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Any]
     for name, spec in specs.items():
         full = room[: spec.bytes].view(spec.dtype).view(spec.shape)
         source.read([(spec.key, full)]) if isinstance(spec, Stored) else full.copy_(tensors[name].detach())
-        write_parts(temporary, files, [(name, (full, whole(spec.shape)))], sums=sums)
+        write_parts(temporary, files, [(name, (full, full_box(spec.shape)))], sums=sums)
         meter.add(spec.bytes)
     progress.close()
     for file in files:
@@ -160,7 +160,7 @@ def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Any]
 # ---- to formats that need all tensors at once: they are mapped from files, and take no memory of this process ----
 
 
-def _to_mapped(source: OwnDirectory, place: Path, kind: str, replaces: bool) -> None:
+def _to_mapped(source: NativeCheckpoint, place: Path, kind: str, replaces: bool) -> None:
     maps: dict[Path, mmap.mmap] = {}
     contents = source.contents
 
@@ -191,7 +191,7 @@ def _to_mapped(source: OwnDirectory, place: Path, kind: str, replaces: bool) -> 
     directory.flush_directory(place.parent)
 
 
-def _mapped(source: OwnDirectory, key: str, maps: dict[Path, mmap.mmap]) -> Tensor:
+def _mapped(source: NativeCheckpoint, key: str, maps: dict[Path, mmap.mmap]) -> Tensor:
     """Return a stored tensor as memory that is mapped from its file, copy on write."""
     file, entry = source.located[key].file, source.located[key].entry
     if not entry.bytes:

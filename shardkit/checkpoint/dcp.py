@@ -27,9 +27,8 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.manifest import FileEntry, entry_of
-from shardkit.checkpoint.owners import fingerprint
-from shardkit.checkpoint.pieces import whole
 from shardkit.checkpoint.read import fill, within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress, opened, read_all
@@ -277,8 +276,7 @@ def _tensor(
         fits = place.transforms or math.prod(size) * dtype.itemsize <= _PACKED * place.length
         _check(len(start) == len(size) == len(shape) and fits, f"{key} at {tuple(start)} does not fit its file")
         pieces[tuple(zip(start, size, strict=True))] = place
-    complete = fingerprint(pieces, shape) == fingerprint([whole(shape)], shape)
-    _check(complete, f"the chunks of {key} do not fill it, each element once")
+    _check(covers(pieces, shape), f"the chunks of {key} do not fill it, each element once")
     return Stored(dtype, shape, key), list(pieces.items())
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import world
+from shardkit.checkpoint.chunks import Part, full_box, inside
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import exported
 from shardkit.checkpoint.moved import Moved
 from shardkit.checkpoint.owners import check_written, owned
-from shardkit.checkpoint.pieces import Part, inside, whole
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, write_files, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together
@@ -126,8 +126,8 @@ def _write(
             full = tensor.value(lambda source: _gathered(source, sources))
             with together(groups, CheckpointError):
                 if is_first:
-                    write_parts(place, files, [(name, (full, whole(full.shape)))], flush=True)
-                    done.append((name, whole(full.shape)))
+                    write_parts(place, files, [(name, (full, full_box(full.shape)))], flush=True)
+                    done.append((name, full_box(full.shape)))
     check_written(tensors, done, {}, groups)
 
 

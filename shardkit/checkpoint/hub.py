@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint import manifest
+from shardkit.checkpoint.chunks import full_box, inside, part_of
 from shardkit.checkpoint.format import DTYPES, Spec
 from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.pieces import inside, part_of, whole
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
 from shardkit.checkpoint.transfer import Progress
@@ -157,13 +157,13 @@ class Converted:
         for source, (values, box) in parts:
             if isinstance(source, Moved):
                 full = source.value(_read_whole)
-                values.copy_(inside(full, whole(full.shape), box))
+                values.copy_(inside(full, full_box(full.shape), box))
         torch.autograd.graph.increment_version([target for _, target in wanted])
 
 
 def _read_whole(source: Located) -> Tensor:
     full = torch.empty(source.entry.shape, dtype=source.entry.dtype)
-    read_parts([(source, (full, whole(full.shape)))])
+    read_parts([(source, (full, full_box(full.shape)))])
     return full
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit import _torch
-from shardkit.checkpoint.own import Safetensors
-from shardkit.checkpoint.pieces import common, part_of, whole
+from shardkit.checkpoint.chunks import common, full_box, part_of
+from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.plain import decode, encode
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, gather_by_rank, together
@@ -359,7 +359,7 @@ def saved_shards(value: Mapping[str, Any], like: Tensor, path: str) -> list[Save
                 if [size for _, size in box] != (context[1] if context is not None else list(shapes[_PLAIN])):
                     raise ValueError(f"shard {index} has another shape than its cuts")
                 at = tuple((each, 1) for each in index)
-                rows = {name: (value[name], at + whole(value[name].shape[len(at) :])) for name in specs}
+                rows = {name: (value[name], at + full_box(value[name].shape[len(at) :])) for name in specs}
                 found.append(SavedShard(box, context, {name: value[name].key for name in specs}, rows, shapes))
     return found
 

@@ -24,7 +24,7 @@ from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.load_optimizer import plan_optimizer
-from shardkit.checkpoint.own import OwnDirectory, Safetensors
+from shardkit.checkpoint.native import NativeCheckpoint, Safetensors
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import Contents, Source, Stored, check_stored_ties, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
@@ -127,7 +127,7 @@ def load_checkpoint(
                 raise CheckpointError(message(request.where, problem, rule, "Leave the argument out"))
             targets, others, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
             load = None if optimizer is None else plan_optimizer(model, optimizer, source, request)
-        if verify and isinstance(source, OwnDirectory):
+        if verify and isinstance(source, NativeCheckpoint):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError), torch.no_grad():
             check()
@@ -166,7 +166,7 @@ def open_checkpoint(
     path = directory.find(path)
     if path.is_dir() and (path / manifest.NAME).exists():
         held.enter_context(directory.locked(path / manifest.NAME))
-        return OwnDirectory(path, allow_pickle=allow_pickle)
+        return NativeCheckpoint(path, allow_pickle=allow_pickle)
     if path.is_dir() and (path / dcp.NAME).exists():
         return DcpDirectory(path, allow_pickle=allow_pickle)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]

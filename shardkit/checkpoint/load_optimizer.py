@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardkit.checkpoint.chunks import common, inside, part_of
 from shardkit.checkpoint.inner import MARK, Pending, SavedShard, lies_alike, pending, saved_shards
-from shardkit.checkpoint.own import Safetensors
-from shardkit.checkpoint.pieces import common, inside, part_of
+from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_values
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import as_sharded

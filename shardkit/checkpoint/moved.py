@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.checkpoint.pieces import Part, common, inside, whole
+from shardkit.checkpoint.chunks import Part, common, full_box, inside
 from shardkit.shards import Box
 
 _aten = torch.ops.aten
@@ -97,11 +97,11 @@ class Moved(Tensor):
         """The boxes that it consists of; all of itself if it is computed."""
         found = _box_of(self.plain, self.memory.shape)
         if found is None or not (self.memory.parts or self.memory.key is not None):
-            every = whole(self.shape)
+            every = full_box(self.shape)
             return [Piece(every, self, every, tuple(range(self.ndim)))]
         box, dims = found
         if self.memory.key is not None:
-            return [Piece(whole(self.shape), self.memory.key, box, dims)] if self.numel() else []
+            return [Piece(full_box(self.shape), self.memory.key, box, dims)] if self.numel() else []
         moved = []
         for by, part in self.memory.parts:
             for piece in part.pieces:
@@ -178,7 +178,7 @@ def _joined(tensors: Sequence[Any], dim: int) -> Moved:
     shape, dtype = list(tensors[0].shape), tensors[0].dtype
     shape[dim] = ends[-1]
     boxes = [
-        (*whole(each.shape)[:dim], (end - each.shape[dim], each.shape[dim]), *whole(each.shape)[dim + 1 :])
+        (*full_box(each.shape)[:dim], (end - each.shape[dim], each.shape[dim]), *full_box(each.shape)[dim + 1 :])
         for each, end in zip(tensors, ends, strict=True)
     ]
     parts = tuple(zip(boxes, tensors, strict=True))

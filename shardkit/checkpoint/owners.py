@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint.chunks import MASK, Part, full_box, part_of, part_sum
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.pieces import MASK, Part, part_of, part_sum, whole
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, collective_device, raise_together
 from shardkit.shards import Box, is_first_replica
@@ -135,7 +135,7 @@ def check_written(
         boxes[name].append(box)
     own = [fingerprint(boxes[name], tensor.shape) for name, tensor in tensors.items()]
     found = added([*own, *(sums.get(name, 0) for name in tensors)], groups)
-    expected = [fingerprint([whole(tensor.shape)], tensor.shape) for tensor in tensors.values()]
+    expected = [fingerprint([full_box(tensor.shape)], tensor.shape) for tensor in tensors.values()]
     if wrong := [name for name, want, have in zip(tensors, expected, found, strict=False) if want != have]:
         problem, rule = "a part of it was not written, or was written twice", "Every element is written once"
         fix = "Report this, with the model's meshes and placements; format='dcp' may save the model meanwhile"

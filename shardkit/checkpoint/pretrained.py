@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardkit.checkpoint.hub import USED, Converted, check_files, converted, unwrapped
 from shardkit.checkpoint.inner import Flat, flattened, has_subclass
-from shardkit.checkpoint.own import Safetensors
+from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.transfer import Progress

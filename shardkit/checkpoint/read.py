@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import axes_of
+from shardkit.checkpoint.chunks import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
 from shardkit.checkpoint.format import (
     INDEX,
     LENGTH,
@@ -27,7 +28,6 @@ from shardkit.checkpoint.format import (
     parse_header,
     strict_json,
 )
-from shardkit.checkpoint.pieces import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
@@ -38,7 +38,7 @@ _PAGE = 4096  # bytes; the system reads no less, so shorter runs are read togeth
 _RULE = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-Piece: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # where it lies in its tensor, and a function that loads it
+Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # where it lies in its tensor, and a function that loads it
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _read_part(descriptor: int, part: Part, entry: Entry, staging: Staging, mete
 
 @torch.no_grad()
 def fill(
-    targets: Iterable[tuple[str, Tensor]], pieces: Callable[[str], Iterable[Piece]], progress: Progress | None = None
+    targets: Iterable[tuple[str, Tensor]], pieces: Callable[[str], Iterable[Chunk]], progress: Progress | None = None
 ) -> None:
     """Copy into each target, given with its key, its part of the pieces of that key. Local; one piece at a time.
 

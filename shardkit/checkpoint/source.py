@@ -1,4 +1,14 @@
-"""The protocol of a checkpoint that is open for reading, and how a model and an optimizer are found in it."""
+"""What a checkpoint is that is open for reading, and how a model and an optimizer are found in nested dicts.
+
+Each kind of file is a class with these two members (:class:`Source`), used by ``load_checkpoint`` and ``convert``:
+
+- ``contents``, a :class:`Contents`: everything that is not a tensor, and a :class:`Stored` (dtype, shape, key) for each
+  tensor. It is complete when the source is opened, and its tensors are not read yet.
+- ``read(targets, progress)``: fill each ``(key, tensor)``. A DTensor gets this rank's part, found by its own mesh; a
+  plain tensor gets all. Values are converted to the dtype of the target. Local: the ranks read independently.
+
+``contents_of(tree)`` makes the contents from the nested dicts of foreign files.
+"""
 
 from __future__ import annotations
 

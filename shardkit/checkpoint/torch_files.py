@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
+from shardkit.checkpoint.chunks import covers, full_box
 from shardkit.checkpoint.dcp import Shell
-from shardkit.checkpoint.owners import fingerprint
-from shardkit.checkpoint.pieces import whole
-from shardkit.checkpoint.read import Piece, fill
+from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
@@ -60,7 +59,7 @@ class TorchFiles:
     def __init__(
         self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None = None, *, allow_pickle: bool
     ) -> None:
-        self._where, self._shapes, self._pieces = str(path), shapes, dict[str, list[Piece]]()
+        self._where, self._shapes, self._pieces = str(path), shapes, dict[str, list[Chunk]]()
         try:
             self._open(sets, allow_pickle)
         except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:  # foreign files
@@ -98,7 +97,7 @@ class TorchFiles:
             return {k: self._merged([t[k] for t in trees if k in t], (*path, str(k))) for k in keys}
         key = ".".join(path).removeprefix(".")
         if isinstance(first, _Runs):
-            self._pieces[key] = [(whole(first.shape), first.full)]
+            self._pieces[key] = [(full_box(first.shape), first.full)]
             return Stored(first.parts[0].dtype, first.shape, key)
         if not isinstance(first, Tensor):
             return first
@@ -161,10 +160,10 @@ def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
         if any(each.shape != first.shape for each in values):
             problem = "it is a plain tensor with a different shape on each rank, as in FSDP1's optimizer.state_dict()"
             raise _refused(key, problem)
-        return first.shape, {whole(first.shape): first}
+        return first.shape, {full_box(first.shape): first}
     solid = {box: part for part, box in parts if all(size for _, size in box)}
     fits = all(list(part.shape) == [size for _, size in box] for box, part in solid.items())
-    if not parts or not fits or fingerprint(solid, shape) != fingerprint([whole(shape)], shape):
+    if not parts or not fits or not covers(solid, shape):
         if len(values) == 1:
             rule = "The file of a rank is read together with those of all other ranks"
             fix = "Pass the directory that has them, with rank_<number> at the end of their names"

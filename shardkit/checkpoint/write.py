@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import spanning_axes
+from shardkit.checkpoint.chunks import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.format import METADATA, NAMES, Entry, File, Spec, lay_out
 from shardkit.checkpoint.owners import check_written, meshes_of, owned
-from shardkit.checkpoint.pieces import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together

@@ -9,14 +9,14 @@ from itertools import chain, groupby
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, check
 from shardkit.plan.table import aligned, nbytes
-from shardkit.planning.build import Settings, build_plan
+from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.default import find_mlps
 from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
@@ -339,7 +339,7 @@ def base_plan(
     if plan is not None:
         return on_mesh(plan, found)
     assert model is not None
-    return build_plan(ModelTree(model), found, None, Settings(None, mp_policy, OffloadPolicy(), False, False))
+    return build_plan(ModelTree(model), found, Request(settings=Settings(mp_policy=mp_policy)))
 
 
 def buffer_bytes(model: nn.Module | None) -> int:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,22 @@ from torch.nn.parameter import is_lazy
 
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
-from shardkit.meta.record import Disguise, Recorder
-from shardkit.meta.tape import Tape, View, view_of
+from shardkit.meta.record import FakeDeviceMode, Recorder
+from shardkit.meta.tape import Tape, View, open_tape
 from shardkit.shards import local_value
+
+
+class Record(NamedTuple):
+    """The parameters and buffers of a module when recording ended."""
+
+    tape: Tape  # strong, so that it lives as long as a model waits for it
+    views: dict[str, View]
+
 
 _current: Recorder | None = None
 _thread = 0  # that records
-# The parameters and buffers of each module when recording ended. fully_shard replaces the tensors and frees their
-# storages; module and name stay.
-records: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Tape, View]]] = weakref.WeakKeyDictionary()
+# By module and name, because fully_shard replaces the tensors and frees their storages.
+records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -36,16 +43,16 @@ def recording() -> Iterator[Recorder]:
     global _current, _thread
     if _current is not None:
         if _thread != threading.get_ident():
-            raise _other_thread("init_on_meta is entered")
+            raise _second_thread("init_on_meta", "is entered")
         yield _current
         return
     device = torch.get_default_device()
     device = torch.device("cpu") if device.type == "meta" else device
-    recorder = _current = Recorder(Tape(device))
+    recorder = _current = Recorder(open_tape(), device)
     _thread = threading.get_ident()
     try:
         sampled = _torch.recorded_samplers(recorder.record_sampler)
-        with _refused_elsewhere(), sampled, Disguise(recorder, device), recorder:
+        with _refused_elsewhere(), sampled, FakeDeviceMode(recorder, device), recorder:
             yield recorder
     except BaseException:
         recorder.close(failed=True)
@@ -62,7 +69,7 @@ def _refused_elsewhere() -> Iterator[None]:
 
     def check(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if threading.get_ident() != _thread:
-            refused.append(_other_thread(f"{type(module).__name__}.{name} is made"))
+            refused.append(_second_thread(f"{type(module).__name__}.{name}", "is made"))
             raise refused[-1]
 
     # torch's public hooks for all modules; its modes, which record, are of one thread only.
@@ -76,10 +83,10 @@ def _refused_elsewhere() -> Iterator[None]:
         raise refused[0]
 
 
-def _other_thread(problem: str) -> ShardkitError:
-    rule = "A construction is recorded in one thread; tensors of other threads would be real and unrecorded"
+def _second_thread(subject: str, problem: str) -> ShardkitError:
+    rule = "init_on_meta records one thread; tensors of others would be real and unrecorded"
     fix = "Build the whole model in the thread that entered init_on_meta, and other models before or after"
-    return ShardkitError(message("init_on_meta", f"{problem} in another thread", rule, fix))
+    return ShardkitError(message(subject, f"{problem} in a second thread", rule, fix))
 
 
 @contextmanager
@@ -119,9 +126,9 @@ def remember(tape: Tape) -> None:
         if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 tensor = local_value(tensor) if isinstance(tensor, Tensor) and _torch.is_wrapper(tensor) else tensor
-                number = tape.find(tensor.untyped_storage()) if is_plain_meta(tensor) else None
-                if number is not None:
-                    records.setdefault(module, {})[name] = (tape, view_of(tensor, number))
+                view = tape.find(tensor) if is_plain_meta(tensor) else None
+                if view is not None:
+                    records.setdefault(module, Record(tape, {})).views[name] = view
 
 
 def is_plain_meta(tensor: Any) -> bool:
@@ -133,4 +140,4 @@ def is_plain_meta(tensor: Any) -> bool:
 
 def is_recorded(model: nn.Module) -> bool:
     """Return whether ``materialize`` can replay how the model was constructed. Local, pure."""
-    return any(records.get(module) for module in model.modules())
+    return any(module in records for module in model.modules())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,13 +15,19 @@ from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import is_plain_meta, is_recorded, records
-from shardkit.meta.own import Initialiser, Recorded, record_initializers
+from shardkit.meta.module_init import Initializer, record_initializers
 from shardkit.meta.replay import Final, Player
-from shardkit.meta.rng import settle, undone_on_error
-from shardkit.meta.shards import Cutter, Target, install, meshes
-from shardkit.meta.tape import Definedness, Tape, closure, find_storage, view_of
-from shardkit.reach import held_tensors
-from shardkit.shards import device_of, local_value
+from shardkit.meta.shards import Cutter, Target, install
+from shardkit.meta.tape import Definedness, View, open_tape
+from shardkit.ranks import agree, groups_of, together
+from shardkit.references import references
+from shardkit.shards import local_value
+
+
+_ALIKE = (
+    "Build the same model on all ranks. Call torch.manual_seed with one number on all ranks before init_on_meta(), or "
+)
+_ALIKE += "pass one to materialize(model, seed=...); seed the data by rank afterwards"
 
 
 def materialize(
@@ -31,7 +35,7 @@ def materialize(
     device: torch.device | str | None = None,
     seed: int | None = None,
     *,
-    init: Initialiser | None = None,
+    init: Initializer | None = None,
 ) -> nn.Module:
     """Give a sharded meta model the values of ordinary construction, bit for bit.
 
@@ -71,14 +75,16 @@ def materialize(
     Example: see :func:`init_on_meta`.
     """
     targets = _checked_targets(model)
-    problem, replay = None, None
-    with undone_on_error():
-        try:
+    groups = groups_of(model)
+    replay = None
+    try:
+        with together(groups, call="materialize"):
             replay = Replay(model, targets, init=init, device=device, seed=seed)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem = error
-        _agree(model, replay.digest if replay is not None else 0, problem)
-    assert replay is not None
+        agree({**replay.digest, "seed": seed}, groups, "materialize", fix=_ALIKE)
+    except ShardkitError:
+        if replay is not None:
+            replay.undo()
+        raise
     replay.compute()
     install(model, targets)
     replay.settle_generators()
@@ -97,15 +103,14 @@ def forget(model: nn.Module) -> None:
 
 def _checked_targets(model: nn.Module) -> list[Target]:
     if not isinstance(model, nn.Module):
-        problem = f"a {type(model).__name__} is not an nn.Module"
-        raise ShardkitError(message("model", problem, "materialize takes a sharded model", "Pass the model itself"))
+        raise ShardkitError(message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself"))
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         rule = "materialize computes only this rank's shards of the model"
         fix = "Call shard_model(model) or fully_shard first"
-        raise ShardkitError(message("model", "it is not sharded", rule, fix))
+        raise ShardkitError(message("model", "is not sharded", rule, fix))
     targets = find_targets(model)
     if not targets:
-        problem = "none of its parameters and buffers is on the meta device"
+        problem = "has no parameters or buffers on the meta device"
         rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
         raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
     return targets
@@ -126,11 +131,11 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
                 target = found.setdefault(id(tensor), Target(tensor))
                 target.fqns.append(prefix + name)
                 target.slots.append((module, name))
-    for each in held_tensors(model):
+    for each in references(model):
         if is_plain_meta(each.tensor):
             target = found.setdefault(id(each.tensor), Target(each.tensor))
             target.fqns = target.fqns or [f"{each.name} (an attribute)"]
-            target.places += [each.put] if each.put is not None else []
+            target.places.append(each.put)
     return list(found.values())
 
 
@@ -153,76 +158,73 @@ class Replay:
         model: nn.Module,
         targets: list[Target],
         *,
-        init: Initialiser | None = None,
+        init: Initializer | None = None,
         device: torch.device | str | None = None,
         seed: int | None = None,
         draw_all: bool = True,
     ) -> None:
         self.targets = targets
-        self._seed = seed
-        with undone_on_error():
+        self._tape = open_tape()
+        self._before = len(self._tape.recordings), torch.get_rng_state()
+        try:
             _record_missing(model, targets, init)
-            recorded = {target.recorded[0] for target in targets if target.recorded is not None}
-            self._tapes = closure(recorded, chained=seed is None)
-            _check_targets(targets, self._tapes)
+            _check_targets(targets, Definedness(self._tape.ops))
             cutter = Cutter(model)
-            finals = [Final(target.view, partial(cutter.cut, target)) for target in targets]
-            on = torch.device(device or self._tapes[-1].device) if targets else torch.device("cpu")
-            self._player = Player(self._tapes, finals, device=on, seed=seed, draw_all=draw_all)
-            stale = len(self._player.stale)
-            if stale:
-                problem = f"{stale} real tensors that init_on_meta recorded as constants have changed"
-                rule = "They must not change before materialize"
+            finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
+            on = torch.device(device) if device is not None else None
+            self._player = Player(self._tape, finals, device=on, seed=seed, draw_all=draw_all)
+            if stale := self._player.num_stale():
+                problem = f"was built from {stale} real tensors that have changed since"
+                rule = "init_on_meta records real tensors by reference, so they must not change before materialize"
                 raise ShardkitError(message("model", problem, rule, "Change clones of them instead"))
-            self.digest = self._digest()
+        except BaseException:
+            self.undo()
+            raise
+        shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
+        self.digest = {"the tensors": shapes, **self._player.digest()}
 
-    def _digest(self) -> int:
-        """Return a number that differs when ranks would compute different values: 63 bits of a SHA-256."""
-        digest = hashlib.sha256(repr(self._seed).encode())
-        numbers = {storage: i for i, storage in enumerate(s for tape in self._tapes for s in tape.storages)}
-        for tape in self._tapes:
-            tape.update_digest(digest, numbers, with_entry=self._seed is None)
-        for target in self.targets:
-            digest.update(repr((target.fqns, target.tensor.shape)).encode())
-        return int.from_bytes(digest.digest()[:8], "big") >> 1
+    def undo(self) -> None:
+        """Drop the initializers that were recorded, and put torch's generator back."""
+        recordings, state = self._before
+        del self._tape.recordings[recordings:]
+        torch.set_rng_state(state)
 
     def compute(self) -> None:
         """Set each target's ``value``. Local; torch's generators end where they began."""
-        if self.targets:
-            self._player.run()
+        self._player.run()
 
     def settle_generators(self) -> None:
         """Put generators where ordinary construction leaves them, unless the user moved them since."""
-        settle(self._tapes, self._player.ends, self._player.device, seeded=self._seed is not None)
+        self._player.settle()
 
 
-def _record_missing(model: nn.Module, targets: list[Target], init: Initialiser | None) -> None:
+def _record_missing(model: nn.Module, targets: list[Target], init: Initializer | None) -> None:
     """Find what was recorded for each target, and record the initializers of what was not."""
     for target in targets:
-        target.recorded = _recorded(target)
-    missing = {id(t.tensor) for t in targets if t.recorded is None and t.slots}
+        target.view = _recorded(target)
+    missing = {id(target.tensor) for target in targets if target.view is None and target.slots}
     if missing and init is None and is_recorded(model):
         # PEFT's adapters, put on after init_on_meta: reset_parameters of nn.Linear would not give lora_B its zeros.
-        problem = "made on the meta device outside init_on_meta(), so its initial values were not recorded"
+        problem = "was made on the meta device outside init_on_meta(), so its initial values were not recorded"
         rule = "The rest of the model was recorded, and materialize does not guess values"
         fix = "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)"
         raise _error([target for target in targets if id(target.tensor) in missing], problem, rule, fix)
     if missing or init is not None:
-        known = {id(t.tensor): t.recorded for t in targets if t.recorded is not None}
+        known = {id(target.tensor): target.view for target in targets if target.view is not None}
         recorded = record_initializers(model, known, missing, init)
         for target in targets:
-            target.recorded = recorded.get(id(target.tensor), target.recorded)
+            target.view = recorded.get(id(target.tensor), target.view)
 
 
-def _recorded(target: Target) -> Recorded | None:
-    """Find a tensor on a tape: by its storage, or by its module and name if it has a new storage."""
-    if is_plain_meta(target.tensor):
-        found = find_storage(target.tensor)
-        if found is not None:
-            return found[0], view_of(target.tensor, found[1])
-    by_place = [records[module][name] for module, name in target.slots if name in records.get(module, {})]
-    if any(record != by_place[0] for record in by_place):
-        problem = f"it was tied to {listing(target.fqns[1:])} after init_on_meta"
+def _recorded(target: Target) -> View | None:
+    """Find a tensor on the tape: by its storage, or by its module and name if it has a new storage."""
+    found = open_tape().find(target.tensor) if is_plain_meta(target.tensor) else None
+    if found is not None:
+        return found
+    views = [records[module].views.get(name) for module, name in target.slots if module in records]
+    by_place = [view for view in views if view is not None]
+    if any(view != by_place[0] for view in by_place):
+        problem = f"was tied to {listing(target.fqns[1:])} after init_on_meta"
         rule = "Each was recorded with its own value"
         raise ShardkitError(message(target.fqns[0], problem, rule, "Tie them inside init_on_meta()"))
     return by_place[0] if by_place else None
@@ -233,28 +235,27 @@ def _error(targets: Iterable[Target], problem: str, rule: str, fix: str) -> Shar
     return ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
 
 
-def _check_targets(targets: list[Target], tapes: list[Tape]) -> None:
+def _check_targets(targets: list[Target], is_defined: Callable[[View], bool]) -> None:
     quantized = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
     if quantized:
         rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
-        raise _error(quantized, "quantized on meta", rule, "Quantise after materialize")
-    is_defined = Definedness(tapes)
-    undefined = [t for t in targets if t.recorded is None or not is_defined(t.recorded[1])]
+        raise _error(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
+    undefined = [t for t in targets if t.view is None or not is_defined(t.view)]
     if undefined:
         problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
         fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
         raise _error(undefined, problem, "materialize never leaves values uninitialized", fix)
     # A parameter from before fully_shard would get values of its own, and never train.
-    registered = [t.recorded for t in targets if t.slots]
-    stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.recorded in registered]
+    registered = [t.view for t in targets if t.slots]
+    stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
     if stale:
         rule = "It would stay a full tensor that does not train"
         fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
         raise _error(stale, "is a parameter that fully_shard has replaced in its module", rule, fix)
-    changed = [t for t in targets if t.recorded is not None and t.recorded[1].size != tuple(t.tensor.shape)]
+    changed = [t for t in targets if t.view is not None and t.view.size != tuple(t.tensor.shape)]
     if changed:
         rule = "Shapes and initial values are recorded inside init_on_meta()"
-        raise _error(changed, "the shape is not the one that was recorded", rule, "Move the change there")
+        raise _error(changed, "has another shape than was recorded", rule, "Move the change there")
     check_unbound(targets)
 
 
@@ -263,29 +264,6 @@ def check_unbound(targets: list[Target]) -> None:
     bound = [t for t in targets if isinstance(t.tensor, DTensor)]
     bound = [t for t in bound if weakref.getweakrefs(t.tensor) or tensor_hooks(t.tensor)]
     if bound:
-        problem = "it has a hook of register_hook, or a weak reference to it exists"
+        problem = "has a hook of register_hook, or a weak reference to it exists"
         rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
         raise _error(bound, problem, rule, "Register the hook, or create the reference, after materialize")
-
-
-def _agree(model: nn.Module, digest: int, problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem, or if digests differ. Collective over the model's meshes."""
-    failed = differ = False
-    for mesh in meshes(model):
-        extremes = torch.tensor([digest, -digest, problem is not None], dtype=torch.int64, device=device_of(mesh))
-        for axis in range(mesh.ndim):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        highest, minus_lowest, any_failed = extremes.tolist()
-        failed |= bool(any_failed)
-        differ |= highest != -minus_lowest
-    if problem is not None:
-        raise problem
-    if failed:
-        rule = "An error on one rank stops all"
-        raise ShardkitError(message("model", "materialize failed on another rank", rule, "See that rank's error"))
-    if differ:
-        found = "ranks recorded different constructions, or started from different random states"
-        rule = "All ranks must build the same model, since each keeps its shards of it"
-        fix = "Call torch.manual_seed with one number on all ranks before init_on_meta(), or pass one to "
-        fix += "materialize(model, seed=...); seed the data by rank afterwards"
-        raise ShardkitError(message("seed", found, rule, fix))

@@ -14,21 +14,8 @@ from torch.overrides import TorchFunctionMode
 from shardkit import _torch
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
-from shardkit.meta.rng import Watch
-from shardkit.meta.tape import (
-    PART,
-    UPDATE,
-    WHOLE,
-    Op,
-    Tape,
-    View,
-    closure,
-    find_storage,
-    leaves,
-    map_leaves,
-    tensors_of,
-    view_of,
-)
+from shardkit.meta.rng import Stream
+from shardkit.meta.tape import PART, UPDATE, WHOLE, Op, Recording, Tape, View, leaves, map_leaves, tensors_of, view_of
 
 aten = torch.ops.aten
 
@@ -48,25 +35,26 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensors alone run as usual. A real tensor used together with a meta tensor becomes a constant on the tape.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
-        self._watches: dict[int, Watch] = {}
         self._constants: dict[int, _Constant] = {}  # by identity of the real storage
-        self.watch(None)
+        self._before: dict[Stream, Tensor] = {}  # the state of each generator at its first use
+        default = self._stream(torch.default_generator)
+        self._recording = Recording(len(tape.ops), device, default.enter())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one aten call: recorded and on meta, or for real where only real tensors take part."""
-        with _torch.no_torch_function():  # the Disguise is for the model's code, not for ours
+        with _torch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             rule = "A model is built with plain tensors, and sharded afterwards"
-            raise ShardkitError(message("init_on_meta", "a DTensor is used inside", rule, "Call shard_model after it"))
+            raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, "Call shard_model after it"))
         if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
         if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
@@ -97,10 +85,10 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)
         out = self._run_on_meta(func, args, kwargs)
-        new = ((t, None if find_storage(t) else self.tape.add(t.untyped_storage())) for t in tensors_of(out))
-        op.outs = tuple(None if number is None else view_of(t, number) for t, number in new)
-        if op.writes or op.random or any(op.outs):  # else a view, or a change of sizes and strides
-            self._append(op)
+        op.outs = tuple(None if self.tape.find(tensor) else self._add(tensor) for tensor in tensors_of(out))
+        random = _torch.has_tag(func, "nondeterministic_seeded")
+        if op.writes or random or any(op.outs):  # else a view, or a change of sizes and strides
+            self._append(op, kwargs.get("generator") or torch.default_generator if random else None)
             written = {view for view, _ in op.writes}
             for stand_in in tensors_of((args, kwargs)):
                 if id(stand_in) in real_of and self.view(stand_in) in written:  # real.normal_()
@@ -112,64 +100,48 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
-        writes = ((view, self._kind(view, True, [])),)
-        generator = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
-        dtype = torch.get_default_dtype()
-        self._append(
-            Op(func, (view, *args), kwargs, writes=writes, default_dtype=dtype, random=True, generator=generator)
-        )
+        generators = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+        op = Op(func, (view, *args), kwargs, writes=((view, self._kind(view, True, [])),))
+        op.default_dtype = torch.get_default_dtype()
+        self._append(op, *generators or [torch.default_generator])
 
     def view(self, tensor: Tensor) -> View:
-        """Return a meta tensor as a View; a storage that is not on a tape is added."""
-        found = find_storage(tensor)
-        if found is None:
-            # Made where no mode sees it (by a storage's own methods), or on meta before recording began.
-            view = view_of(tensor, self.tape.add(tensor.untyped_storage()))
-            whole = View(view.storage, (self.tape.num_bytes(view.storage),), (1,), 0, torch.uint8)
+        """Return a meta tensor as a View; a storage that is not on the tape is added."""
+        found = self.tape.find(tensor)
+        if found is None:  # made where no mode sees it (by a storage's own methods), or on meta before recording began
+            found = self._add(tensor)
+            whole = View(found.storage, (self.tape.num_bytes(found.storage),), (1,), 0, torch.uint8)
             self._append(Op(None, outs=(whole,), undefined=True))
-            return view
-        tape, number = found
-        if tape is not self.tape:
-            self.tape.parents.add(tape)
-        return view_of(tensor, number)
+        return found
 
     def value(self, tensor: Tensor) -> Tensor:
         """Compute the value of a meta tensor at this point of the construction."""
-        view = self.view(tensor)
-        return evaluate(closure([self.tape], chained=True), [view])[0]
-
-    def watch(self, generator: torch.Generator | None) -> Watch:
-        """Return the watch of a generator, made at its first use."""
-        key = id(generator if generator is not None else torch.default_generator)
-        if key not in self._watches:
-            self._watches[key] = watch = Watch(self.tape, generator)
-            self.tape.streams[key] = watch.stream
-            if isinstance(watch.stream.entry, Tape):
-                self.tape.predecessors.add(watch.stream.entry)
-        return self._watches[key]
+        return evaluate(self.tape, self.view(tensor))
 
     def close(self, failed: bool) -> None:
-        """End the recording: leave the generators with a placeholder state, or restore them if it failed."""
-        for watch in self._watches.values():
-            watch.restore() if failed else watch.close()
+        """End the recording: leave generators where replay takes them on, or as they were before if it failed."""
+        for stream, state in self._before.items():
+            if failed:
+                stream.generator.set_state(state)
+            else:
+                self._recording.ends[stream] = stream.leave()
+        if not failed:
+            self.tape.recordings.append(self._recording)
 
     # ---- parts of record ----------------------------------------------------------------------------------
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         reads, writes = self._accesses(func, args, kwargs)
-        generator = kwargs.get("generator")
         args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         return Op(
             func,
             args,
-            {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")},
+            {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")},
             reads=tuple(reads),
             writes=tuple(writes),
             default_dtype=torch.get_default_dtype(),
             undefined=_name(func) in _EMPTY,
             on_device="device" in _argument_names(func),
-            random=_torch.has_tag(func, "nondeterministic_seeded"),
-            generator=generator,
         )
 
     def _accesses(
@@ -193,13 +165,13 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _kind(self, view: View, overwrites: bool, reads: list[View]) -> str:
         if not overwrites or any(read.storage == view.storage for read in reads):
             return UPDATE
-        tape = next(t for t in closure([self.tape], chained=False) if view.storage in t.storages)
-        return WHOLE if view.covers(tape.num_bytes(view.storage)) else PART
+        return WHOLE if view.covers(self.tape.num_bytes(view.storage)) else PART
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "device" in _argument_names(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
+        kwargs = {n: None if n == "generator" else value for n, value in kwargs.items() if n != "pin_memory"}
         if not _torch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
             try:
                 return func(*args, **kwargs)
@@ -213,14 +185,25 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return leaf
             return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
-        return map_leaves(meta_like, self._run_on_values(func, args, kwargs))
+        with torch.random.fork_rng(devices=[]):
+            return map_leaves(meta_like, self._run_on_values(func, args, kwargs))
 
-    def _append(self, op: Op) -> None:
+    def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
+        if generator is not None:
+            op.stream = self._stream(generator)
+            op.at = op.stream.draw(len(self.tape.ops))
         self.tape.ops.append(op)
-        if op.random:
-            watch = self.watch(op.generator)
-            op.reset = watch.reset()
-            watch.step()
+
+    def _add(self, tensor: Tensor) -> View:
+        return view_of(tensor, self.tape.add(tensor.untyped_storage()))
+
+    def _stream(self, generator: torch.Generator) -> Stream:
+        if id(generator) not in self.tape.streams:
+            self.tape.streams[id(generator)] = Stream(generator)
+        stream = self.tape.streams[id(generator)]
+        if stream not in self._before:
+            self._before[stream] = generator.get_state()
+        return stream
 
     # ---- real tensors -------------------------------------------------------------------------------------
 
@@ -273,7 +256,7 @@ class _Constant:
 # ---- the model's code sees ordinary tensors --------------------------------------------------------------------
 
 
-class Disguise(TorchFunctionMode):
+class FakeDeviceMode(TorchFunctionMode):
     """Makes meta tensors look like ordinary ones where no aten call is made.
 
     transformers, torch.nn.init and others skip initializers for meta tensors, which ordinary construction would run.

@@ -1,27 +1,28 @@
-"""Replay: run tapes on a real device, with one full tensor alive at a time where the tape allows it.
+"""Replay: run a tape on a real device, in the order of recording, with each tensor in memory while it is in use.
 
-Random ops run in the order of recording, since each advances the generator; other ops run when a value needs them. A
-random op whose result is overwritten later still draws its numbers, into memory that is freed immediately.
+Ops that no wanted value depends on are left out. A random op whose result is not used still draws its numbers, into
+memory that is freed at once, if a later one begins in the state that it leaves.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.meta.tape import UPDATE, WHOLE, Op, Stream, Tape, View, map_leaves, tensors_of, view_of
+from shardkit.meta.rng import State, Stream, hash_bytes
+from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
 
 
-@dataclass(frozen=True)
-class Final:
+class Final(NamedTuple):
     """A value to compute: ``take`` gets it once, as soon as it is final.
 
     ``take(value, alone)`` may keep the value's memory if it is ``alone``, since nothing else reads it then, and returns
@@ -32,254 +33,237 @@ class Final:
     take: Callable[[Tensor, bool], bool]
 
 
-@dataclass(slots=True)
-class Buffer:
-    """One lifetime of a storage: from the op that makes or fully overwrites it to the next one that does."""
+class Step(NamedTuple):
+    """One op of a replay."""
 
-    changes: list[int] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
-    uses: int = 0  # needed ops that have not run, and finals that were not taken
-    real: torch.UntypedStorage | None = None
-
-
-class Schedule:
-    """Which ops are needed, what each waits for, and after which random op each final value is ready."""
-
-    def __init__(self, ops: list[Op], finals: list[Final]) -> None:
-        self.ops = ops
-        self.buffers: list[dict[int, Buffer]] = []  # of each op: storage -> the life of it that the op touches
-        self.waits: list[list[int]] = []
-        current: dict[int, Buffer] = {}
-        for index, op in enumerate(ops):
-            self.buffers.append(self._touch(index, op, current))
-            # For what made what this one reads or changes: the last change before, which waits for those before it.
-            changes = [buffer.changes for buffer in self.buffers[index].values()]
-            before = (each[:-1] if each[-1] == index else each for each in changes)
-            self.waits.append([last for each in before for last in each[-1:]])
-        self.final_buffers = [current[final.view.storage] for final in finals]
-        self.needed = self._find_needed()
-        self._add_order_waits()
-        self._count_uses()
-        ready = self._ready()
-        self.finals_after: dict[int, list[tuple[Final, Buffer]]] = defaultdict(list)
-        for final, buffer in zip(finals, self.final_buffers, strict=True):
-            self.finals_after[ready[buffer.changes[-1]]].append((final, buffer))
-
-    def _touch(self, index: int, op: Op, current: dict[int, Buffer]) -> dict[int, Buffer]:
-        touched = {view.storage: current[view.storage] for view in op.reads}
-        for view in op.reads:
-            touched[view.storage].reads.append(index)
-        for view, kind in op.writes:
-            if kind == WHOLE:
-                current[view.storage] = Buffer()
-            touched[view.storage] = current[view.storage]
-            if touched[view.storage].changes[-1:] != [index]:
-                touched[view.storage].changes.append(index)
-        for out in op.outs:
-            if out is not None:
-                touched[out.storage] = current[out.storage] = Buffer(changes=[index])
-        return touched
-
-    def _find_needed(self) -> list[bool]:
-        needed = [False] * len(self.ops)
-        todo = [buffer.changes[-1] for buffer in self.final_buffers]
-        # What decides how many numbers a random op draws must be right: all that it reads.
-        for index, op in enumerate(self.ops):
-            if op.random and (op.reads or any(kind == UPDATE for _, kind in op.writes)):
-                todo.append(index)
-        while todo:
-            index = todo.pop()
-            if not needed[index]:
-                needed[index] = True
-                todo += self.waits[index]
-        return needed
-
-    def _add_order_waits(self) -> None:
-        """Make a change in place wait for the needed reads of the old content."""
-        for buffer in _each_once(b for touched in self.buffers for b in touched.values()):
-            reads = [index for index in buffer.reads if self.needed[index]]
-            for change in buffer.changes:
-                if self.needed[change]:
-                    self.waits[change] += [read for read in reads if read < change]
-
-    def _count_uses(self) -> None:
-        for index, touched in enumerate(self.buffers):
-            if self.needed[index]:
-                for buffer in _each_once(touched.values()):
-                    buffer.uses += 1
-        for buffer in self.final_buffers:
-            buffer.uses += 1
-
-    def _ready(self) -> list[int]:
-        """Return the last random op that each op depends on, itself included; -1 for none."""
-        ready: list[int] = []
-        for index, op in enumerate(self.ops):
-            ready.append(index if op.random else max((ready[i] for i in self.waits[index]), default=-1))
-        return ready
+    index: int  # of the op on the tape
+    op: Op
+    computes: bool  # False: only its random numbers are needed
+    before: State | int | None  # the state of its generator: as someone set it, or as the op of that index leaves it
+    finals: list[Final]  # taken after it
+    frees: list[int]  # storages that no later step uses
 
 
-def _each_once(buffers: Iterable[Buffer]) -> list[Buffer]:
-    return list({id(buffer): buffer for buffer in buffers}.values())
+def plan(
+    ops: list[Op], finals: list[Final], states: Mapping[Stream, list[State | int]], ends: list[State | int]
+) -> list[Step]:
+    """Return the steps that lead to the finals and to the generators' states ``ends``.
+
+    From the last op to the first: an op is needed if it changes memory whose content a later step reads, or leaves a
+    state that a later step begins with.
+    """
+    last_change = {storage: index for index, op in enumerate(ops) for storage in op.changed()}
+    due: dict[int, list[Final]] = defaultdict(list)
+    for final in finals:
+        due[last_change[final.view.storage]].append(final)
+    steps: list[Step] = []
+    read: set[int] = set()  # by later steps
+    begun = {end for end in ends if isinstance(end, int)}  # ops with whose state a later step begins
+    for index in range(len(ops) - 1, -1, -1):
+        op = ops[index]
+        changed = op.changed()
+        draws = index in begun
+        # How many numbers it draws may follow from the values that it reads.
+        by_value = draws and bool(op.reads or any(kind == UPDATE for _, kind in op.writes))
+        computes = index in due or by_value or not read.isdisjoint(changed)
+        if not (computes or draws):
+            continue
+        before = states[op.stream][op.at] if op.stream is not None else None
+        if isinstance(before, int):
+            begun.add(before)
+        used = {*changed, *(view.storage for view in op.reads)} if computes else set()
+        steps.append(Step(index, op, computes, before, due.get(index, []), sorted(used - read)))
+        if computes:
+            read.update(used)
+            read.difference_update(op.made())
+    return steps[::-1]
 
 
 class Player:
-    """Runs tapes on a device and hands out final values.
+    """Runs a tape on a device and hands out final values.
 
     Args:
-        tapes: in the order of recording.
+        tape: what was recorded.
         finals: the values wanted.
-        device: where everything is computed.
-        seed: begin with ``torch.manual_seed(seed)``; None: with the state that the first tape found.
-        draw_all: draw every recorded random number, so that ``ends`` holds the states after construction; else
-            stop as soon as all final values are taken.
+        device: where everything is computed; None is where the first of them was recorded.
+        seed: begin the first recording of a wanted value with ``torch.manual_seed(seed)``, and let later ones go on
+            from there; None: with the states that they found.
+        draw_all: draw all random numbers up to the end of the last recording of a wanted value, so that generators can
+            be left as after construction; else only as many as the values need.
     """
 
     def __init__(
         self,
-        tapes: list[Tape],
+        tape: Tape,
         finals: list[Final],
         *,
-        device: torch.device,
+        device: torch.device | None = None,
         seed: int | None = None,
         draw_all: bool = True,
     ) -> None:
-        self._tapes, self.device, self._seed, self._draw_all = tapes, device, seed, draw_all
-        self._storages = {number: tape for tape in tapes for number in tape.storages}
-        self._schedule = Schedule([op for tape in tapes for op in tape.ops], finals)
-        self._done = [False] * len(self._schedule.ops)
-        self._generators: dict[int, torch.Generator] = {}
+        self._tape, self._seed = tape, seed
+        self._real: dict[int, torch.UntypedStorage] = {}
         # Memory that was just freed: models have many tensors of one size, and new memory costs page faults.
         self._spare: torch.UntypedStorage | None = None
-        self.ends: dict[Tape, dict[int, Tensor]] = {}
+        self._generators: dict[Stream, torch.Generator] = {}
+        self._drew: dict[Stream, int] = {}  # the last op that drew
+        self._saved: dict[int, Tensor] = {}  # states after ops, by index
+        self._left: dict[Stream, Tensor] = {}  # at the end
+        recordings = self._recordings(finals)
+        self.device = device or (recordings[0].device if recordings else torch.device("cpu"))
+        self._states = {stream: list(stream.states) for stream in tape.streams.values()}
+        if seed is not None and recordings:
+            self._begin_with(seed, recordings)
+        self._ends = recordings[-1].ends if draw_all and recordings else {}
+        wanted = [self._states[stream][end] for stream, end in self._ends.items()]
+        self.steps = plan(tape.ops, finals, self._states, wanted)
+        self._kept = self._returned_to(wanted)
 
-    @property
-    def stale(self) -> list[Op]:
-        """Constants that are needed but were changed since they were recorded."""
-        ops = zip(self._schedule.ops, self._schedule.needed, strict=True)
-        return [op for op, needed in ops if needed and op.is_stale()]
+    def _recordings(self, finals: list[Final]) -> list[Recording]:
+        """Return the recordings from the first one that made memory of a wanted value to the last that changed any."""
+        storages = {final.view.storage for final in finals}
+        changes = [i for i, op in enumerate(self._tape.ops) if not storages.isdisjoint(op.changed())]
+        starts = [recording.start for recording in self._tape.recordings]
+        first, last = (
+            (sum(start <= at for start in starts) - 1 for at in (changes[0], changes[-1])) if changes else (0, -1)
+        )
+        return self._tape.recordings[first : last + 1]
+
+    def _begin_with(self, seed: int, recordings: list[Recording]) -> None:
+        default = next(stream for stream in self._states if stream.is_default)
+        states = self._states[default]
+        states[recordings[0].entry] = State(torch.Generator().manual_seed(seed).get_state())
+        for one, following in pairwise(recordings):
+            if isinstance(states[following.entry], State):  # seeded between the two
+                states[following.entry] = states[one.ends[default]]
+
+    def _returned_to(self, wanted: list[State | int]) -> set[int]:
+        """Return the ops whose state a step begins with after others have drawn."""
+        kept = {end for end in wanted if isinstance(end, int)}
+        drew: dict[Stream, int] = {}
+        for step in self.steps:
+            if step.op.stream is not None:
+                if isinstance(step.before, int) and step.before != drew.get(step.op.stream):
+                    kept.add(step.before)
+                drew[step.op.stream] = step.index
+        return kept
+
+    def num_stale(self) -> int:
+        """Return how many constants are needed, but were changed since they were recorded."""
+        return sum(step.op.is_stale() for step in self.steps)
 
     def run(self) -> None:
         """Replay. The default generator is used, and put back to its state at the end."""
-        after = self._schedule.finals_after
-        last = len(self._schedule.ops) if self._draw_all else max(after, default=-1)
         with _defaults_kept(self.device), torch.no_grad():
-            self._take(-1)
-            index = 0
-            for tape in self._tapes:
-                marks = self._begin(tape)
-                for op in tape.ops:
-                    if index > last:
-                        return
-                    if op.random:
-                        self._draw(index, op, marks[_key(op.generator)])
-                        self._take(index)
-                    index += 1
-                for key, stream in tape.streams.items():
-                    marks[key].go_to(stream.end)
-                self.ends[tape] = {key: mark.generator.get_state() for key, mark in marks.items()}
+            for step in self.steps:
+                self._run(step)
+            for stream, end in self._ends.items():
+                self._go_to(stream, self._states[stream][end])
+                self._left[stream] = self._generator(stream).get_state()
+
+    def settle(self) -> None:
+        """Put generators where ordinary construction leaves them, unless someone seeded them or drew since.
+
+        Where the user gave a seed, torch's default one is put there in any case; of the device, where it is another.
+        """
+        for stream, state in self._left.items():
+            if stream.marked() == self._ends[stream] or (self._seed is not None and stream.is_default):
+                generator = _torch.default_generator(self.device) if stream.is_default else stream.generator
+                generator.set_state(state)
+
+    def digest(self) -> dict[str, str]:
+        """Return what decides the values, as two hashes: of the construction, and of the random states it began with."""
+        construction, random = hashlib.sha256(), hashlib.sha256()
+        numbers: dict[int, int] = {}  # of storages and ops, which other recordings on the tape would shift
+        orders = {step.index: order for order, step in enumerate(self.steps)}
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                number = numbers.setdefault(leaf.storage, len(numbers))
+                return (number, leaf.size, leaf.stride, leaf.offset, leaf.dtype, leaf.conj, leaf.neg)
+            return "generator" if isinstance(leaf, torch.Generator) else leaf
+
+        for step in self.steps:
+            op, before = step.op, orders.get(step.before) if isinstance(step.before, int) else None
+            name = getattr(op.func, "__name__", None)
+            call = (name, *map_leaves(plain, (op.args, op.kwargs, op.outs)), op.default_dtype, step.computes, before)
+            construction.update(repr(call).encode())
+            if op.value is not None:
+                hash_bytes(construction, op.value)
+            if isinstance(step.before, State):
+                hash_bytes(random, step.before.value)
+        return {"the construction": construction.hexdigest()[:16], "the random state": random.hexdigest()[:16]}
 
     # ---- generators ---------------------------------------------------------------------------------------
 
-    def _begin(self, tape: Tape) -> dict[int, _Marks]:
-        """Set each generator of a tape to the state that it had when the tape began."""
-        marks = {}
-        for key, stream in tape.streams.items():
-            generator = self._generator(stream.generator)
-            if self._seed is not None and stream.generator is None:
-                if tape is self._tapes[0]:
-                    generator.manual_seed(self._seed)
-            else:
-                _set_state(generator, self._entry(stream, key))
-            wheres = [op.reset for op in tape.ops if op.random and _key(op.generator) == key]
-            positions = {where for where in (*wheres, stream.end) if isinstance(where, int)}
-            marks[key] = _Marks(generator, {0: generator.get_state()}, positions)
-        return marks
+    def _generator(self, stream: Stream) -> torch.Generator:
+        if stream not in self._generators:
+            own = _torch.default_generator(self.device) if stream.is_default else None
+            self._generators[stream] = own or torch.Generator(stream.generator.device)
+        return self._generators[stream]
 
-    def _entry(self, stream: Stream, key: int) -> Tensor:
-        if isinstance(stream.entry, Tensor):
-            on_device = stream.generator is None and self.device.type != "cpu"
-            return stream.entry_on_device if on_device and stream.entry_on_device is not None else stream.entry
-        if stream.entry in self.ends:
-            return self.ends[stream.entry][key]
-        final = stream.entry.streams[key].final
-        assert final is not None, "a predecessor was replayed neither before nor now"
-        return final
-
-    def _generator(self, generator: torch.Generator | None) -> torch.Generator:
-        if generator is None:
-            return _torch.default_generator(self.device)
-        if id(generator) not in self._generators:
-            self._generators[id(generator)] = torch.Generator(generator.device)
-        return self._generators[id(generator)]
-
-    def _draw(self, index: int, op: Op, marks: _Marks) -> None:
-        if op.reset is not None:
-            marks.go_to(op.reset)
-        if self._schedule.needed[index]:
-            for wait in self._schedule.waits[index]:
-                self._need(wait)
-            self._run(index)
-        else:
-            real: dict[int, torch.UntypedStorage] = {}
-            self._call(op, real)  # for its draws
-            self._spare = next(iter(real.values()), None)
-        marks.step()
+    def _go_to(self, stream: Stream, state: State | int) -> None:
+        if isinstance(state, State):
+            state.restore(self._generator(stream))
+        elif state != self._drew.get(stream):
+            self._generator(stream).set_state(self._saved[state])
 
     # ---- values -------------------------------------------------------------------------------------------
 
-    def _take(self, index: int) -> None:
-        """Pass on the values that are final after random op ``index``."""
-        for final, buffer in self._schedule.finals_after.get(index, ()):
-            self._need(buffer.changes[-1])
-            assert buffer.real is not None
-            alone = buffer.uses == 1
-            kept = final.take(final.view.of(buffer.real), alone)
-            self._spare = buffer.real if alone and not kept else None
-            self._release(buffer)
+    def _run(self, step: Step) -> None:
+        stream = step.op.stream
+        if stream is not None and step.before is not None:
+            self._go_to(stream, step.before)
+        if step.computes:
+            self._compute(step.op)
+        else:
+            self._call(step.op)
+        if stream is not None:
+            self._drew[stream] = step.index
+            if step.index in self._kept:
+                self._saved[step.index] = self._generator(stream).get_state()
+        self._take(step)
 
-    def _need(self, index: int) -> None:
-        """Run an op that draws nothing, after all that it waits for (a stack, as chains may be long)."""
-        stack = [index]
-        while stack:
-            waiting = [wait for wait in self._schedule.waits[stack[-1]] if not self._done[wait]]
-            if waiting:
-                stack += waiting
-            else:
-                index = stack.pop()
-                if not self._done[index]:
-                    assert not self._schedule.ops[index].random, "a random op out of turn"
-                    self._run(index)
+    def _take(self, step: Step) -> None:
+        """Pass on the values that are final after a step, and free what no later step uses."""
+        finals = list(step.finals)
+        while finals:
+            final = finals.pop(0)
+            number = final.view.storage
+            alone = number in step.frees and all(other.view.storage != number for other in finals)
+            kept = final.take(final.view.of(self._real[number]), alone)
+            self._spare = self._real[number] if alone and not kept else None
+        for number in step.frees:
+            del self._real[number]
 
-    def _run(self, index: int) -> None:
-        op, touched = self._schedule.ops[index], self._schedule.buffers[index]
+    def _compute(self, op: Op) -> None:
         for view, kind in op.writes:
             if kind == WHOLE:
-                touched[view.storage].real = self._allocate(view.storage)
+                self._real[view.storage] = self._allocate(view.storage)
         if op.func is None or op.undefined:
-            number = next(view.storage for view in op.outs if view is not None)
+            (number,) = op.made()
             constant = None if op.value is None else op.value.to(self.device, copy=True).untyped_storage()
-            touched[number].real = self._allocate(number) if constant is None else constant
+            self._real[number] = self._allocate(number) if constant is None else constant
         else:
-            real = {number: buffer.real for number, buffer in touched.items() if buffer.real is not None}
-            results = tensors_of(self._call(op, real))
+            results = tensors_of(self._call(op))
             for out, result in zip(op.outs, results, strict=any(op.outs)):
                 if out is not None:
-                    touched[out.storage].real = self._as_recorded(out, result)
-        self._done[index] = True
-        for buffer in _each_once(touched.values()):
-            self._release(buffer)
+                    self._real[out.storage] = self._as_recorded(out, result)
 
-    def _call(self, op: Op, real: dict[int, torch.UntypedStorage]) -> Any:
-        """Run the recorded call. Storages missing in ``real`` are not read by it."""
+    def _call(self, op: Op) -> Any:
+        """Run the recorded call. Storages that are not in memory are not read by it."""
+        scratch: dict[int, torch.UntypedStorage] = {}
 
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
-                if value.storage not in real:
-                    real[value.storage] = self._allocate(value.storage)
-                if real[value.storage].nbytes() < value.num_bytes():  # resize_ was called on it
-                    real[value.storage].resize_(self._storages[value.storage].num_bytes(value.storage))
-                return value.of(real[value.storage])
-            return self._generator(value) if isinstance(value, torch.Generator) else value
+                memory = self._real if value.storage in self._real else scratch
+                if value.storage not in memory:
+                    memory[value.storage] = self._allocate(value.storage)
+                storage = memory[value.storage]
+                if storage.nbytes() < value.num_bytes():  # resize_ was called on it
+                    storage.resize_(self._tape.num_bytes(value.storage))
+                return value.of(storage)
+            return self._generator(self._tape.streams[id(value)]) if isinstance(value, torch.Generator) else value
 
         assert op.func is not None
         if torch.get_default_dtype() != op.default_dtype:
@@ -288,11 +272,13 @@ class Player:
         if op.on_device:
             kwargs["device"] = self.device
         self._spare = None  # not held while the op itself allocates
-        return op.func(*args, **kwargs)
+        results = op.func(*args, **kwargs)
+        self._spare = next(iter(scratch.values()), None)
+        return results
 
     def _allocate(self, number: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
-        num_bytes = self._storages[number].num_bytes(number)
+        num_bytes = self._tape.num_bytes(number)
         spare, self._spare = self._spare, None  # given up before another is allocated, so there is never one more
         if spare is not None and spare.nbytes() == num_bytes:
             return spare
@@ -307,44 +293,6 @@ class Player:
         out.of(storage).copy_(result)
         return storage
 
-    def _release(self, buffer: Buffer) -> None:
-        buffer.uses -= 1
-        if buffer.uses == 0:
-            buffer.real = None
-
-
-@dataclass
-class _Marks:
-    """A generator during the replay of one tape, with the states that the tape goes back to."""
-
-    generator: torch.Generator
-    states: dict[int, Tensor]  # by the number of random ops before
-    kept: set[int]
-    num_ops: int = 0
-
-    def step(self) -> None:
-        self.num_ops += 1
-        if self.num_ops in self.kept:
-            self.states[self.num_ops] = self.generator.get_state()
-
-    def go_to(self, where: Tensor | int) -> None:
-        if isinstance(where, Tensor):
-            _set_state(self.generator, where)
-        elif where != self.num_ops:
-            self.generator.set_state(self.states[where])
-
-
-def _key(generator: torch.Generator | None) -> int:
-    return id(generator if generator is not None else torch.default_generator)
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    """Set the state of a CPU generator; on another device, the seed that it was made with."""
-    if generator.device.type == "cpu" or state.numel() == generator.get_state().numel():
-        generator.set_state(state)
-    else:
-        generator.manual_seed(torch.Generator().set_state(state).initial_seed())
-
 
 @contextmanager
 def _defaults_kept(device: torch.device) -> Iterator[None]:
@@ -358,15 +306,14 @@ def _defaults_kept(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def evaluate(tapes: list[Tape], views: Iterable[View]) -> list[Tensor]:
-    """Compute recorded tensors as they are at the end of the tapes, on the CPU; draw no more than needed."""
-    values: dict[int, Tensor] = {}
+def evaluate(tape: Tape, view: View) -> Tensor:
+    """Compute a recorded tensor as it is at the end of the tape, on the CPU; draw no more than needed."""
+    values: list[Tensor] = []
 
-    def keep(index: int, value: Tensor, alone: bool) -> bool:
-        values[index] = value if alone else value.clone()
+    def keep(value: Tensor, alone: bool) -> bool:
+        values.append(value if alone else value.clone())
         return alone
 
-    finals = [Final(view, partial(keep, index)) for index, view in enumerate(views)]
     with _torch.no_modes():
-        Player(tapes, finals, device=torch.device("cpu"), draw_all=False).run()
-    return [values[index] for index in sorted(values)]
+        Player(tape, [Final(view, keep)], device=torch.device("cpu"), draw_all=False).run()
+    return values[0]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit._fsdp.params import post_accumulate_hooks, set_post_accumulate_hooks
-from shardkit.meta.tape import Tape, View
-from shardkit.reach import Put
+from shardkit.meta.tape import View
+from shardkit.references import Setter
 from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
 
 
@@ -26,38 +25,34 @@ class Target:
     tensor: Tensor
     fqns: list[str] = field(default_factory=list)
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # as parameter or buffer
-    places: list[Put] = field(default_factory=list)  # elsewhere: each puts another tensor there
-    recorded: tuple[Tape, View] | None = None
+    places: list[Setter] = field(default_factory=list)  # elsewhere: each puts another tensor there
+    view: View | None = None  # on the tape
     value: Tensor | None = None
 
-    @property
-    def view(self) -> View:
-        """The view on its tape; only after ``recorded`` is set."""
-        assert self.recorded is not None
-        return self.recorded[1]
 
+def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
+    """Return a function that says where each tensor of the model belongs: on its mesh, or on the CPU if offloaded.
 
-class Homes:
-    """The device where each tensor of a model belongs: its mesh's, or the CPU where it is offloaded."""
+    Plain tensors belong on the device of the first mesh.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    offloaded = {id(param) for module in sharded for param in _torch.offloaded_parameters(module)}
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    plain = device_of(meshes[0]) if meshes else torch.device("cpu")
 
-    def __init__(self, model: nn.Module) -> None:
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._offloaded = {id(p) for module in sharded for p in _torch.offloaded_parameters(module)}
-        mesh = next(iter(meshes(model)), None)
-        self._plain = torch.device("cpu") if mesh is None else device_of(mesh)
-
-    def of(self, tensor: Tensor) -> torch.device:
-        """Return the device of one of the model's tensors; for plain ones that of the first mesh."""
+    def device(tensor: Tensor) -> torch.device:
         if not isinstance(tensor, DTensor):
-            return self._plain
-        return torch.device("cpu") if id(tensor) in self._offloaded else device_of(tensor.device_mesh)
+            return plain
+        return torch.device("cpu") if id(tensor) in offloaded else device_of(tensor.device_mesh)
+
+    return device
 
 
 class Cutter:
     """Keeps this rank's part of a full value, on the device where it belongs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._homes = Homes(model)
+        self._device = target_device(model)
         self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
 
     def cut(self, target: Target, full: Tensor, alone: bool) -> bool:
@@ -66,16 +61,17 @@ class Cutter:
         if isinstance(tensor, DTensor):
             target.value = self._shard(full, tensor, alone)
         elif full.dtype != tensor.dtype:
-            target.value = full.to(device=self._homes.of(tensor), dtype=tensor.dtype, copy=True)
+            target.value = full.to(device=self._device(tensor), dtype=tensor.dtype, copy=True)
         else:
-            target.value = self._whole(full, target.view, self._homes.of(tensor))
+            assert target.view is not None
+            target.value = self._whole(full, target.view, self._device(tensor))
         return local_value(target.value).untyped_storage() is full.untyped_storage()
 
     def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
         part = local_part(full, like)
         part = part.resolve_conj().resolve_neg()  # a collective sends the memory as it is
         alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
-        local = part.to(self._homes.of(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
+        local = part.to(self._device(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
         return as_sharded(wrapped_as(local, _torch.local_tensor(like)), like)
 
     def _whole(self, full: Tensor, view: View, home: torch.device) -> Tensor:
@@ -112,8 +108,3 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _torch.reread_sharded_parameters(module)
-
-
-def meshes(model: nn.Module) -> Iterable[DeviceMesh]:
-    """Return the different meshes of a model's parameters, in order."""
-    return dict.fromkeys(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))

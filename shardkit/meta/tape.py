@@ -7,8 +7,6 @@ ordinary construction.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,10 +16,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-
-# One count for all tapes, so that tapes can be joined: a storage has the same number in each.
-_storage_ids = itertools.count()
-_serials = itertools.count()
+from shardkit.meta.rng import Stream
 
 # How an op writes to a view. "update" keeps or reads what was there (mul_, index_put_); "part" overwrites the
 # view without reading it; "whole" does so and the view is all of its storage, so the old content is dead.
@@ -77,11 +72,8 @@ class Op:
     default_dtype: torch.dtype = torch.float32
     undefined: bool = False  # makes memory that nobody has written: empty, empty_like, ...
     on_device: bool = False  # takes a device argument, given at replay
-    random: bool = False
-    generator: torch.Generator | None = None  # None with random=True: torch's default generator
-    # Where the generator was put by the user since the last random op: a state, or the number of random ops
-    # after which it had stood where it was put back to (fork_rng, get_rng_state and set_rng_state).
-    reset: Tensor | int | None = None
+    stream: Stream | None = None  # which it draws from
+    at: int = 0  # the position of the stream before it
     value: Tensor | None = None
     source: Tensor | None = None  # whose memory ``value`` is; None when it is a copy
     version: int = 0  # of the source, to notice a later change
@@ -90,97 +82,76 @@ class Op:
         """Return whether this is a constant that was changed since it was recorded."""
         return self.source is not None and _torch.version_of(self.source) != self.version
 
+    def made(self) -> list[int]:
+        """Return the storages whose content begins here: new ones, and those that are overwritten as a whole."""
+        new = [view.storage for view in self.outs if view is not None]
+        return new + [view.storage for view, kind in self.writes if kind == WHOLE]
 
-@dataclass(slots=True)
-class Stream:
-    """The use of one generator by a tape."""
+    def changed(self) -> list[int]:
+        """Return the storages that it makes or writes to."""
+        return self.made() + [view.storage for view, kind in self.writes if kind != WHOLE]
 
-    generator: torch.Generator | None  # None: torch's default one
-    entry: Tensor | Tape  # its state at first use; a Tape: where that earlier tape leaves it
-    entry_on_device: Tensor | None = None  # state of the accelerator's default generator, if it had one by then
-    end: Tensor | int = 0  # the state at the end: itself, or a number of random ops as in Op.reset
-    final: Tensor | None = None  # the true state at the end, once replayed
+
+@dataclass
+class Recording:
+    """What one ``init_on_meta``, or one call of initializers, added to the tape."""
+
+    start: int  # its first op
+    device: torch.device  # torch's default device during the recording
+    entry: int  # the position of torch's default generator when it began
+    ends: dict[Stream, int] = field(default_factory=dict)  # where it left the generators
 
 
 class Tape:
-    """Everything that one ``init_on_meta`` recorded, kept alive by the modules that were built in it."""
+    """All that was recorded, kept alive by the modules that were built. There is one at a time.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device  # torch's default device during the recording
-        self.serial = next(_serials)
+    A recording goes on where the last one ended, as long as any model of that still waits for its values: it may use
+    that model's tensors, and its random numbers may follow from it.
+    """
+
+    def __init__(self) -> None:
         self.ops: list[Op] = []
+        self.recordings: list[Recording] = []  # that are complete
+        self.streams: dict[int, Stream] = {}  # by id of the generator
         self.storages: dict[int, torch.UntypedStorage] = {}  # strong: a freed one's identity would be reused
         self._ids: dict[int, int] = {}
-        self.parents: set[Tape] = set()  # earlier tapes whose storages this one uses
-        self.predecessors: set[Tape] = set()  # earlier tapes that this one's generators go on from
-        self.streams: dict[int, Stream] = {}  # by id of the generator
-        _live.add(self)
 
     def add(self, storage: torch.UntypedStorage) -> int:
         """Add a storage, and return its number."""
-        number = next(_storage_ids)
+        number = self._ids[id(storage)] = len(self.storages)
         self.storages[number] = storage
-        self._ids[id(storage)] = number
         return number
 
-    def find(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage, or None if it is not on this tape."""
-        return self._ids.get(id(storage))
-
-    def update_digest(self, digest: Any, numbers: dict[int, int], *, with_entry: bool) -> None:
-        """Add to a hash what decides the values: the ops, with storages renamed by ``numbers``, and entry states."""
-
-        def plain(leaf: Any) -> Any:
-            if isinstance(leaf, View):
-                return (numbers[leaf.storage], leaf.size, leaf.stride, leaf.offset, leaf.dtype, leaf.conj, leaf.neg)
-            return "generator" if isinstance(leaf, torch.Generator) else leaf
-
-        for op in self.ops:
-            name = getattr(op.func, "__name__", None)
-            outs = map_leaves(plain, op.outs)
-            digest.update(repr((name, map_leaves(plain, op.args), map_leaves(plain, op.kwargs), outs)).encode())
-            for tensor in (op.value, op.reset):
-                if isinstance(tensor, Tensor):
-                    hash_bytes(digest, tensor)
-                else:
-                    digest.update(repr(tensor).encode())
-        for stream in self.streams.values() if with_entry else ():
-            if isinstance(stream.entry, Tensor):
-                hash_bytes(digest, stream.entry)
+    def find(self, tensor: Tensor) -> View | None:
+        """Return a meta tensor as a View, or None if its storage is not on the tape."""
+        number = self._ids.get(id(tensor.untyped_storage()))
+        return None if number is None else view_of(tensor, number)
 
     def num_bytes(self, number: int) -> int:
-        """Return the size of a storage in bytes at the end of the recording."""
+        """Return the present size of a storage in bytes."""
         return self.storages[number].nbytes()
 
 
-_live: weakref.WeakSet[Tape] = weakref.WeakSet()
+_latest: weakref.ref[Tape] | None = None
 
 
-def find_storage(tensor: Tensor) -> tuple[Tape, int] | None:
-    """Return the tape with a meta tensor's storage, and the storage's number there."""
-    storage = tensor.untyped_storage()
-    found = ((tape, tape.find(storage)) for tape in list(_live))
-    return next(((tape, number) for tape, number in found if number is not None), None)
+def latest_tape() -> Tape | None:
+    """Return the tape that any model waits for."""
+    return _latest() if _latest is not None else None
+
+
+def open_tape() -> Tape:
+    """Return that tape, or a new one."""
+    global _latest
+    tape = latest_tape() or Tape()
+    _latest = weakref.ref(tape)
+    return tape
 
 
 def view_of(tensor: Tensor, number: int) -> View:
     """Return a tensor as a View of the storage with that number."""
     place = (tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
     return View(number, *place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-
-def closure(tapes: Iterable[Tape], *, chained: bool) -> list[Tape]:
-    """Return the tapes and all tapes whose storages they use, in the order of recording.
-
-    With ``chained`` also those whose replay gives the states that the others' generators begin with.
-    """
-    todo, found = list(tapes), set[Tape]()
-    while todo:
-        tape = todo.pop()
-        if tape not in found:
-            found.add(tape)
-            todo += [*tape.parents, *(tape.predecessors if chained else ())]
-    return sorted(found, key=lambda tape: tape.serial)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -190,13 +161,6 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: map_leaves(fn, item) for key, item in tree.items()}
     return fn(tree)
-
-
-def hash_bytes(digest: Any, tensor: Tensor) -> None:
-    """Add a tensor of bytes to a hash; without numpy, and without a copy of CPU memory."""
-    tensor = tensor.cpu()
-    if tensor.numel():
-        digest.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -214,23 +178,22 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Definedness:
-    """Which elements of each storage are written after running a tape's ops in order.
+    """Which elements of each storage are written after running ops in order.
 
     A storage is wholly defined, or it has a list of the views that were overwritten since it was made. An op
-    that reads undefined memory makes undefined memory. Initialising through an index or a mask
+    that reads undefined memory makes undefined memory. Initializing through an index or a mask
     (``p[mask] = 0``) does not count: which elements it reaches is a matter of values, not of shapes.
     """
 
-    def __init__(self, tapes: Iterable[Tape]) -> None:
+    def __init__(self, ops: Iterable[Op]) -> None:
         self._written: dict[int, list[View] | None] = {}  # None: all of it
-        for tape in tapes:
-            for op in tape.ops:
-                self._run(op)
+        for op in ops:
+            self._run(op)
 
     def __call__(self, view: View) -> bool:
         """Return whether every element of the view is defined."""
         written = self._written[view.storage]
-        if written is None:
+        if written is None or 0 in view.size:
             return True
         # Exact, by marking elements: one byte an element, and only for storages that are filled part by part.
         size = view.dtype.itemsize

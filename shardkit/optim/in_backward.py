@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import OFFLOAD_WAITS_FOR_HOOKS, SCALES_ITSELF, local_tensor, named_sharded_parameters
+from shardkit._torch import SCALES_ITSELF, named_sharded_parameters
 from shardkit._torch import steps_in_backward as any_steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import step_on_local_shards
-from shardkit.optim.replace import hooked, subclass
+from shardkit.optim.replace import AnyOptimizer, hooked, subclass
 from shardkit.ranks import check_module
 
 _SUBJECT = "optimizer_in_backward"
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def optimizer_in_backward(
@@ -63,11 +61,10 @@ def optimizer_in_backward(
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
-        rule = "optimizer_in_backward steps parameters that FSDP2 reduces"
-        raise ShardkitError(message("model", "has no sharded parameter that trains", rule, "Shard the model first"))
+        raise ShardkitError(message("model", "has no sharded parameter that trains", "", "Shard the model first"))
     if stepped := [fqn for fqn, param in params.items() if any_steps_in_backward([param])]:
-        rule, fix = "Each parameter is stepped by one optimizer", "Call optimizer_in_backward once for a model"
-        raise ShardkitError(message(listing(stepped), "stepped in backward already", rule, fix))
+        problem, fix = "are stepped in backward already", "Call optimizer_in_backward once for a model"
+        raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
     check_optimizer(optimizer, model, low_precision=True)  # in low precision the first step warns
     step_on_local_shards(optimizer, elementwise=elementwise, cpu_threads=cpu_threads)
@@ -104,12 +101,10 @@ class _StepOne:
         assert isinstance(param, DTensor)
         optimizer = self.optimizer
         if param in optimizer.stepped:
-            problem = f"a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
+            problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
             rule = "Each parameter is updated by its first gradient, so that gradients cannot be accumulated"
             fix = "Call optimizer.step() after each backward, or step after backward instead"
             raise ShardkitError(message(_SUBJECT, problem, rule, fix))
-        if not OFFLOAD_WAITS_FOR_HOOKS and local_tensor(param).device.type != param.device_mesh.device_type:
-            torch.accelerator.current_stream().synchronize()
         groups, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [{**groups[self.group], "params": [param]}]
         optimizer.state = defaultdict(dict, {param: state[param]} if param in state else {})
@@ -132,10 +127,10 @@ def _in_backward_class(base: Any) -> Any:
         rule = "Parameters are updated in backward, as soon as each has a gradient"
         if closure is not None:
             fix = "Run forward and backward, then step() without a closure"
-            raise ShardkitError(message(_SUBJECT, "step() got a closure", rule, fix))
+            raise ShardkitError(message(_SUBJECT, "got a closure in step()", rule, fix))
         if hasattr(self, "found_inf"):
             fix = "Train in bfloat16, or step after backward"
-            raise ShardkitError(message(_SUBJECT, "step() was called by a GradScaler", rule, fix))
+            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, fix))
         step_without_hooks(self)
         self.stepped.clear()
 
@@ -146,7 +141,7 @@ def _in_backward_class(base: Any) -> Any:
     def refuse_copies(self: Any, protocol: int) -> Any:
         rule = "Hooks on the model's parameters step this one object"
         fix = "Save its state_dict(), and load that into another"
-        raise ShardkitError(message(_SUBJECT, "cannot be pickled or copied", rule, fix))
+        raise ShardkitError(message(_SUBJECT, "returned an optimizer that cannot be pickled or copied", rule, fix))
 
     body = {
         "step": hooked(step),

@@ -8,12 +8,25 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from shardkit._torch import (
     COLLECT,
@@ -27,9 +40,10 @@ from shardkit._torch import (
     with_local,
 )
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.probe import check_elementwise
-from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
+from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 
+# torch's optimizers whose update of an element reads only that element of parameter, gradient and state.
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 # State of torch's optimizers that is one number for each parameter, also if the parameter itself has no dimensions.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # On the CPU torch steps Adam's parameters one after another. As a list (foreach) small ones take two thirds of the CPU
@@ -38,7 +52,6 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # also needs memory for a copy of its parameters.
 SMALL_SHARD, FEW_ELEMENTS = 2**12, 2**22
 _on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")  # a tenth of the time of .device.type
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def step_on_local_shards(
@@ -55,12 +68,12 @@ def step_on_local_shards(
     with ``foreach=True`` and ``fused=True``, where torch refuses the mixture.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` whose update is element-wise. Copies of it step small tensors, whole
-            and in halves, and the results must agree, which takes about 20 ms. Its state must be tensors directly in
-            ``optimizer.state[param]``; those of the shard's shape are sharded like it.
+        optimizer: one whose update is element-wise: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam,
+            RAdam, RMSprop and Rprop, and subclasses that do not override their step; any other with
+            ``elementwise=True``. Tensors in ``optimizer.state[param]`` of the shard's shape are sharded like it.
         elementwise: promise that the update of an element reads only that element of parameter, gradient and state,
-            for an optimizer that cannot be tried, such as one that draws random numbers. One that is tried and found
-            otherwise is refused.
+            as Lion's does. It is not checked: an optimizer that uses norms, matrices or blocks would silently compute
+            those of the shards.
         cpu_threads: threads that a step may use for shards on the CPU. None leaves torch's setting, but for
             CPU-offloaded shards it shares the cores of this process among the ranks on this machine
             (``LOCAL_WORLD_SIZE``), since torchrun sets ``OMP_NUM_THREADS=1``.
@@ -69,8 +82,8 @@ def step_on_local_shards(
         The same object. Its class becomes a subclass of the same name. Pickled and copied ones step like it.
 
     Raises:
-        ShardkitError: it is not a ``torch.optim.Optimizer``, is not element-wise, cannot be tried without
-            ``elementwise=True``, has ``differentiable=True``, or has a ``step`` that something other than an LR
+        ShardkitError: it is not a ``torch.optim.Optimizer``, is not known to be element-wise, has
+            ``differentiable=True``, wraps another optimizer, or has a ``step`` that something other than an LR
             scheduler replaced. Nothing was changed.
 
     Example:
@@ -80,11 +93,27 @@ def step_on_local_shards(
     if getattr(type(optimizer), "steps_on_local_shards", False):
         return optimizer
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        rule = "A step that autograd records must run on the DTensors"
-        raise ShardkitError(message("optimizer", "has differentiable=True", rule, "Step it on DTensors"))
-    check_elementwise(optimizer, elementwise)
+        raise ShardkitError(message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is"))
+    _check_elementwise(optimizer, elementwise)
     threads = _threads(optimizer) if cpu_threads is None else cpu_threads
     return replace_class(optimizer, local_class, cpu_threads=threads)
+
+
+def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
+    kind = type(optimizer)
+    for each in ELEMENTWISE:
+        same_step = isinstance(optimizer, each) and step_of(kind) is step_of(each)
+        if same_step and getattr(kind, COLLECT) is getattr(each, COLLECT):
+            return
+    is_torchs = step_of(kind).__module__.startswith("torch.optim.")
+    if vouched and not is_torchs:
+        return
+    known = "" if is_torchs else "known to be "
+    problem = f"is {kind.__module__}.{kind.__qualname__}, which is not {known}element-wise"
+    rule = "The step of a shard equals that of the whole parameter only if each element is updated by itself"
+    fix = "If it needs whole matrices, as Muon and Adafactor do, call step_on_whole_matrices(optimizer)"
+    fix += "" if is_torchs else "; if it updates each element by itself, pass elementwise=True"
+    raise ShardkitError(message("optimizer", problem, rule, fix))
 
 
 @functools.cache
@@ -187,9 +216,8 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
     if value.numel() == 1 and all(each.is_replicate() for each in value.placements):
         return local_tensor(value)
     where = param.placements if isinstance(param, DTensor) else "no mesh"
-    problem = f"a DTensor of shape {tuple(value.shape)} has placements {value.placements}, its parameter {where}"
-    rule, fix = "State is placed like its parameter", "Redistribute it, or load it with load_state_dict"
-    raise ShardkitError(message("optimizer.state", problem, rule, fix))
+    problem = f"holds a DTensor of shape {tuple(value.shape)} with placements {value.placements}, its parameter {where}"
+    raise ShardkitError(message("optimizer.state", problem, "", "Redistribute it, or load it with load_state_dict"))
 
 
 def _keep_state(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
@@ -236,25 +264,18 @@ def _run_on_aliases(
 
 
 @contextmanager
-def local_inside(optimizer: Optimizer, flat: frozenset[str] = frozenset()) -> Iterator[None]:
+def local_inside(optimizer: Optimizer) -> Iterator[None]:
     """Put local tensors into an optimizer's groups and state; put back what was there, with the step's changes.
-
-    The step has state named in ``flat`` as vectors, which are kept in the shape of the parameter.
 
     Everything is read on entering and nothing is cached. Of the groups only ``"params"`` changes.
     """
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     with plain_attributes():
         aliases = _aliases([param for params in before for param in params])
-        known = {aliases[key]: _local_state(key, values) for key, values in state.items() if key in aliases}
-    for alias, values in known.items():
-        values.update(
-            {key: values[key].flatten() for key in values if key in flat and values[key].shape == alias.shape}
-        )
-    others = {key: values for key, values in state.items() if key not in aliases}
+        inner = {aliases.get(key, key): _local_state(key, values) for key, values in state.items()}
     for group, params in zip(optimizer.param_groups, before, strict=True):
         group["params"] = [aliases[param] for param in params]
-    optimizer.state = defaultdict(dict, known | others)
+    optimizer.state = defaultdict(dict, inner)
     try:
         yield
     finally:
@@ -269,9 +290,6 @@ def local_inside(optimizer: Optimizer, flat: frozenset[str] = frozenset()) -> It
             outer = state[shards[key]]
             for name in outer.keys() - values.keys():
                 del outer[name]
-            for name in values.keys() & flat:
-                if values[name].ndim:
-                    values[name] = values[name].view(key.shape)
             _keep_state(outer, values, shards[key], key)
         for alias, param in shards.items():
             shard = local_tensor(param)
@@ -283,30 +301,19 @@ def local_inside(optimizer: Optimizer, flat: frozenset[str] = frozenset()) -> It
 
 
 def _local_state(param: Any, values: Any) -> Any:
-    if not isinstance(param, DTensor) or not isinstance(values, dict):
+    if not isinstance(param, DTensor):
         return values
     leaves = tree_leaves(values)
-    params, layouts = [param] * len(leaves), [placements(param)] * len(leaves)
-    found = iter(_refuse_whole(param, each) for each in local_tensors(leaves, params, layouts, _number_or_refuse))
+    found = iter(local_tensors(leaves, [param] * len(leaves), [placements(param)] * len(leaves), _number_or_refuse))
     return tree_map(lambda _: next(found), values)
-
-
-def _refuse_whole(param: DTensor, value: Any) -> Any:
-    """Return a value of the state, unless it is a whole tensor in place of a shard, as SPAM makes on construction."""
-    if isinstance(value, Tensor) and value.ndim and value.shape == param.shape != local_tensor(param).shape:
-        problem = f"a plain tensor of shape {tuple(value.shape)} is of a parameter whose shard has another"
-        rule, fix = "State is placed like its parameter", "Use an optimizer that makes its state in step()"
-        raise ShardkitError(message("optimizer.state", problem, rule, fix))
-    return value
 
 
 def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:
     """Map each sharded parameter to a leaf on the memory of its shard, with its gradient; a plain one to itself."""
     layouts = [placements(param) if isinstance(param, DTensor) else None for param in params]
     grads = local_tensors([param.grad for param in params], params, layouts, _redistributed)
-    aliases = {}
+    aliases = dict(zip(params, params, strict=True))
     for param, grad in zip(params, grads, strict=True):
-        aliases[param] = alias = param
         if isinstance(param, DTensor):
             aliases[param] = alias = local_tensor(param).detach().requires_grad_(param.requires_grad)
             alias.grad = grad

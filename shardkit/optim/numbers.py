@@ -60,9 +60,10 @@ class Numbers:
         for (place, key), value in changes.items():
             if not _same(known := self.changed.setdefault((place, key), value), value):
                 where = f"group {place}" if isinstance(place, int) else place
-                problem = f"its step changed {key!r} in {where} to {known} for some parameters, to {value} for others"
+                problem = f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
                 rule = "Each rank steps some of the parameters, and such a number must not depend on which"
-                raise ShardkitError(message("optimizer", problem, rule, "Keep it in optimizer.state[param]"))
+                fix = "Step it on DTensors as it is, as Prodigy and D-Adaptation, or keep it in optimizer.state[param]"
+                raise ShardkitError(message("optimizer", problem, rule, fix))
 
     def write(self) -> None:
         """Give the optimizer the numbers that the whole step leaves. In place."""

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import count_for_schedulers, counts_for_schedulers, note_step
+from shardkit._torch import count_for_schedulers, counts_for_schedulers
 from shardkit.errors import ShardkitError, message
-from shardkit.ranks import agree
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def check_replaceable(optimizer: object, caller: str) -> None:
-    """Raise a ShardkitError unless it is an optimizer whose ``step`` is its class's, or an LR scheduler's wrapper."""
+    """Raise a ShardkitError unless it is an optimizer that steps by its own class's ``step``. Local, pure."""
     if not isinstance(optimizer, Optimizer):
-        rule, fix = f"{caller} changes the class of a torch.optim.Optimizer", "Pass the optimizer that it wraps"
-        raise ShardkitError(message("optimizer", f"is a {type(optimizer).__name__}", rule, fix))
+        problem = f"must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise ShardkitError(message("optimizer", problem, "", "Pass the optimizer that it wraps"))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) or getattr(value, "param_groups", None) is optimizer.param_groups:
+            problem = f"is {type(optimizer).__name__}, which wraps another one in its attribute {name!r}"
+            rule = f"{caller} replaces the step of one object, and the state is kept by the other"
+            inner = f"{type(value).__name__}(...)"
+            fix = f"Wrap the inner one: {type(optimizer).__name__}({caller}({inner}))"
+            raise ShardkitError(message("optimizer", problem, rule, fix))
     if "step" in vars(optimizer) and not counts_for_schedulers(optimizer.step):
-        rule = f"{caller} replaces the step of the class, which this one hides"
-        fix = f"Call {caller} before optimizer.step is replaced"
-        raise ShardkitError(message("optimizer.step", f"is {vars(optimizer)['step']!r}", rule, fix))
+        rule, fix = f"{caller} replaces the step of the class", f"Call {caller} before optimizer.step is replaced"
+        raise ShardkitError(message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix))
+    ways = {"step_on_local_shards": "steps_on_local_shards", "step_on_whole_matrices": "steps_on_whole_matrices"}
+    if other := [way for way, mark in ways.items() if way != caller and getattr(type(optimizer), mark, False)]:
+        raise ShardkitError(message("optimizer", f"was already given to {other[0]}", "", "Build another one"))
 
 
 def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any], **attributes: Any) -> AnyOptimizer:
@@ -42,43 +45,6 @@ def step_of(base: Any) -> Callable[..., Any]:
     """Return the step of a class without the hooks that torch puts around it."""
     step: Any = base.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def collective_step(inner: Callable[..., Any], run: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return a step in place of ``inner`` that all ranks take together: a closure, then ``run(optimizer)``."""
-
-    @functools.wraps(inner)
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _agree_on_gradients(self)
-        with torch.no_grad():
-            run(self)
-        return loss
-
-    return step
-
-
-def params_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of all groups, in order."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def groups_of(optimizer: Any) -> list[dist.ProcessGroup]:
-    """Return the process groups of the meshes of an optimizer's parameters."""
-    meshes = dict.fromkeys(param.device_mesh for param in params_of(optimizer) if isinstance(param, DTensor))
-    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
-
-
-def _agree_on_gradients(optimizer: Any) -> None:
-    """Raise on every rank unless all have the same parameters' gradients. Collective."""
-    params, groups = params_of(optimizer), groups_of(optimizer)
-    numbers = [number for number, param in enumerate(params) if param.grad is not None]
-    fix = "Run the same backward on every rank before step()"
-    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 def stepping_class(

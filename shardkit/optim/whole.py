@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shardkit._torch import is_wrapper, local_tensor, tree_leaves, tree_map
+from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
-from shardkit.optim.probe import is_separable
-from shardkit.optim.replace import check_replaceable, collective_step, replace_class, step_of, stepping_class
-from shardkit.optim.sums import flat_state_if_joined_by_sums, sums_class
-from shardkit.ranks import all_gather_bytes, collective_device, together
+from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
+from shardkit.ranks import agree, all_gather_bytes, collective_device, together
 from shardkit.shards import around
 from shardkit.state.wire import Parcel, copy_into, exchange
 
@@ -68,34 +66,42 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     check_replaceable(optimizer, "step_on_whole_matrices")
     if getattr(type(optimizer), "steps_on_whole_matrices", False):
         return optimizer
-    if getattr(type(optimizer), "steps_on_local_shards", False):
-        rule, fix = "An optimizer steps in one way", "Build another one"
-        raise ShardkitError(message("optimizer", "steps on local shards already", rule, fix))
-    if is_separable(optimizer, slices):
-        return replace_class(optimizer, _whole_class, slices=slices)
-    flat_state = flat_state_if_joined_by_sums(optimizer)
-    if slices:
-        problem = "joins parameters by sums, and slices=True is given"
-        rule, fix = "Only whole matrices are stepped in slices", "Leave slices out"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
-    return replace_class(optimizer, sums_class, flat_state=flat_state)
+    return replace_class(optimizer, _whole_class, slices=slices)
 
 
 @functools.cache
 def _whole_class(base: Any) -> Any:
     inner = step_of(base)
 
-    def run(optimizer: Any) -> None:
-        numbers = Numbers(optimizer)
-        for bucket in buckets(optimizer):
-            _step_bucket(inner, optimizer, bucket, numbers)
-        numbers.write()
+    @functools.wraps(inner)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _agree_on_gradients(self)
+        with torch.no_grad():
+            numbers = Numbers(self)
+            for bucket in buckets(self):
+                _step_bucket(inner, self, bucket, numbers)
+            numbers.write()
+        return loss
 
-    step = collective_step(inner, run)
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
 
 
 # ---- one bucket --------------------------------------------------------------------------------------------------
+
+
+def _agree_on_gradients(optimizer: Any) -> None:
+    """Raise on every rank unless all have the same parameters' gradients. Collective."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    numbers = [number for number, param in enumerate(params) if param.grad is not None]
+    fix = "Run the same backward on every rank before step()"
+    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: Bucket, numbers: Numbers) -> None:

@@ -2,88 +2,71 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit.errors import listing, message
 from shardkit.plan import skipping
+from shardkit.plan.data import PlanData
 from shardkit.plan.types import ancestors, is_world_size
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
 
-
-def problems(plan: ShardingPlan) -> Iterator[str]:
+def problems(plan: PlanData) -> Iterator[str]:
     """Yield one error message for each thing wrong with ``plan``; none if it can be applied."""
     return (problem for rule in _RULES for problem in rule(plan))
 
 
-def _functions_in_policies(plan: ShardingPlan) -> Iterator[str]:
+def _plain_data(plan: PlanData) -> Iterator[str]:
     found = [unit.name for unit in plan.units if getattr(unit.mp_policy, "param_dtype_override_fn", None)]  # since 2.15
     if found:
-        problem = f"param_dtype_override_fn is set for {listing(found, 6)}"
-        rule = "A plan is plain data that ranks compare and JSON stores, and a function is not plain data"
+        rule = "A plan is plain data, which ranks compare and JSON stores"
         fix = "Give the modules that keep their dtype a unit with a policy of its own, or set ignored_params"
-        yield message("mp_policy", problem, rule, fix)
-
-
-def _structure(plan: ShardingPlan) -> Iterator[str]:
-    roots = [index for index, unit in enumerate(plan.units) if "" in unit.modules]
-    if roots != [len(plan.units) - 1] or plan.units[-1].modules != ("",):
-        problem = (
-            f"the root is unit {listing(map(str, roots))} of {len(plan.units)}" if roots else "the root is not a unit"
-        )
-        fix = 'Make ShardUnit(modules=("",), ...) the last unit'
-        yield message("units", problem, "The root is sharded last, once and alone", fix)
+        yield message("mp_policy", f"has a param_dtype_override_fn for {listing(found, 6)}", rule, fix)
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
-        yield message("prefetch", f"{plan.prefetch!r}", "It must be a number of units, 0 or more", "Use prefetch=1")
+        yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
 
 
-def _children_first(plan: ShardingPlan) -> Iterator[str]:
-    rule = "fully_shard is called once per module, children before parents"
+def _children_first(plan: PlanData) -> Iterator[str]:
+    if not plan.units or plan.units[-1].modules != ("",):
+        fix = 'Make ShardUnit(modules=("",), ...) the last unit'
+        yield message("units", "must end with the root, which is sharded last and alone", "", fix)
+    rule = "fully_shard is called once for each module, children before parents"
     fix = "Put each module in one unit, and inner units before outer ones"
     seen: set[str] = set()
     for unit in plan.units:
+        inside = {fqn for fqn in unit.modules if not set(unit.modules).isdisjoint(ancestors(fqn))}
         for fqn in unit.modules:
             outer = next((name for name in (*ancestors(fqn), fqn) if name in seen), None)
             if outer is not None:
                 problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
                 yield message(fqn or "(root)", problem, rule, fix)
+        if inside:
+            problem = f"has modules inside another module of the same unit: {listing(sorted(inside), 6)}"
+            yield message(unit.name, problem, "", "Leave the inner ones out")
         seen.update(unit.modules)
 
 
-def _disjoint_modules(plan: ShardingPlan) -> Iterator[str]:
-    for unit in plan.units:
-        for fqn in unit.modules if len(unit.modules) > 1 else ():
-            outer = next((name or "(root)" for name in ancestors(fqn) if name in unit.modules), None)
-            if outer is not None:
-                rule = "No module of a unit may be inside another module of the same unit"
-                yield message(unit.name, f"{fqn} is inside {outer}", rule, f"Leave {fqn} out of the unit")
-
-
-def _every_param_once(plan: ShardingPlan) -> Iterator[str]:
-    placed = list(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
-    if len(placed) == len(plan.specs) and set(placed) == plan.specs.keys():
-        return
+def _every_param_once(plan: PlanData) -> Iterator[str]:
+    placed = Counter(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
     rule = "Every parameter of the model belongs to exactly one unit, or is ignored or replicated"
-    for fqn in dict.fromkeys((*plan.specs, *placed)):
+    for fqn in {**plan.specs, **placed} if placed.keys() ^ plan.specs.keys() or placed.total() > len(placed) else ():
         where = [unit.name for unit in plan.units if fqn in unit.params]
         where += ["ignored"] * (fqn in plan.ignored) + ["replicated"] * (fqn in plan.replicated)
         if len(where) != 1 or fqn not in plan.specs:
             yield message(fqn, f"is in {listing(where) or 'no unit'}", rule, "Make the plan with plan_model")
 
 
-def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
+def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
     if len({spec.dtype for spec in plan.params}) < 2:
         return
     for unit in plan.units:
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
         for spec in plan.specs_of(unit):
             if spec.trainable:
-                by_dtype.setdefault(spec.dtype, []).append(spec.fqn)
+                by_dtype[spec.dtype].append(spec.fqn)
         if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
             problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
@@ -92,108 +75,113 @@ def _one_trainable_dtype(plan: ShardingPlan) -> Iterator[str]:
             yield message(unit.name, problem, rule, fix)
 
 
-def _something_to_shard(plan: ShardingPlan) -> Iterator[str]:
-    rule = "FSDP2 shards parameters over dim 0, so they need at least one dim and one element"
+def _something_to_shard(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         for spec in plan.specs_of(unit):
             if not spec.shards:
-                what = "is empty" if spec.shape else "is a scalar"
-                fix = "Make the plan with plan_model, which lists it in replicated"
-                yield message(spec.fqn, f"{what}, shape {spec.shape}, in {unit.name}", rule, fix)
+                problem = f"is {'empty' if spec.shape else 'a scalar'}, shape {spec.shape}, in {unit.name}"
+                rule = "FSDP2 shards parameters that have a dim and an element"
+                yield message(spec.fqn, problem, rule, "Make the plan with plan_model, which lists it in replicated")
     if plan.replicated and not any(unit.params for unit in plan.units):
-        problem = f"none of its parameters can be sharded: {listing(plan.replicated, 6)}"
-        yield message("model", problem, rule, "Train it with DistributedDataParallel")
+        problem = f"has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars or empty"
+        yield message("model", problem, "", "Train it with DistributedDataParallel")
 
 
-def _replicated(plan: ShardingPlan) -> Iterator[str]:
+def _replicated(plan: PlanData) -> Iterator[str]:
     for spec in (plan.specs[fqn] for fqn in plan.replicated if fqn in plan.specs):
         around = (unit for outer in ancestors(spec.fqn) for unit in plan.units if outer in unit.modules)
         computes = next((unit.mp_policy.param_dtype for unit in around), None)
         if spec.tensor_parallel:
-            rule = "A tensor-parallel parameter is sharded by FSDP2 too"
             fix = f"Leave it out of the tensor-parallel plan, or pass ignored_params=[{spec.fqn!r}]"
-            yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which cannot be sharded", rule, fix)
+            yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which FSDP2 cannot shard", "", fix)
         elif not spec.numel and computes not in (None, spec.dtype):
             problem = f"is empty, shape {spec.shape}, and has dtype {spec.dtype} where forward computes in {computes}"
             rule = "Only sharded parameters are cast, and torch does not promote empty tensors as it does scalars"
             yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")
 
 
-def _world_size_to_reshard_to(plan: ShardingPlan) -> Iterator[str]:
+def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        mesh = plan.mesh_of(unit)
-        size = mesh.shard_size
-        fits = [n for n in range(1, size + 1) if size % n == 0]
-        value = unit.reshard_after_forward
-        given = f"reshard_after_forward={value!r}"
+        mesh, value = plan.mesh_of(unit), unit.reshard_after_forward
+        fits = [n for n in range(1, mesh.shard_size + 1) if mesh.shard_size % n == 0]
+        given = f"has reshard_after_forward={value!r}"
         if not isinstance(value, int):
             yield message(unit.name, given, "It must be True, False or a number of ranks", "Use True")
         elif is_world_size(value) and value not in fits:
-            problem = f"{given} does not divide the {size} ranks of axis {mesh.axis_names[-1]}"
-            rule = "As an int it is the number of ranks to reshard to, a divisor of the shard axis"
-            yield message(unit.name, problem, rule, f"Use {listing(map(str, fits))}, True or False")
+            rule = f"As an int it must divide the {mesh.shard_size} ranks of axis {mesh.axis_names[-1]}"
+            yield message(unit.name, given, rule, f"Use {listing(map(str, fits))}, True or False")
         elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
             rule = "torch cannot reshard DTensor parameters to a smaller world"
             yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
 
 
-def _shard_dims(plan: ShardingPlan) -> Iterator[str]:
+def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         size, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
         for fqn, dim in unit.shard_dims:
-            spec = plan.specs.get(fqn) if fqn in unit.params else None
-            shape = spec.shape if spec else ()
-            problem, rule = "", "FSDP2 shards on dims other than 0 in equal parts only"
-            fix = f"Use one of its other dims, or {fqn!r} on dim 0, which may be uneven"
-            if spec is None:
-                problem = f"sharded on dim {dim!r} in {unit.name}, which does not own it"
-                rule, fix = "shard_dims names parameters of the unit", f"Remove it from shard_dims of {unit.name}"
+            shape = plan.specs[fqn].shape if fqn in unit.params and fqn in plan.specs else None
+            rule, fix = "FSDP2 shards on dims other than 0 in equal parts only", f"Use another dim, or dim 0, for {fqn}"
+            if shape is None:
+                problem = f"is sharded on dim {dim!r} in {unit.name}, which does not own it"
+                rule, fix = "", f"Remove it from shard_dims of {unit.name}"
             elif type(dim) is not int or not 0 <= dim < len(shape):
-                problem, rule = f"sharded on dim {dim!r}, shape {shape}", "A dim counts from 0"
+                problem, rule = f"is sharded on dim {dim!r}, but its shape is {shape}", "A dim counts from 0"
             elif shape[dim] % size:
-                problem = (
-                    f"sharded on dim {dim}, whose size {shape[dim]} is not a multiple of the {size} ranks of {axis}"
-                )
+                problem = f"is sharded on dim {dim}, whose size {shape[dim]} the {size} ranks of {axis} do not divide"
             elif is_world_size(unit.reshard_after_forward):
-                problem = f"sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
-                rule = "torch reshards to fewer ranks on dim 0 only"
-                fix = f"Use True or False, or dim 0, for {unit.name}"
-            if problem:
-                yield message(fqn, problem, rule, fix)
+                problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
+                rule, fix = "torch reshards to fewer ranks on dim 0 only", f"Use True or False for {unit.name}"
+            else:
+                continue
+            yield message(fqn, problem, rule, fix)
 
 
-def tile_problems(plan: ShardingPlan) -> dict[str, str]:
+def _may_skip(plan: PlanData) -> Iterator[str]:
+    skipped = [unit for unit in plan.units if unit.may_skip]
+    for unit in skipped:
+        if len(unit.modules) > 1 or unit.modules == ("",):
+            fix = "Make the skipped module a unit of its own: by_name(..., may_skip=True)"
+            yield message(unit.name, "has may_skip=True, which is for one module that another unit calls", "", fix)
+    for unit in skipping.callers(plan) if skipped else ():
+        if unit.compile or len(unit.modules) > 1:
+            given = "is compiled" if unit.compile else f"is a unit of {len(unit.modules)} modules"
+            problem = f"{given}, and calls a unit with may_skip=True, or is inside of one and calls units"
+            rule = "Skipped calls are replaced in the forward of a module that is not compiled and alone in its unit"
+            fix = "Pass compile=False for this unit" if unit.compile else "Leave it out of group()"
+            yield message(unit.name, problem, rule, fix)
+
+
+def tile_problems(plan: PlanData) -> dict[str, str]:
     """Return an error for each module, by FQN, that cannot compute in tiles as the plan says."""
     found: dict[str, str] = {}
     units = {fqn: unit for unit in plan.units for fqn in unit.modules} if plan.tiles else {}
     inner = {outer: name for name in (*units, *dict(plan.tiles)) for outer in ancestors(name)}
     for fqn, number in plan.tiles:
         compiled = next((name for name in (fqn, *ancestors(fqn)) if name in units and units[name].compile), None)
-        problem = rule = ""
+        problem = f"has tiles={number!r}"
         if type(number) is not int or number < 2:
-            problem, rule, fix = f"tiles={number!r}", "It must be a number of tiles, at least 2", "Use tiles=4"
+            rule, fix = "It must be a number of tiles, at least 2", "Use tiles=4"
         elif fqn in inner:
-            problem = f"has tiles={number}, and {inner[fqn]} inside, a unit or in tiles too"
+            problem += f", and {inner[fqn]} inside, a unit or in tiles too"
             rule, fix = "A unit inside would be gathered for each tile", "Select the innermost of them with tiles="
         elif compiled is not None:
-            problem = f"has tiles={number}, and {compiled or '(root)'} is compiled"
+            problem += f", and {compiled or '(root)'} is compiled"
             rule, fix = "Tiles are computed eagerly", "Pass compile=False for that unit, or leave out tiles="
-        if problem:
-            found[fqn] = message(fqn or "(root)", problem, rule, fix)
+        else:
+            continue
+        found[fqn] = message(fqn or "(root)", problem, rule, fix)
     return found
 
 
 _RULES = (
-    _functions_in_policies,
-    _structure,
+    _plain_data,
     _children_first,
-    _disjoint_modules,
     _every_param_once,
     _one_trainable_dtype,
     _something_to_shard,
     _replicated,
     _world_size_to_reshard_to,
     _shard_dims,
-    skipping.problems,
+    _may_skip,
     lambda plan: iter(tile_problems(plan).values()),
 )

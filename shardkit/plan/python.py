@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import mp_policy_to_dict
-from shardkit.plan.table import calls, counted, fold, relative_dims
+from shardkit.plan.table import calls, counted, fold
 from shardkit.plan.types import ShardUnit, ancestors
-
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
 
 CHECKPOINT = """
 def checkpoint_forward(module):
@@ -22,7 +19,7 @@ def checkpoint_forward(module):
     )
 """
 
-TILES = """
+_TILES = """
 def tile_forward(module, tiles):
     forward = module.forward
 
@@ -33,12 +30,6 @@ def tile_forward(module, tiles):
         return torch.cat([checkpoint(tile, part, use_reentrant=False) for part in x.chunk(tiles, -2)], -2)
 
     module.forward = functools.wraps(forward)(in_tiles)
-"""
-
-_ON_DIMS = """
-def on_dims(dims):
-    # Called for each parameter; None for the others, which are sharded on dim 0.
-    return {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}.get
 """
 
 _DIVIDE = """
@@ -74,7 +65,7 @@ def reduce_replicated():
 """
 
 
-def python(plan: ShardingPlan) -> str:
+def python(plan: PlanData) -> str:
     """Return code that shards the ``model`` in scope; it needs a process group of the mesh's size."""
     runs = fold(plan.units, calls)
     if not _children_first(runs):
@@ -82,23 +73,21 @@ def python(plan: ShardingPlan) -> str:
     names = {type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads}
     names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
-    recomputes = any(unit.checkpoint_activations for unit in plan.units)
+    checkpoints = any(unit.checkpoint_activations for unit in plan.units)
     has_dims = any(unit.shard_dims for unit in plan.units)
-    checkpoints = recomputes or bool(plan.tiles)
-    parts = [*imports(names, recomputes=checkpoints, uses_dist=bool(plan.replicated), shards=has_dims)]
-    parts += [*(["", CHECKPOINT] if recomputes else []), *(["", _ON_DIMS] if has_dims else [])]
-    parts += ["", TILES] if plan.tiles else []
-    parts += [*(["", _DIVIDE] if any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units) else [])]
+    wraps = checkpoints or bool(plan.tiles)
+    parts = [*imports(names, checkpoints=wraps, uses_dist=bool(plan.replicated), shards=has_dims)]
+    divides = any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
+    for helper, is_used in ((CHECKPOINT, checkpoints), (_TILES, plan.tiles), (_DIVIDE, divides)):
+        parts += ["", helper] if is_used else []
     parts += [*_setup(plan), ""]
-    if plan.tiles:
-        parts += [f"for name, tiles in {dict(plan.tiles)}.items():"]
-        parts += ["    tile_forward(model.get_submodule(name), tiles)", ""]
+    for name, tiles in plan.tiles:
+        parts.append(f"tile_forward({_module(quoted(name))}, {tiles})")
     parts += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
         ahead = [unit.modules[0] for unit in plan.execution_order() if unit.modules != ("",)]
         parts.append(_PREFETCH.format(names=ahead, ahead=plan.prefetch).rstrip())
-    if plan.replicated:
-        parts.append(_REDUCE.rstrip())
+    parts += [_REDUCE.rstrip()] * bool(plan.replicated)
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".")
         parts.append(f"register_fsdp_forward_method({_module(quoted(fqn))}, {quoted(method)})")
@@ -110,15 +99,15 @@ def quoted(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
-def imports(fsdp_names: Collection[str], *, recomputes: bool, uses_dist: bool, shards: bool = False) -> Iterator[str]:
+def imports(fsdp_names: Collection[str], *, checkpoints: bool, uses_dist: bool, shards: bool = False) -> Iterator[str]:
     """Yield the imports of code with ``fully_shard``; ``fsdp_names`` are further names of torch.distributed.fsdp."""
-    yield from ["import functools", ""] if recomputes else []
+    yield from ["import functools", ""] if checkpoints else []
     yield "import torch"
     yield from ["import torch.distributed as dist"] if uses_dist else []
     yield "from torch.distributed.device_mesh import init_device_mesh"
     yield f"from torch.distributed.fsdp import {', '.join(sorted({'fully_shard', *fsdp_names}))}"
     yield from ["from torch.distributed.tensor import Shard"] if shards else []
-    yield from ["from torch.utils.checkpoint import checkpoint"] if recomputes else []
+    yield from ["from torch.utils.checkpoint import checkpoint"] if checkpoints else []
 
 
 def arguments(
@@ -153,13 +142,16 @@ def _children_first(runs: Sequence[Sequence[ShardUnit]]) -> bool:
     return True
 
 
-def _setup(plan: ShardingPlan) -> Iterator[str]:
+def _setup(plan: PlanData) -> Iterator[str]:
     yield ""
     yield 'device_type = "cuda" if torch.cuda.is_available() else "cpu"'
     yield f"mesh = init_device_mesh(device_type, {plan.mesh.shape}, mesh_dim_names={plan.mesh.axis_names})"
     if plan.mesh.shard_axes > 1:
         joined = plan.mesh.on(None)
         yield f"joined = init_device_mesh(device_type, {joined.shape}, mesh_dim_names={joined.axis_names})"
+    if dims := {fqn: dim for unit in plan.units for fqn, dim in unit.shard_dims}:
+        yield from ["dims = {", *(f"    {quoted(fqn)}: {dim}," for fqn, dim in dims.items()), "}"]
+        yield "placements = {model.get_parameter(name): Shard(dim) for name, dim in dims.items()}"
     if plan.unsharded:
         yield f"ignored_params = {{model.get_parameter(name) for name in {list(plan.unsharded)}}}"
     if plan.replicated:
@@ -168,7 +160,7 @@ def _setup(plan: ShardingPlan) -> Iterator[str]:
         yield "    param.data = param.data.to(device_type)"
 
 
-def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
+def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
     unit = run[0]
     if len(run) == 1:
         yield from _unit(plan, unit, [quoted(fqn) for fqn in unit.modules])
@@ -180,35 +172,23 @@ def _run(plan: ShardingPlan, run: Sequence[ShardUnit]) -> Iterator[str]:
     yield from ("    " + line for line in _unit(plan, unit, names))
 
 
-def _unit(plan: ShardingPlan, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
+def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
     targets = ", ".join(map(_module, names))
     if unit.checkpoint_activations or unit.compile:
         yield f"for module in [{targets}]:"
         yield from ["    checkpoint_forward(module)"] if unit.checkpoint_activations else []
         yield from ["    module.forward = torch.compile(module.forward)"] if unit.compile else []
-    mesh, parts = _mesh(plan, unit), plan.mesh.parts(unit.mesh)
+    mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"
+    if unit.mesh is not None:
+        mesh = f"mesh[{', '.join(map(quoted, plan.mesh_of(unit).axis_names))}]"
     given = [*arguments(unit.reshard_after_forward, unit.mp_policy, unit.offload_policy, mesh=mesh)]
     given += ["ignored_params=ignored_params"] if plan.unsharded else []
-    dims = ", ".join(f"{_inside(names, place, name)}: {dim}" for place, name, dim in relative_dims(unit))
-    given += [f"shard_placement_fn=on_dims({{{dims}}})"] if dims else []
+    given += ["shard_placement_fn=placements.get"] if unit.shard_dims else []
     yield f"fully_shard({targets if len(names) == 1 else f'[{targets}]'}, {', '.join(given)})"
-    yield from [f"divide_gradients({_module(names[0])}, {parts})"] if parts > 1 else []
-
-
-def _mesh(plan: ShardingPlan, unit: ShardUnit) -> str:
-    if unit.mesh is None:
-        return "mesh" if plan.mesh.shard_axes == 1 else "joined"
-    return f"mesh[{', '.join(map(quoted, plan.mesh_of(unit).axis_names))}]"
+    if (parts := plan.mesh.parts(unit.mesh)) > 1:
+        yield f"divide_gradients({_module(names[0])}, {parts})"
 
 
 def _escaped(part: str) -> str:
     """Return a part of a name as it is written inside of an f-string."""
     return quoted(part)[1:-1].replace("{", "{{").replace("}", "}}")
-
-
-def _inside(names: Sequence[str], place: int | None, name: str) -> str:
-    """Return the source of a parameter's FQN; ``names`` is that of the unit's modules, ``place`` the module's."""
-    if place is None or names[place] == '""':
-        return quoted(name)
-    written = _escaped(name) if names[place].startswith("f") else quoted(name)[1:-1]
-    return f'{names[place][:-1]}.{written}"'

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, message
+from shardkit.plan.data import PlanData
 from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
-
 VERSION = 1
-_LATER: dict[str, Any] = {"shard_dims": [], "mesh": None}  # fields that older files lack, with what they mean there
 _NAMES = ("ignored", "replicated", "forward_methods", "notes")  # of a plan, each a tuple of strings
 
 
-def plan_to_dict(plan: ShardingPlan) -> dict[str, Any]:
+def plan_to_dict(plan: PlanData) -> dict[str, Any]:
     """Return the plan as strings, numbers, lists and dicts; keys are the field names."""
     return {"version": VERSION, **_plain(plan)}
 
@@ -40,20 +37,17 @@ def _plain(value: Any) -> Any:
 def fields_of_plan(data: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for ``ShardingPlan``; PlanError unless :func:`plan_to_dict` wrote ``data``."""
     try:
-        data = {"tiles": [], **data}  # which older files lack
         keys = {"version", "mesh", "units", "params", "prefetch", "tiles", *_NAMES}
         if data.keys() != keys or data["version"] != VERSION:
             raise ValueError(f"keys {sorted(data)}, version {data.get('version')!r}")
         fields: dict[str, Any] = {"prefetch": data["prefetch"], **{key: tuple(data[key]) for key in _NAMES}}
         fields["tiles"] = dict(data["tiles"])
-        fields["mesh"] = _read(MeshSpec, {"shard_axes": 0, **data["mesh"]}, shape=tuple, axis_names=tuple)
-        readers = {"mp_policy": _mp_policy, "offload_policy": _offload_policy, "shard_dims": dict}
-        fields["units"] = tuple(
-            _read(ShardUnit, {**_LATER, **each}, modules=tuple, params=tuple, **readers) for each in data["units"]
-        )
+        fields["mesh"] = _read(MeshSpec, data["mesh"], shape=tuple, axis_names=tuple)
+        readers = {"modules": tuple, "params": tuple, "mp_policy": _mp_policy, "offload_policy": _offload_policy}
+        fields["units"] = tuple(_read(ShardUnit, each, shard_dims=dict, **readers) for each in data["units"])
         fields["params"] = tuple(
-            ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), tensor_parallel, *later)
-            for fqn, shape, dtype, trainable, aliases, tensor_parallel, *later in data["params"]
+            ParamSpec(fqn, tuple(shape), dtype_from_name(dtype), trainable, tuple(aliases), *others)
+            for fqn, shape, dtype, trainable, aliases, *others in data["params"]
         )
         return fields
     except (KeyError, TypeError, ValueError, AttributeError) as error:

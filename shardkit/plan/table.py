@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from shardkit.errors import listing
+from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
 from shardkit.plan.types import ShardUnit
 
-if TYPE_CHECKING:
-    from shardkit.plan.plan import ShardingPlan
-
-_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "recomputed", "compiled"]
+_TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
 _TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
@@ -36,7 +33,7 @@ def nbytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def table(plan: ShardingPlan) -> str:
+def table(plan: PlanData) -> str:
     """Return the plan as a table: a row per unit, equal consecutive units folded, then a summary."""
 
     def looks(unit: ShardUnit) -> tuple[object, ...]:
@@ -59,7 +56,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     ]
 
 
-def _headline(plan: ShardingPlan) -> str:
+def _headline(plan: PlanData) -> str:
     numel = sum(spec.numel for spec in plan.params)
     per_rank = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
     for unit in plan.units:
@@ -72,7 +69,7 @@ def _headline(plan: ShardingPlan) -> str:
     )
 
 
-def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
+def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
     unit, specs = units[0], plan.specs_of(units[0])
     each = " each" if len(units) > 1 else ""
     mp_policy = mp_policy_to_dict(unit.mp_policy)
@@ -95,13 +92,13 @@ def _row(plan: ShardingPlan, units: Sequence[ShardUnit]) -> list[str]:
     ]
 
 
-def _mesh(plan: ShardingPlan, unit: ShardUnit) -> str:
+def _mesh(plan: PlanData, unit: ShardUnit) -> str:
     """Return the mesh of a unit, and the axes over which the model has split its parameters."""
     split = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]
     return f"{plan.mesh_of(unit)}{', split over ' if split else ''}{' x '.join(split)}"
 
 
-def _footer(plan: ShardingPlan) -> list[str]:
+def _footer(plan: PlanData) -> list[str]:
     counts = plan.collectives()
     kept = plan.units[-1].params if plan.units else ()
     lines = [f"tied: {' = '.join((spec.fqn, *spec.aliases))}" for spec in plan.params if spec.aliases]
@@ -153,23 +150,11 @@ def counted(unit: ShardUnit) -> tuple[list[tuple[str, str]], int | None]:
 def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, relative_dims(unit)
+    dims = sorted(dim for _, dim in unit.shard_dims)
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, dims
 
 
-def relative_dims(unit: ShardUnit) -> list[tuple[int | None, str, int]]:
-    """Return ``shard_dims`` as the place of the parameter's module in the unit, its name in there, and the dim.
-
-    The place of a parameter under no module of the unit is None, and its name the FQN.
-    """
-    found: list[tuple[int | None, str, int]] = []
-    for fqn, dim in unit.shard_dims:
-        prefixes = enumerate(f"{module}." if module else "" for module in unit.modules)
-        place, prefix = next(((at, prefix) for at, prefix in prefixes if fqn.startswith(prefix)), (None, ""))
-        found.append((place, fqn.removeprefix(prefix), dim))
-    return found
-
-
-def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
+def diff(plan: PlanData, other: PlanData) -> str:
     """Return one line per difference, ``-`` for ``plan`` and ``+`` for ``other``, sorted by what differs."""
     shared = {unit.name for unit in plan.units} & {unit.name for unit in other.units}
     mine, theirs = _facts(plan, shared), _facts(other, shared)
@@ -180,7 +165,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     return "\n".join(lines)
 
 
-def _facts(plan: ShardingPlan, shared: set[str]) -> dict[str, str]:
+def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     """Return one string for each thing that two plans can differ in."""
     data = plan_to_dict(plan)
     facts = {

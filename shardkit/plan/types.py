@@ -109,7 +109,7 @@ class MeshSpec:
         sizes_fit = all(isinstance(size, int) and size >= 1 for size in self.shape)
         names_fit = len(self.axis_names) == len(set(self.axis_names)) == axes
         if axes - self.shard_axes not in (0, 1) or not axes or not names_fit or not sizes_fit:
-            problem = f"shape {self.shape} with axis names {self.axis_names}"
+            problem = f"has the shape {self.shape} with axis names {self.axis_names}"
             problem += f", of which {self.shard_axes} shard" if axes > 1 else ""
             rule = "A mesh has axes of at least one rank, each with a name of its own, and all but at most one shard"
             fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
@@ -147,9 +147,8 @@ class MeshSpec:
             PlanError: it is not one of the first two axes.
         """
         if axis not in self.axis_names[:2]:
-            problem = f"{axis!r} is not one of the first two axes of {self}"
-            rule = "A rule's mesh= is the axis that its units are sharded on. At most one axis, which replicates, "
-            rule += "comes before it, and the model's experts are split over those after it"
+            problem = f"of a rule must be one of the first two axes of {self}, got {axis!r}"
+            rule = "At most one axis, which replicates, comes before it; the experts are split over those after it"
             fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")), for example'
             raise PlanError(message("mesh", problem, rule, fix))
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
@@ -165,8 +164,8 @@ class MeshSpec:
         cut = len(self.shape) - self.shard_axes
         shards = self.axis_names[cut:]
         if axis not in (None, shards[0]):
-            rule = "A unit is sharded on all sharding axes, or on the first of them alone"
-            raise PlanError(message("mesh", f"{axis!r}, on {self}", rule, f"Use {shards[0]!r}"))
+            problem = f"of a unit must be None, for all axes that shard, or {shards[0]!r} of {self}, got {axis!r}"
+            raise PlanError(message("mesh", problem, "", ""))
         size = self.shard_size if axis is None else self.shape[cut]
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
 
@@ -200,6 +199,7 @@ class ShardUnit:
         compile: compile the forward of each of the modules, after checkpointing and before sharding.
         shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the order of ``params``; a
             mapping is converted. The shard axis must divide their sizes.
+        dim_given: whether a rule gave ``shard_dim``; on another mesh such dims stay, and others are chosen anew.
         mesh: the axis that this unit is sharded on, where not on all that shard: experts that the model has split over
             the axes after it. None is all.
         may_skip: ranks may call the module or not; those that do not take part in its collectives.
@@ -215,6 +215,7 @@ class ShardUnit:
     shard_dims: tuple[tuple[str, int], ...] = ()
     mesh: str | None = None
     may_skip: bool = False
+    dim_given: bool = False
 
     def __post_init__(self) -> None:
         dims = dict(self.shard_dims)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message, refuse
@@ -12,39 +18,64 @@ from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.plan.table import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
-from shardkit.planning.ownership import assign, split_problem, unit_of_entries
 from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
+
+logger = logging.getLogger("shardkit")
+LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings for the whole model, which a rule may override for its units."""
 
-    reshard_after_forward: bool | int | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    checkpoint_activations: bool
-    compile: bool
+    reshard_after_forward: bool | int | None = None
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  frozen
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    checkpoint_activations: bool = False
+    compile: bool = False
 
 
-def build_plan(
-    tree: ModelTree,
-    mesh: MeshSpec,
-    rules: Sequence[Rule] | None,
-    settings: Settings,
-    ignored: Collection[str] = (),
-    prefetch: int = 0,
-    methods: Iterable[str] = (),
-) -> ShardingPlan:
-    """Return the plan for the model of ``tree``; ``rules`` are the user's, or None for the default rule.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What ``plan_model`` was asked for; each field is an argument of that name, the settings together."""
+
+    units: Rule | Sequence[Rule] | None = None
+    mesh: DeviceMesh | MeshSpec | None = None
+    settings: Settings = field(default_factory=Settings)
+    ignored_params: Iterable[nn.Parameter | str] | None = None
+    prefetch: int = 0
+    forward_methods: Iterable[str] = ()
+    example_batch: Any = None
+
+    @property
+    def rules(self) -> Sequence[Rule] | None:
+        """The units as a list of rules. A Sequence that is neither list nor tuple is refused as a rule."""
+        units: Any = self.units
+        return units if units is None or isinstance(units, (list, tuple)) else [units]
+
+    def check_not_given(self, memory_budget: object) -> None:
+        """Raise PlanError if anything but a mesh was given, as beside a finished plan."""
+        defaults = {**vars(Settings()), "units": None, "ignored_params": None, "prefetch": 0, "forward_methods": ()}
+        values = {**vars(self.settings), **vars(self)}
+        given = [name for name, default in defaults.items() if values[name] != default]
+        given += ["memory_budget"] * (memory_budget is not None)
+        given += ["example_batch"] * (self.example_batch is not None)
+        if given:
+            problem = f"was given together with {listing(given)}, and contains all settings"
+            raise PlanError(message("plan", problem, "", "Pass plan=plan_model(...) alone, with a mesh if you like"))
+
+
+def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPlan:
+    """Return the plan for the model of ``tree`` as requested, on a mesh of that shape.
 
     Raises:
         PlanError: the rules do not fit the model or each other, or the plan is not valid.
     """
+    rules, settings = request.rules, request.settings
     check_settings("", vars(settings))
-    left_alone = frozenset(ignored)
+    left_alone = _ignored_fqns(tree, request.ignored_params or ())
     replicated = tree.unshardable - left_alone
     chosen = [] if rules is None else select(tree, rules)
     if rules is not None and not only_tiles(chosen):
@@ -58,6 +89,7 @@ def build_plan(
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
+    prefetch, methods = request.prefetch, request.forward_methods
     plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
     if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
         plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
@@ -107,47 +139,48 @@ def plan_of(
         forward_methods=_forward_methods(tree, methods),
         notes=(*notes, *[note] * bool(trained)),
     )
-    given = {fqn for unit, rule in zip(plan.units, selections, strict=True) if _sets_dim(rule) for fqn in unit.params}
-    plan = balanced(plan, given | split | tree.unsplit)
+    plan = balanced(plan, split | tree.unsplit)
     plan.check()
     refuse(method_problems(tree, plan))
     return plan
 
 
-def _sets_dim(selection: Selection) -> bool:
-    return selection.overrides.get("shard_dim") is not None
+def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str]) -> frozenset[str]:
+    aliases = {fqn: fqn for fqn in tree.params} | {alias: fqn for fqn, ties in tree.ties.items() for alias in ties}
+    found = {each: aliases.get(each) if isinstance(each, str) else tree.names.get(id(each)) for each in ignored_params}
+    unknown = [each if isinstance(each, str) else f"a {type(each).__name__}" for each in found if found[each] is None]
+    if unknown:
+        rule, fix = "It takes parameters of the model, or their FQNs", "Take them from model.named_parameters()"
+        raise PlanError(message("ignored_params", f"has {listing(unknown)}, not in the model", rule, fix))
+    return frozenset(fqn for fqn in found.values() if fqn is not None)
+
+
+def warn_of_replicas(plan: ShardingPlan) -> None:
+    """Warn on rank 0 of large parameters that every rank replicates although their shape could be sharded."""
+    replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
+    size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
+    if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
+        names = listing((spec.fqn for spec in replicas), 6)
+        problem = f"is replicated: {nbytes(size)} on every rank, and as much for gradients and each optimizer state"
+        rule = "Its dtype is not that of the rest of its unit, and FSDP2 reduces a unit in one dtype"
+        logger.warning(message(names, problem, rule, "Cast it to that dtype before shard_model, to shard it"))
 
 
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
     """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
+    selections = sorted(selections, key=lambda each: (each.entries == (0,), each.entries))
     around = unit_of_entries(tree, [selection.entries for selection in selections])
-    inner: list[set[int]] = [set() for _ in selections]
+    inner: dict[int, list[int]] = {index: [] for index in range(len(selections))}
     for index, selection in enumerate(selections):
-        for entry in selection.entries:
-            if entry:
-                inner[around[tree.parents[entry]]].add(index)
-    order: dict[int, None] = {}  # a dict is an ordered set
-    _visit(around[0], frozenset(), inner, tree, selections, order)
-    return [selections[index] for index in order]
-
-
-def _visit(
-    unit: int,
-    path: frozenset[int],
-    inner: list[set[int]],
-    tree: ModelTree,
-    selections: list[Selection],
-    order: dict[int, None],
-) -> None:
-    # Not a closure: one that calls itself is a cycle, which would keep the parameters until garbage is collected.
-    if unit in path:
-        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in selections[unit].entries)})"
+        for outer in sorted({around[tree.parents[entry]] for entry in selection.entries if entry}):
+            inner[outer].append(index)
+    try:
+        return [selections[index] for index in TopologicalSorter(inner).static_order()]
+    except CycleError as error:
+        entries = selections[error.args[1][0]].entries
+        name = f"group({', '.join(repr(tree.fqns[entry] or '(root)') for entry in entries)})"
         problem = "has a module that lies inside another one of the same unit, or of a unit inside it"
-        rule = "No module of a unit may be inside another module of the same unit"
-        raise PlanError(message(name, problem, rule, "Leave the inner module out"))
-    for below in sorted(inner[unit] - order.keys(), key=lambda index: selections[index].entries):
-        _visit(below, path | {unit}, inner, tree, selections, order)
-    order[unit] = None
+        raise PlanError(message(name, problem, "", "Leave the inner module out")) from error
 
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
@@ -169,14 +202,15 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),
+        dim_given=dim is not None,
     )
 
 
 def _forward_methods(tree: ModelTree, given: Iterable[str]) -> tuple[str, ...]:
     """Return ``generate`` where the model has it, then the methods that the user named."""
     if isinstance(given, str):
-        rule = "It must be a list of names"
-        raise PlanError(message("forward_methods", f"the string {given!r}", rule, f"Pass forward_methods=[{given!r}]"))
+        problem, fix = f"must be a list of names, got the string {given!r}", f"Pass forward_methods=[{given!r}]"
+        raise PlanError(message("forward_methods", problem, "", fix))
     own = ["generate"] if callable(getattr(tree.modules[0], "generate", None)) else []
     return tuple(dict.fromkeys([*own, *given]))
 
@@ -187,13 +221,13 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     for name in plan.forward_methods:
         fqn, _, method = name.rpartition(".") if isinstance(name, str) else ("", "", name)
         module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
-        problem, fix = "", "Correct the name, or leave it out"
         if not isinstance(method, str) or not callable(getattr(module, method, None)):
-            problem = f"{name!r} is not a method of the model or of a module in it"
+            problem, fix = "which is not a method of the model or of a module in it", "Correct the name"
         elif method == "forward":
-            problem, fix = f"{name!r} gathers by itself", "Leave it out"
+            problem, fix = "which gathers by itself", "Leave it out"
         elif id(module) not in units:
-            problem = f"{name!r} is a method of {fqn}, which is not a unit"
+            problem = f"a method of {fqn}, which is not a unit"
             fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"
-        if problem:
-            yield message("forward_methods", problem, "Methods of the model and of its units gather parameters", fix)
+        else:
+            continue
+        yield message("forward_methods", f"has {name!r}, {problem}", "Only units and the model can gather", fix)

@@ -24,9 +24,10 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
 
     Args:
         plan: with the dims that are given.
-        keep: FQNs of parameters that stay on the dim that the plan has for them.
+        keep: FQNs of parameters that stay on the dim that the plan has for them, besides those of units whose rule gave
+            a dim.
     """
-    keep = {*keep, *(fqn for unit in plan.units for fqn, _ in unit.shard_dims)}
+    keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
     wasting = [each for each in _wasting(plan) if each[1].fqn not in keep]
     by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
     for unit, spec, waste in wasting:
@@ -35,23 +36,21 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     held = held_bytes(plan)
     saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
     least = held - sum(saving.values())
-    chosen: list[tuple[ParamSpec, int, int]] = []
+    dims: dict[str, int] = {}
     for shape in sorted(saving, key=lambda shape: -saving[shape]):
         if held > (1 + SLACK) * least:
-            chosen += by_shape[shape]
+            dims |= {spec.fqn: dim for spec, dim, _ in by_shape[shape]}
             held -= saving[shape]
-    dims = {spec.fqn: dim for spec, dim, _ in chosen}
-    units = tuple(replace(unit, shard_dims=_merged(unit, dims)) for unit in plan.units) if dims else plan.units
     left = [(unit, spec, waste) for unit, spec, waste in wasting if not _dividing(plan, unit, spec)]
     notes = (*_chosen_notes(plan, dims, held), *_left_notes(plan, left, held))
+    units = tuple(replace(unit, shard_dims=_merged(unit, dims)) for unit in plan.units) if dims else plan.units
     return replace(plan, units=units, notes=(*plan.notes, *notes))
 
 
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     """Return the plan on another mesh, with the dims chosen for that mesh; pure. On its own mesh it is unchanged.
 
-    Dims unlike the choice for the plan's own mesh were given by rules and stay; a note names those that cannot. A plan
-    does not record a rule that gave what would be chosen anyway.
+    Dims that a rule gave stay; a note names those that the other mesh does not divide, which go back to dim 0.
 
     Raises:
         PlanError: a unit is sharded on an axis that is not one of the first two of ``mesh``.
@@ -60,32 +59,18 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
         mesh = mesh.sharded_from(axis)
     if mesh == plan.mesh:
         return plan
-    keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
     notes = tuple(note for note in plan.notes if _EFFECT not in note)
-    bare = replace(plan, units=tuple(replace(unit, shard_dims=()) for unit in plan.units), notes=notes)
-    given = _unlike(plan, balanced(bare, keep))
-    around = replace(bare, units=tuple(replace(unit, shard_dims=_merged(unit, given)) for unit in bare.units))
-    given |= _unlike(plan, balanced(around, keep | given.keys()))  # what is chosen depends on what is given
-    bare = replace(bare, mesh=mesh)
-    left = {
-        spec.fqn: given.pop(spec.fqn)
-        for unit in bare.units
-        for spec in bare.split_specs(unit)
-        if (dim := given.get(spec.fqn)) and spec.shape[dim] % bare.mesh_of(unit).shard_size
-    }
-    units = tuple(replace(unit, shard_dims=_merged(unit, given)) for unit in bare.units)
-    return balanced(replace(bare, units=units, notes=(*notes, *_undone_notes(left, mesh))), keep | given.keys())
-
-
-def _unlike(plan: ShardingPlan, other: ShardingPlan) -> dict[str, int]:
-    """Return the dims of ``plan``, 0 included, where the same units of another plan have others."""
-    pairs = [(dict(unit.shard_dims), dict(each.shard_dims)) for unit, each in zip(plan.units, other.units, strict=True)]
-    return {
-        fqn: dims.get(fqn, 0)
-        for dims, others in pairs
-        for fqn in dims.keys() | others.keys()
-        if dims.get(fqn, 0) != others.get(fqn, 0)
-    }
+    moved = replace(plan, mesh=mesh, notes=notes)
+    units: list[ShardUnit] = []
+    for unit in moved.units:
+        given, ranks = dict(unit.shard_dims) if unit.dim_given else {}, moved.mesh_of(unit).shard_size
+        sizes = {spec.fqn: spec.shape[given[spec.fqn]] for spec in moved.split_specs(unit) if spec.fqn in given}
+        undone = [fqn for fqn, size in sizes.items() if size % ranks]
+        units.append(replace(unit, shard_dims=tuple((fqn, given[fqn]) for fqn in given if fqn not in undone)))
+        if undone:
+            notes += (f"{listing(undone, 2)}: on dim 0, because {mesh} does not divide the dim that a rule gave",)
+    keep = {spec.fqn for spec in plan.params if spec.tensor_parallel}
+    return balanced(replace(moved, units=tuple(units), notes=notes), keep)
 
 
 def held_bytes(plan: ShardingPlan) -> int:
@@ -116,12 +101,6 @@ def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
 
 def _merged(unit: ShardUnit, dims: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return (*unit.shard_dims, *((fqn, dims[fqn]) for fqn in unit.params if fqn in dims))
-
-
-def _undone_notes(dims: dict[str, int], mesh: MeshSpec) -> Iterator[str]:
-    for dim in sorted(set(dims.values())):
-        names = listing((fqn for fqn in dims if dims[fqn] == dim), 2)
-        yield f"{names}: not on dim {dim}, as in the plan for another mesh: {mesh} does not divide it"
 
 
 def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:

@@ -31,10 +31,10 @@ def named_model(given: str) -> nn.Module:
                 name, _, attribute = given.partition(":")
                 model = operator.attrgetter(attribute)(importlib.import_module(name))()
     except Exception as error:  # whatever the user's code raises
-        problem = f"{given} cannot be built: {type(error).__name__}: {error}"
+        problem = f"{given} cannot be built ({type(error).__name__}: {error})"
         rule = "It must be package.module:factory, a callable without arguments, or a config.json of transformers"
         raise PlanError(message("model", problem, rule, "Check that it can be imported from here")) from error
     if not isinstance(model, nn.Module):
-        problem = f"{given} returns a {type(model).__name__}"
-        raise PlanError(message("model", problem, "The factory must return an nn.Module", "Return the model"))
+        problem = f"{given} must return an nn.Module, got {type(model).__name__}"
+        raise PlanError(message("model", problem, "", "Return the model"))
     return model

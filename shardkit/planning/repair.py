@@ -13,9 +13,8 @@ import torch
 
 from shardkit.errors import listing
 from shardkit.planning.called import is_called, user_of
-from shardkit.planning.ownership import assign, owners, unit_of_entries
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, assign, owners, unit_of_entries
 
 
 def join_ties(

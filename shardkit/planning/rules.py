@@ -75,8 +75,7 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
     names = {cls for cls in classes if isinstance(cls, str)}
     for cls in types:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            fix = "Pass a class, or its name as a string"
-            raise PlanError(message(text, f"{cls!r} is not a module class", "It takes nn.Module classes or names", fix))
+            raise PlanError(message("by_class", f"takes nn.Module classes or their names, got {cls!r}", "", ""))
 
     def matches(_: str, module: nn.Module) -> bool:
         return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
@@ -113,9 +112,9 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
         min_numel: elements.
         overrides: settings for these units.
     """
-    text = f"by_size({min_numel})"
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
-        raise PlanError(message(text, f"is {min_numel!r}", "min_numel is at least 1", "Use by_size(10**8)"))
+        problem = f"must be a number of elements, at least 1, got {min_numel!r}"
+        raise PlanError(message("min_numel", problem, "", "Use by_size(10**8)"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         mha = (entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.MultiheadAttention))
@@ -130,7 +129,7 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
                 left[tree.parents[entry]] += left[entry]
         return [Selection((entry,), overrides) for entry in sorted(found)]
 
-    return UnitRule(text, select)
+    return UnitRule(f"by_size({min_numel})", select)
 
 
 def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -189,7 +188,8 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
                 name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
                 called = "A unit is gathered when its module is called, and a module without forward is never called"
                 fix = f'Select its children instead: by_name("{name}.*")'
-                raise PlanError(message(name, f"{rule.text} matches it, a {kind} without forward", called, fix))
+                problem = f"is a {kind} without forward, and {rule.text} matches it"
+                raise PlanError(message(name, problem, called, fix))
             check_settings(rule.text, new.overrides)
             _check_tiles(rule.text, new)
             earlier(new).update(dict.fromkeys(new.entries, rule.text))
@@ -204,11 +204,11 @@ def only_tiles(selections: list[Selection]) -> bool:
 
 
 def _check_tiles(text: str, new: Selection) -> None:
-    others = sorted(new.overrides.keys() - {"tiles"})
-    if new.tiles is not None and (others or len(new.entries) > 1):
-        problem = f"tiles={new.tiles} with {listing(others)}" if others else f"tiles={new.tiles} for several modules"
+    if new.tiles is not None and (len(new.overrides) > 1 or len(new.entries) > 1):
+        others = listing(sorted(new.overrides.keys() - {"tiles"})) or "several modules"
         rule = "A rule with tiles= makes no units: each module computes in tiles, in whichever unit it is"
-        raise PlanError(message(text, problem, rule, "Give tiles= a rule of its own, by_class or by_name"))
+        fix = "Give tiles= a rule of its own, by_class or by_name"
+        raise PlanError(message(text, f"has tiles={new.tiles} with {others}", rule, fix))
 
 
 def _check_dim(rule: UnitRule, tree: ModelTree, found: list[Selection]) -> None:
@@ -217,8 +217,8 @@ def _check_dim(rule: UnitRule, tree: ModelTree, found: list[Selection]) -> None:
     below = (inner for new in found for entry in new.entries for inner in tree.subtree(entry))
     most = max((tree.params[fqn].dim() for inner in below for fqn in tree.owned[inner]), default=0)
     if dim >= max(most, 1):
-        problem = f"shard_dim={dim}, but no parameter of its modules has more than {most} dims"
-        raise PlanError(message(rule.text, problem, "Dims count from 0", "Pass a dim that some of them have"))
+        problem = f"has shard_dim={dim}, but no parameter of its modules has more than {most} dims"
+        raise PlanError(message(rule.text, problem, "Dims count from 0", ""))
 
 
 def as_rule(rule: Rule) -> UnitRule:
@@ -231,8 +231,8 @@ def as_rule(rule: Rule) -> UnitRule:
         return by_class(rule)
     if callable(rule) and not isinstance(rule, (type, nn.Module)):
         return _rule_of_predicate(getattr(rule, "__name__", repr(rule)), rule, Overrides())
-    kinds = "A rule is by_class, by_name, by_size, group, a module class, an FQN glob or a callable (fqn, module)"
-    raise PlanError(message("units", f"{rule!r} is not a unit rule", kinds, "Pass one of these or a list of them"))
+    kinds = "by_class, by_name, by_size, group, a module class, an FQN glob or a callable (fqn, module)"
+    raise PlanError(message("units", f"must be {kinds}, or a list of these, got {rule!r}", "", ""))
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -244,8 +244,8 @@ def _rule_of_predicate(
     text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
     if isinstance(together, bool) or not isinstance(together, int) or together < 1:
-        rule = "It must be the number of consecutive modules in one unit, at least 1"
-        raise PlanError(message(f"{text}, together", repr(together), rule, "Use together=2"))
+        problem = f"has together={together!r}, which must be a number of consecutive modules, at least 1"
+        raise PlanError(message(text, problem, "", "Use together=2"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         found = []
@@ -296,15 +296,13 @@ _SETTINGS: dict[str, type] = {
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     """Raise PlanError for unknown settings and for values of another type than torch's; None means the default."""
-    unknown = sorted(settings.keys() - _SETTINGS.keys())
-    if unknown:
+    if unknown := sorted(settings.keys() - _SETTINGS.keys()):
         known = f"A unit's settings are {listing(_SETTINGS)}"
-        raise PlanError(message(subject, f"unknown setting {listing(unknown)}", known, "Use one of these"))
+        raise PlanError(message(subject, f"has an unknown setting, {listing(unknown)}", known, ""))
     wrong = []
     for name, kind in _SETTINGS.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
-            rule = f"It must be of type {kind.__name__}"
-            rule = "It must be True, False or a number of ranks" if name == "reshard_after_forward" else rule
-            where = f"{subject}, {name}" if subject else name
-            wrong.append(message(where, f"is {settings[name]!r}", rule, "Pass a value of this type"))
+            wanted = "True, False or a number of ranks" if name == "reshard_after_forward" else f"a {kind.__name__}"
+            of = f" of {subject}" if subject else ""
+            wrong.append(message(f"{name}{of}", f"must be {wanted}, got {settings[name]!r}", "", ""))
     refuse(wrong)

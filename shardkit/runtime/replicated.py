@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._torch import named_sharded_parameters, version_of
 from shardkit.errors import listing, message
+from shardkit.runtime.stepping import replicated_waiting
 from shardkit.shards import device_of
 
 
@@ -61,15 +61,6 @@ def replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
             found |= {each.param for each in call.params}
             call = call.before
     return found
-
-
-def waiting_parameters() -> list[nn.Parameter]:
-    """Replicated parameters of all models with a gradient that is not reduced yet, and not cleared. Local, pure.
-
-    Ranks must agree, so a gradient of zeros waits as any other; it is cleared where something wrote the zeros later.
-    """
-    params = [each for reduction in _reductions for each in reduction.params if each.waits]
-    return [each.param for each in params if each.param.grad is not None and not each.is_zeroed()]
 
 
 def unreduced_problem(model: nn.Module) -> str | None:
@@ -173,7 +164,15 @@ class _Reduction:
     before: Callable[[], None]
 
     def __post_init__(self) -> None:
-        _reductions.add(self)
+        replicated_waiting.add(self)
+
+    def waiting(self) -> list[nn.Parameter]:
+        """Return the parameters with a gradient that is not reduced yet, and not cleared. Local, pure.
+
+        Ranks must agree, so a gradient of zeros waits as any other; it is cleared where something wrote zeros later.
+        """
+        params = [each for each in self.params if each.waits]
+        return [each.param for each in params if each.param.grad is not None and not each.is_zeroed()]
 
     @not_compiled
     def __call__(self) -> None:
@@ -197,9 +196,6 @@ class _Reduction:
         used, *sums = torch.split(flat, [part.numel() for part in parts])
         for index, (each, total) in enumerate(zip(due, sums, strict=True)):
             each.settle(total, self.mesh.size(), used[index])
-
-
-_reductions: WeakSet[_Reduction] = WeakSet()
 
 
 def _parts(params: list[_Replicated], device: torch.device) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import _torch
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
-from shardkit.meta.shards import Homes, Target, install
+from shardkit.meta.shards import Target, install, target_device
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.names import ModelState, is_extra, model_state
 from shardkit.state.routes import local_of
@@ -89,9 +89,9 @@ def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Targe
         return []
     targets = [target for target in find_targets(model, cannot) if cannot(target.tensor)]
     check_unbound(targets)
-    homes = Homes(model)
+    device_of = target_device(model)
     for target in targets:
-        home = homes.of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
+        home = device_of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
         target.value = unwritten(target.tensor, given[id(target.tensor)], home)
     return targets
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint.pieces import part_sum
+from shardkit.checkpoint.chunks import part_sum
 from shardkit.checkpoint.plain import decode, dumps, encode
 from shardkit.checkpoint.random_state import resume, states
 from shardkit.errors import CheckpointError

@@ -20,8 +20,8 @@ from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint
+from shardkit.checkpoint.chunks import part_of
 from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.pieces import part_of
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 

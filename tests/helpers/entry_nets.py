@@ -1,4 +1,4 @@
-"""Models and ways of calling them for the tests of ``shardkit.runtime.entry``, and a plain copy to compare with."""
+"""Models and ways of calling them for the tests of ``shardkit.runtime.hooks``, and a plain copy to compare with."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Critic(nn.Module):
     """Judges vectors; its root owns a parameter that it uses before, between and after its blocks."""
 
-    def __init__(self, activation: type[nn.Module] = nn.Tanh) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(8))
         self.scale = nn.Parameter(torch.tensor(1.5))  # replicated
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), activation(), nn.Linear(8, 8), activation()) for _ in range(2)
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)
         )
-        self.norm = nn.LayerNorm(8) if activation is nn.Tanh else nn.Identity()
+        self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardkit._torch import no_torch_function, schema
-from pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
 
 NAME = "pretend"
 

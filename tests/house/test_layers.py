@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
-    "meta": STATE | {"reach", "references"},
+    "meta": STATE | {"references"},
     "grads": STATE | {"runtime"},
     "optim": STATE | {"runtime", "state"},
     "state": STATE | {"meta"},
@@ -58,8 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 # What it may import besides inside of functions, and for types.
 LATER: dict[str, set[str]] = {
     "api": {"memory"},
-    "apply": {"watching"},
-    "runtime": {"replacements"},
+    "apply": {"watching", "integrations"},
     "__init__": EVERYTHING,
 }
 PRIVATE_NAMES = ("_torch", "_fsdp")  # of torch, only in files whose names begin so

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_layers import PRIVATE_NAMES
-from torch_names import NAMES, Name, main, missing
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch_names import NAMES, Name, main, missing
 
 import shardkit
 from shardkit import ShardkitError, _torch, shard_model, zero_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from typing import Any
 
@@ -125,19 +124,8 @@ def test_flags_of_the_trainer_change_nothing_else(tmp_path):
 def test_optimizers_step_as_they_can(tmp_path):
     from transformers.optimization import Adafactor
 
-    class OnDTensors(torch.optim.SGD):  # draws random numbers, so it cannot be tried
+    class Own(torch.optim.SGD):
         def step(self, closure=None):
-            torch.rand(())
-            return super().step(closure)
-
-    class OnNothing(torch.optim.Adafactor):  # does too, and fails on DTensors
-        def step(self, closure=None):
-            torch.rand(())
-            return super().step(closure)
-
-    class OnSums(torch.optim.SGD):
-        def step(self, closure=None):
-            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
             return super().step(closure)
 
     def steps_on(run: Any) -> str:
@@ -153,12 +141,12 @@ def test_optimizers_step_as_they_can(tmp_path):
         assert steps_on(run) == "steps_on_whole_matrices"
         assert_same(full(run.model), full(short_run(tmp_path, optimizer=by_hand).model))
         assert steps_on(short_run(tmp_path)) == "steps_on_local_shards"
-        clipped = short_run(tmp_path, optimizer=lambda model: OnSums(model.parameters(), lr=LR))
-        assert steps_on(clipped) == "steps_on_whole_matrices"
-        assert not steps_on(short_run(tmp_path, optimizer=lambda model: OnDTensors(model.parameters(), lr=LR)))
-        text = r"OnNothing, whose step failed on DTensors: .*\. It can step neither on local shards nor"
-        with pytest.raises(ShardkitError, match=re.compile(text, re.DOTALL)):
-            short_run(tmp_path, optimizer=lambda model: OnNothing(model.parameters(), lr=LR))
+        by_group = [
+            short_run(tmp_path, optimizer=lambda model, kind=kind: kind(model.parameters(), lr=LR))
+            for kind in (Own, torch.optim.SGD)
+        ]
+        assert [steps_on(run) for run in by_group] == ["", "steps_on_local_shards"]
+        assert_same(*(full(run.model) for run in by_group))
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
@@ -189,8 +177,8 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
             short_run(tmp_path, **options)
         return str(raised.value)
 
-    assert error(bf16=True).startswith("mixed_precision: bf16 was asked for, and the model computes in torch.float32")
-    assert error(fsdp=True).startswith("fsdp: tells accelerate to shard too")
+    assert error(bf16=True).startswith("mixed_precision is bf16, and the model computes in torch.float32")
+    assert error(fsdp=True).startswith("accelerate is told to shard too")
     if not torch.cuda.is_available():  # accelerate takes a CPU rank of torchrun for the only process
         assert "trains on 1 processes, and the process group has 2 ranks" in error(use_cpu=False)
     with torchrun():
@@ -199,7 +187,7 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
         args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
         with pytest.raises(ShardkitError, match="is not sharded"):
             keep_sharded(Trainer(tiny(), args))
-        with pytest.raises(ShardkitError, match="is a Llama"):
+        with pytest.raises(ShardkitError, match="got Llama"):
             keep_sharded(tiny())
 
 

@@ -188,21 +188,21 @@ def refused(model, match, **kwargs):
 def test_materialize_before_sharding():
     with init_on_meta():
         model = net()
-    refused(model, r"^model: it is not sharded\. .* Call shard_model\(model\) or fully_shard first\.$")
+    refused(model, r"^model is not sharded\. .* Call shard_model\(model\) or fully_shard first\.$")
 
 
 def test_materialize_twice():
     model = build_sharded(net)
     materialize(model)
-    refused(model, r"^model: none of its parameters and buffers is on the meta device\. materialize is called once")
+    refused(model, r"^model has no parameters or buffers on the meta device\. materialize is called once")
 
 
 def test_a_model_that_was_never_on_meta():
-    refused(fully_shard(net()), r"none of its parameters and buffers is on the meta device")
+    refused(fully_shard(net()), r"has no parameters or buffers on the meta device")
 
 
 def test_not_a_module():
-    with pytest.raises(ShardkitError, match=r"^model: a dict is not an nn.Module"):
+    with pytest.raises(ShardkitError, match=r"^model must be an nn.Module, got dict"):
         materialize({})
 
 
@@ -223,7 +223,7 @@ class Garbage(nn.Module):
 def test_whatever_would_stay_uninitialized_is_listed(context):
     with context():
         model = Garbage()
-    names = r"^never, partly, derived, masked, table: would stay uninitialized"
+    names = r"^never, partly, derived, masked, table would stay uninitialized"
     refused(shard(model), names + r".* pass materialize\(model, init=...\)")
 
 
@@ -235,14 +235,14 @@ def test_whatever_init_leaves_out_is_listed():
         if getattr(module, "out_features", None) == 5:
             nn.init.zeros_(module.weight)
 
-    refused(model, r"^0\.bias, 1\.weight, 1\.bias: would stay uninitialized", init=init)
+    refused(model, r"^0\.bias, 1\.weight, 1\.bias would stay uninitialized", init=init)
 
 
 def test_ties_made_afterwards():
     with init_on_meta():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    refused(fully_shard(model), r"^0\.weight: it was tied to 1\.weight after init_on_meta")
+    refused(fully_shard(model), r"^0\.weight was tied to 1\.weight after init_on_meta")
 
 
 def test_shapes_changed_afterwards():
@@ -250,7 +250,7 @@ def test_shapes_changed_afterwards():
         model = net()
     with torch.device("meta"):
         model[0].bias = nn.Parameter(torch.zeros(7))
-    refused(shard(model), r"^0\.bias: the shape is not the one that was recorded")
+    refused(shard(model), r"^0\.bias has another shape than was recorded")
 
 
 def test_constants_changed_afterwards():
@@ -258,7 +258,7 @@ def test_constants_changed_afterwards():
     with init_on_meta():
         model = Holder(lambda m: setattr(m, "w", nn.Parameter(torch.rand(4) + constant)))
     constant.zero_()
-    refused(shard(model), r"^model: 1 real tensors that init_on_meta recorded as constants have changed")
+    refused(shard(model), r"^model was built from 1 real tensors that have changed since")
 
 
 def test_hooks_and_weak_references():
@@ -266,19 +266,19 @@ def test_hooks_and_weak_references():
     reference = weakref.ref(model[0].bias)
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     model[1].bias.register_hook(lambda grad: None)
-    refused(model, r"^0\.bias, 1\.bias: it has a hook of register_hook, or a weak reference to it exists")
+    refused(model, r"^0\.bias, 1\.bias has a hook of register_hook, or a weak reference to it exists")
     assert reference() is model[0].bias
 
 
 def test_sharding_inside_the_context():
-    with pytest.raises(ShardkitError, match=r"^init_on_meta: a DTensor is used inside"), init_on_meta():
+    with pytest.raises(ShardkitError, match=r"^a DTensor is used inside init_on_meta"), init_on_meta():
         shard(net())
 
 
 def test_an_initializer_that_raises_leaves_the_model():
     model = build_sharded(net)
     before = meta_state(model)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ShardkitError, match="rank 1: ZeroDivisionError"):
         materialize(model, init=lambda module: 1 / 0)
     assert meta_state(model) == before
     materialize(model)
@@ -297,7 +297,7 @@ def test_another_thread_does_not_build_meanwhile():
             return error
 
     found: list[object] = []
-    text = r"^init_on_meta: Linear.weight is made in another thread\. A construction"
+    text = r"^Linear.weight is made in a second thread\. init_on_meta records one thread"
     with pytest.raises(ShardkitError, match=text), init_on_meta(), ThreadPoolExecutor(1) as pool:
         found.append(pool.submit(build).result())
     assert isinstance(found[0], ShardkitError)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import pytest
 import torch
 from grads_net import sharded_net
-from optim_nets import assert_same_parameters, assert_same_state, factory, give_random_grads, local, trainable, two_nets
+from optim_nets import (
+    OPTIONS,
+    assert_same_parameters,
+    assert_same_state,
+    factory,
+    give_random_grads,
+    local,
+    trainable,
+    two_nets,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
 from shardkit.optim import local as local_step
-from shardkit.optim import step_on_local_shards
-from shardkit.optim.probe import difference
+from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 from shardkit.testing import fake_world
 
 
@@ -61,170 +68,90 @@ def params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
 
 
-ELEMENTWISE = {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-TORCHS = sorted({name for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))} - {"Optimizer"})
-
-
-class Lamb(Lion):
-    """Scales by the norm of the whole parameter."""
-
-    @torch.no_grad()
+class Overriding(torch.optim.AdamW):
     def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] * float(p.norm()))
+        return super().step(closure)
 
 
-class Blockwise(Lion):
-    """Quantizes by blocks of 256, but for tensors that they do not divide, as 8-bit optimizers do."""
+class Lookahead(torch.optim.Optimizer):
+    """Delegates to another optimizer, as timm's: its groups and state are the inner one's."""
 
-    @torch.no_grad()
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, {}, {}
+
     def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            grad = p.grad.view(-1, 256) if p.grad.numel() % 256 == 0 else p.grad
-            p.sub_((grad.sign() * grad.abs().amax(-1, keepdim=True)).view_as(p), alpha=0.01)
+        return self.inner.step(closure)
 
 
-class LateLamb(Lion):
-    """Scales by the norm from the 25th step on, each tenth step, as Shampoo's kin precondition; counts in its group."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        group["step"] = group.get("step", 0) + 1
-        is_late = group["step"] > 25 and group["step"] % 10 == 0
-        for p in group["params"]:
-            p.add_(p.grad, alpha=-group["lr"] * (float(p.norm()) if is_late else 1))
-
-
-class CountsWithoutParams(LateLamb):
-    """The same, with its count in the state under a name, from the constructor on."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.state["step"] = torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["step"] += 1
-        is_late = self.state["step"] > 25 and self.state["step"] % 10 == 0
-        for p in self.param_groups[0]["params"]:
-            p.add_(p.grad, alpha=-0.1 * (float(p.norm()) if is_late else 1))
-
-
-class EndsEarly(LateLamb):
-    """Element-wise, with a schedule that ends."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["step"] = self.state.get("step", 0) + 1
-        rates = {step: 0.1 / step for step in range(1, 1000)}
-        for p in self.param_groups[0]["params"]:
-            p.add_(p.grad, alpha=-rates[self.state["step"]])
-
-
-class Noisy(Lion):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.add_(torch.randn_like(p))
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_torchs_own_are_told_apart(name):
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_torchs_elementwise_classes_need_no_vouch(name):
     cls = getattr(torch.optim, name)
-    if name == "SparseAdam":
-        with pytest.raises(RuntimeError, match="does not support dense gradients"):
-            difference(cls(params()))
-    else:
-        assert (difference(cls(params())) is None) == (name in ELEMENTWISE)
-
-
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_torchs_own_classes_collect_what_they_step_on(name):
-    """In lists of the shape that the fast way through needs, for the ones that may take it."""
-    _, group, first, second, *_ = inspect.signature(getattr(torch.optim, name)._init_group).parameters
+    mine = type("Mine", (cls,), {"__init__": lambda self, params: cls.__init__(self, params, lr=0.1)})
+    for make in (cls, mine):
+        assert isinstance(step_on_local_shards(make(params())), cls)
+    _, group, first, second, *_ = inspect.signature(cls._init_group).parameters  # lists that the fast way needs
     assert (group, second) == ("group", "grads")
     assert first in ("params", "params_with_grad")
+
+
+def test_every_class_of_torch_is_listed_or_refused():
+    names = {name for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))} - {"Optimizer"}
+    assert names - OPTIONS.keys() == {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
 @pytest.mark.parametrize("vouched", [False, True])
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: torch.optim.Muon(params()), r"Muon, which is not element-wise\. .*step_on_whole_matrices"),
+        (lambda: torch.optim.LBFGS(params()), r"LBFGS, which is not element-wise\. .*step_on_whole_matrices"),
+        (lambda: torch.optim.Adam(params(), differentiable=True), "has differentiable=True"),
         (
-            lambda: Lamb(params()),
-            r"^optimizer: is test_optim_classes\.Lamb, whose 'update' .* Call step_on_whole_matrices",
+            lambda: torch.optim.lr_scheduler.LinearLR(factory("SGD")(params())),
+            "optimizer must be a .*Optimizer, got LinearLR",
         ),
         (
-            lambda: Blockwise(params()),
-            r"^optimizer: is test_optim_classes\.Blockwise, whose 'update' .* Call step_on_whole_matrices",
+            lambda: Lookahead(factory("AdamW")(params())),
+            r"wraps another.*Lookahead\(step_on_local_shards\(AdamW\(\.\.\.\)\)\)",
         ),
-        (lambda: LateLamb(params()), r"\.LateLamb, whose 'update' .* Call step_on_whole_matrices"),
-        (
-            lambda: CountsWithoutParams(params()),
-            r"\.CountsWithoutParams, whose 'update' .* Call step_on_whole_matrices",
-        ),
-        (
-            lambda: torch.optim.Muon(params()),
-            r"^optimizer: is .*Muon, whose .* Call step_on_whole_matrices\(optimizer\)\.$",
-        ),
-        (lambda: torch.optim.LBFGS(params()), r"^optimizer: is .*LBFGS, .* Use an element-wise one, such as AdamW"),
-        (lambda: torch.optim.Adafactor(params()), r"^optimizer: is .*Adafactor, .* Call step_on_whole_matrices"),
+        (lambda: step_on_whole_matrices(torch.optim.Muon(params())), "was already given to step_on_whole_matrices"),
     ],
 )
-def test_what_is_not_elementwise_is_caught_whatever_was_said(make, text, vouched):
-    if "LBFGS" in text and vouched:
-        pytest.skip("its step asks for a loss, so it cannot be tried, and a vouch is believed")
-    with pytest.raises(ShardkitError, match=text):
-        step_on_local_shards(make(), elementwise=vouched)
-
-
-def test_what_is_elementwise_needs_no_vouch():
-    for optimizer in (Lion(params()), EndsEarly(params()), type("Mine", (torch.optim.AdamW,), {})(params(), lr=0.1)):
-        step_on_local_shards(optimizer)
-
-
-def test_what_cannot_be_tried_needs_a_vouch():
-    with pytest.raises(ShardkitError, match=r"Noisy, which cannot be tried .* draws random .* elementwise=True\.$"):
-        step_on_local_shards(Noisy(params()))
-    step_on_local_shards(Noisy(params()), elementwise=True)
-
-
-def test_a_probe_changes_nothing():
-    optimizer, held = Lion(params()), params()
-    optimizer.add_param_group({"params": held})
-    held[0].grad = torch.ones(4, 4)
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    before, values = torch.get_rng_state(), held[0].detach().clone()
-    assert difference(optimizer) is None
-    assert str(optimizer.state_dict()) == str(state)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(held[0], values)
-    assert torch.equal(held[0].grad, torch.ones(4, 4))
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: torch.optim.Adam(params(), differentiable=True), "optimizer: has differentiable=True."),
-        (lambda: torch.optim.lr_scheduler.LinearLR(factory("SGD")(params())), "optimizer: is a LinearLR."),
-    ],
-)
-def test_what_is_refused(make, text):
+def test_what_is_refused_whatever_was_said(make, text, vouched):
     optimizer = make()
     before, names = type(optimizer), dict(vars(optimizer))
-    with pytest.raises(ShardkitError) as caught:
-        step_on_local_shards(optimizer)
-    assert str(caught.value).startswith(text)
+    with pytest.raises(ShardkitError, match=text):
+        step_on_local_shards(optimizer, elementwise=vouched)
     assert type(optimizer) is before
     assert vars(optimizer) == names
+
+
+def test_what_needs_a_vouch():
+    for make in (Lion, Overriding):
+        with pytest.raises(ShardkitError, match=rf"{make.__name__}, which is not known .*pass elementwise=True\."):
+            step_on_local_shards(make(params()))
+        step_on_local_shards(make(params()), elementwise=True)
+
+
+@fake_world(4, rank=1)
+def test_an_optimizer_around_one_that_steps_on_local_shards():
+    net, other = two_nets()
+    ours = Lookahead(step_on_local_shards(factory("AdamW")(trainable(net))))
+    theirs = factory("AdamW")(trainable(other))
+    for step in range(2):
+        give_random_grads(net, step)
+        give_random_grads(other, step)
+        ours.step()
+        theirs.step()
+    assert_same_parameters(net, other)
 
 
 def test_a_step_that_somebody_replaced_is_refused():
     optimizer = factory("SGD")(params())
     optimizer.step = lambda: None
-    with pytest.raises(ShardkitError, match=r"^optimizer.step: is <function .*Call step_on_local_shards before"):
+    with pytest.raises(
+        ShardkitError, match=r"^optimizer.step was replaced by <function .*Call step_on_local_shards before"
+    ):
         step_on_local_shards(optimizer)
 
 
@@ -324,7 +251,9 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
         key = "exp_avg" if "exp_avg" in optimizer.state[weight] else "momentum"
         optimizer.state[weight][key] = distribute_tensor(torch.ones(8, 2), mesh, [Replicate()], src_data_rank=None)
         before = weight.to_local().clone()
-        with pytest.raises(ShardkitError, match=r"^optimizer.state: a DTensor of shape \(8, 2\) has placements \(Repl"):
+        with pytest.raises(
+            ShardkitError, match=r"^optimizer.state holds a DTensor of shape \(8, 2\) with placements \(Repl"
+        ):
             optimizer.step()
         assert torch.equal(weight.to_local(), before)
         assert optimizer.param_groups[0]["params"][0] is weight

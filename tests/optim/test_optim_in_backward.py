@@ -10,7 +10,7 @@ import pytest
 import torch
 from grads_net import MESHES, Net, sharded_net
 from optim_nets import assert_same_parameters, assert_same_state, factory, local, trainable, two_nets
-from test_optim_classes import Lamb, Lion
+from test_optim_classes import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -204,7 +204,7 @@ def test_a_second_backward_before_step_is_refused():
     sharded = list(net.named_parameters())  # the error leaves units unsharded
     backward(net, 2)
     before = [local(param).clone() for _, param in sharded]
-    with pytest.raises(ShardkitError, match=r"^optimizer_in_backward: a second gradient .* cannot be accumulated"):
+    with pytest.raises(ShardkitError, match=r"^optimizer_in_backward got a second gradient .* cannot be accumulated"):
         backward(net, 3)
     for (name, param), old in zip(sharded, before, strict=True):
         assert torch.equal(local(param), old), name
@@ -218,7 +218,7 @@ def test_clipping_scaling_closures_and_copies_are_refused():
     assert steps_in_backward(net)
     with pytest.raises(ShardkitError, match="are stepped in backward"):
         clip_grad_norm_(net, 1.0)
-    with pytest.raises(ShardkitError, match=r"step\(\) got a closure"):
+    with pytest.raises(ShardkitError, match=r"got a closure in step"):
         optimizer.step(lambda: 1.0)
     with pytest.raises(ShardkitError, match="cannot be pickled or copied"):
         copy.deepcopy(optimizer)
@@ -228,7 +228,7 @@ def test_clipping_scaling_closures_and_copies_are_refused():
         scaler = torch.amp.GradScaler("cpu")
         loss = net(torch.zeros(1, 5, dtype=torch.long)).square().mean()
         scaler.scale(loss).backward()
-        with pytest.raises(ShardkitError, match=r"step\(\) was called by a GradScaler"):
+        with pytest.raises(ShardkitError, match=r"got step\(\) from a GradScaler"):
             scaler.step(optimizer)
 
 
@@ -238,16 +238,16 @@ def hooks(model: nn.Module) -> list[object]:
 
 @fake_world(4)
 def test_models_and_factories_that_are_refused():
-    with pytest.raises(ShardkitError, match=r"^model: has no sharded parameter that trains.*Shard the model first"):
+    with pytest.raises(ShardkitError, match=r"^model has no sharded parameter that trains.*Shard the model first"):
         optimizer_in_backward(Net(), factory("SGD"))
     net = sharded_net((4,))
     with pytest.raises(ShardkitError, match="in no optimizer"):
         optimizer_in_backward(net, lambda params: factory("SGD")(params[1:]))
-    with pytest.raises(ShardkitError, match=r"Lamb, whose 'update' for a tensor differs from that for its halves"):
-        optimizer_in_backward(net, Lamb)
+    with pytest.raises(ShardkitError, match=r"Lion, which is not known to be element-wise"):
+        optimizer_in_backward(net, Lion)
     assert hooks(net) == []
     optimizer_in_backward(net, factory("SGD"))
     assert [type(hook) for hook in hooks(net)] == [_StepOne] * len(trainable(net))
-    with pytest.raises(ShardkitError, match=r"^gain, embed.weight, .*: stepped in backward already"):
+    with pytest.raises(ShardkitError, match=r"^gain, embed.weight, .* are stepped in backward already"):
         optimizer_in_backward(net, factory("SGD"))
     assert len(hooks(net)) == len(trainable(net))

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import random
 
 import pytest
 import torch
@@ -383,13 +382,3 @@ def test_nothing_grows_over_a_thousand_steps():
         train(10)
         before = train(10)
         assert train(1000) - before <= 5  # this function's own list and the like
-
-
-def test_an_optimizer_that_draws_and_fails_leaves_pythons_generator():
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError(f"drew {random.random()}")
-
-    before = random.getstate()
-    step_on_local_shards(Failing([nn.Parameter(torch.ones(2))], lr=0.1), elementwise=True)
-    assert random.getstate() == before

@@ -68,7 +68,7 @@ def test_the_table_shows_what_differs() -> None:
     for part in (
         "to 2 ranks",
         "bfloat16, reduces in float32",
-        "recomputed",
+        "checkpointed",
         "compiled",
         "lives on",
         "CPU",

@@ -38,10 +38,6 @@ def test_json_diff_and_digest() -> None:
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
     assert on_1.digest() != plan.digest()
     assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
-    older = plan.to_dict()
-    for unit in older["units"]:
-        del unit["shard_dims"]
-    assert ShardingPlan.from_dict(older) == plan
 
 
 def test_a_rule_sets_the_dim_of_what_has_one() -> None:
@@ -78,14 +74,14 @@ def test_what_a_rank_holds_follows_the_dim(dim: int, least: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "changes", "text"),
     [
-        ({UP: 3}, {}, f"{UP}: sharded on dim 3, shape (2, 8, 32). A dim counts from 0."),
-        ({UP: -1}, {}, f"{UP}: sharded on dim -1, shape (2, 8, 32). A dim counts from 0."),
-        ({UP: True}, {}, f"{UP}: sharded on dim True, shape (2, 8, 32). A dim counts from 0."),
-        ({"embed.weight": 1}, {}, "embed.weight: sharded on dim 1 in layers.0, which does not own it."),
+        ({UP: 3}, {}, f"{UP} is sharded on dim 3, but its shape is (2, 8, 32). A dim counts from 0."),
+        ({UP: -1}, {}, f"{UP} is sharded on dim -1, but its shape is (2, 8, 32). A dim counts from 0."),
+        ({UP: True}, {}, f"{UP} is sharded on dim True, but its shape is (2, 8, 32). A dim counts from 0."),
+        ({"embed.weight": 1}, {}, "embed.weight is sharded on dim 1 in layers.0, which does not own it."),
         (
             {UP: 1},
             {"reshard_after_forward": 2},
-            f"{UP}: sharded on dim 1, with reshard_after_forward=2. torch reshards",
+            f"{UP} is sharded on dim 1, with reshard_after_forward=2. torch reshards",
         ),
     ],
 )
@@ -97,7 +93,7 @@ def test_what_cannot_be(dims: dict[str, int], changes: dict[str, object], text: 
 
 
 def test_a_rule_whose_dim_no_parameter_has_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"by_name\('embed'\): shard_dim=2, but no parameter .* more than 2 dims"):
+    with pytest.raises(PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"):
         plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
 
 
@@ -105,9 +101,9 @@ def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
     lines = str(caught.value).splitlines()
-    assert f"{UP}: sharded on dim 1, whose size 6 is not a multiple of the 8 ranks of dp_shard." in lines[-1]
+    assert f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide." in lines[-1]
     assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
-    with pytest.raises(PlanError, match=r"by_class\('MoEBlock'\), shard_dim: is 'rows'. It must be of type int"):
+    with pytest.raises(PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"):
         plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
 
 
@@ -119,7 +115,7 @@ def test_torch_shards_as_the_plan_says(mesh: MeshSpec) -> None:
     by_hand = copy.deepcopy(model)
     plan = plan_model(model, mesh=mesh, units=rules)
     code = plan.to_python()
-    assert 'shard_placement_fn=on_dims({f"layers.{i}.experts.up": 1, ' in code
+    assert '    "layers.0.experts.up": 1,\n' in code
     with fake_world(8):
         expected = sharding(apply_plan(model, plan))
     with fake_world(8):

@@ -35,7 +35,7 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (by_class(Block, together=2), ["[layers.0, layers.1]", "layers.2"]),
         (by_name("layers.*.up", "layers.*.down", together=2), [f"[layers.{n}.up, layers.{n}.down]" for n in range(3)]),
         (by_size(280), ["layers.0", "layers.1", "layers.2"]),
-        (by_size(144), [f"layers.{layer}{part}" for layer in range(3) for part in (".up", "")]),
+        (by_size(144), [f"layers.{layer}{part}" for part in (".up", "") for layer in range(3)]),
     ],
 )
 def test_what_a_rule_selects(rule: Rule, expected: list[str]) -> None:
@@ -77,8 +77,8 @@ def test_inner_units_come_before_outer_ones() -> None:
     assert names(Decoder(layers=2), rules) == [
         "[layers.0.norm, layers.0.down]",
         "layers.0.up",
-        "layers.0",
         "layers.1.up",
+        "layers.0",
         "layers.1",
         "(root)",
     ]
@@ -136,5 +136,5 @@ def test_resharding_by_default_and_when_asked() -> None:
 def test_neighbors_that_are_left_are_together() -> None:
     rules = [by_name("layers.0", reshard_after_forward=False), by_class(Block, together=2)]
     assert names(Decoder(), rules) == ["layers.0", "[layers.1, layers.2]", "(root)"]
-    with pytest.raises(PlanError, match=r"by_class\(Block\), together: 0"):
+    with pytest.raises(PlanError, match=r"by_class\(Block\) has together=0"):
         by_class(Block, together=0)

@@ -156,7 +156,7 @@ def script(target: Target) -> str:
     """Return imports and a function ``shard(model)`` that shards any model as the target says."""
     names = ["CPUOffloadPolicy"] if target.offload else []
     names += ["MixedPrecisionPolicy"] if mp_policy(target) != MixedPrecisionPolicy() else []
-    first = imports(names, recomputes=target.checkpoint_activations, uses_dist=True)
+    first = imports(names, checkpoints=target.checkpoint_activations, uses_dist=True)
     return "\n".join([*first, "", *_units(target), "", *_shard(target)]) + "\n"
 
 

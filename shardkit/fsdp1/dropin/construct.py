@@ -21,7 +21,7 @@ from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
 from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
 from shardkit.fsdp1.translate.translate import translate
-from shardkit.runtime.entry import attend
+from shardkit.runtime.hooks import install_hooks
 
 Wrap: TypeAlias = Callable[[nn.Module, Record], nn.Module]  # makes a wrapper around a module that is sharded
 
@@ -52,7 +52,7 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
     optimizers.remember(before, module)
     _put_in_place(module, given, translation, mesh, wrap)
     if isinstance(module, FSDPModule):
-        attend(module)
+        install_hooks(module)
     return Record(given, translation, mesh, top=True)
 
 

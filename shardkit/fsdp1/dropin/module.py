@@ -97,9 +97,7 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward. Collective."""
         roots.begin_forward(self)
-        output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
-        roots.end_forward(self)
-        return output
+        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import not_compiled, own_parameters
 from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
@@ -39,24 +38,6 @@ def begin_forward(wrapper: nn.Module) -> None:
     """Make ``wrapper`` the root if it is the first; refuse parameters in another dtype than their own. Local."""
     if begin(wrapper):
         tensors.check_own_dtype(wrapper)
-
-
-@not_compiled
-def end_forward(wrapper: nn.Module) -> None:
-    """Reshard after a root's forward without grad. Local.
-
-    Otherwise ``parameters()`` of a module around the wrapper would give full tensors, and an optimizer made from them
-    would train copies.
-    """
-    if record_of(wrapper).root and not torch.is_grad_enabled():
-        reshard(wrapper)
-
-
-def reshard(wrapper: nn.Module) -> None:
-    """Reshard what a forward left gathered for a backward. Local."""
-    for module in wrapper.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _set_up_unit(wrapper: nn.Module) -> None:

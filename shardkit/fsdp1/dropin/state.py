@@ -30,7 +30,7 @@ from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, i
 from shardkit.errors import message
 from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError
 from shardkit.fsdp1.dropin.record import WRAPPED, record_of, wrappers_of, wrappers_or_refuse
-from shardkit.fsdp1.dropin.roots import reshard
+from shardkit.runtime.hooks import reshard
 from shardkit.shards import as_sharded, device_of, local_part
 from shardkit.state.model import full_state_dict, sharded_state_dict
 from shardkit.state.names import clean_name, is_extra, live_tensors, wants_live

@@ -19,10 +19,9 @@ from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.arguments import Arguments, check_arguments, device_of
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
-from shardkit.planning.ownership import assign
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Overrides, Selection, has_forward
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, assign
 
 # What a CustomPolicy may set for one module: settings of a unit, and settings that FSDP2 does not have.
 _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")

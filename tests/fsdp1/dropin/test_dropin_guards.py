@@ -22,8 +22,13 @@ from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1 import translate_fsdp1
 from shardkit.fsdp1.dropin import announce, guards, roots
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
-from shardkit.runtime.statics import REFUSED
 from shardkit.testing import distributed, fake_world
+
+REFUSED = (
+    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
+    *("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict_to_load", "shard_full_optim_state_dict"),
+    *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"),
+)
 
 # --- torch's functions ----------------------------------------------------------------------------------------------
 

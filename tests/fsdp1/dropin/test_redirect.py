@@ -16,6 +16,8 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.sharded_grad_scaler
 from program_runs import run_redirected
+from shardkit.fsdp1.dropin.redirect import redirected
+from shardkit.fsdp1.dropin.rewrite import SUBMODULES, rewrite
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
@@ -23,8 +25,6 @@ import shardkit.fsdp1
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.__main__ import main
-from shardkit.fsdp1.dropin.redirect import redirected
-from shardkit.fsdp1.dropin.rewrite import SUBMODULES, rewrite
 from shardkit.testing import fake_world
 
 PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler")

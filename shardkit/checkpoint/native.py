@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardkit.checkpoint.chunks import MASK, Part, part_of, run_sum
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.manifest import CONFIG, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.owners import added
-from shardkit.checkpoint.pieces import MASK, Part, part_of, run_sum
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.source import Contents, Stored, checked_optimizer
@@ -57,7 +57,7 @@ class Safetensors:
         read_parts([(self.located[key], part) for key, part in parts])
 
 
-class OwnDirectory(Safetensors):
+class NativeCheckpoint(Safetensors):
     """A checkpoint that ``save_checkpoint`` wrote, in either format."""
 
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Record initializers, the user's ``init`` or the model's own methods, like a construction.
+"""Record initializers, the user's ``init`` or the modules' own methods, like a construction.
 
 They write to full-size tensors although the model is sharded: meta stand-ins replace the parameters during the call,
 and the tape records what happens to them.
@@ -16,20 +16,19 @@ from torch import Tensor, nn
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import recording
-from shardkit.meta.tape import Tape, View
+from shardkit.meta.tape import View
 
-Recorded = tuple[Tape, View]
 # A parameter or buffer: the dict of its module that holds it, its name there, and the tensor.
 Slot = tuple[dict[str, Any], str, Tensor]
-Initialiser = Callable[[nn.Module], Any]
+Initializer = Callable[[nn.Module], Any]
 
 _RESET = ("reset_parameters", "_reset_parameters")
 _WHOLE_MODEL = ("init_weights", "initialize_weights", "_init_weights")
 
 
 def record_initializers(
-    model: nn.Module, known: dict[int, Recorded], missing: set[int], init: Initialiser | None
-) -> dict[int, Recorded]:
+    model: nn.Module, known: dict[int, View], missing: set[int], init: Initializer | None
+) -> dict[int, View]:
     """Record the initialization of the missing tensors, and with ``init`` also of the known ones.
 
     ``known`` is what was recorded, by ``id`` of the model's tensor: ``init`` starts from these values, as
@@ -40,16 +39,16 @@ def record_initializers(
     with recording() as recorder:
         stand_ins = {id(t): _like(t, torch.empty(t.shape, dtype=t.dtype)) for _, _, t in slots}
         for tensor in (t for _, _, t in slots if init is not None and id(t) in known):
-            tape, view = known[id(tensor)]
-            stand_ins[id(tensor)] = _like(tensor, view.of(tape.storages[view.storage]).to(tensor.dtype))
+            view = known[id(tensor)]
+            stand_ins[id(tensor)] = _like(tensor, view.of(recorder.tape.storages[view.storage]).to(tensor.dtype))
         with _swapped_in(model, slots, stand_ins), torch.no_grad():
             if init is not None:
                 model.apply(init)
             else:
-                _run_own(model, missing, slots)
+                _run_native(model, missing, slots)
             # By place, not by stand-in: an initializer may assign a new tensor.
             places = [(id(t), tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted]
-            return {key: (recorder.tape, recorder.view(tensor)) for key, tensor in places}
+            return {key: recorder.view(tensor) for key, tensor in places}
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
@@ -79,7 +78,7 @@ def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor
             tensors.update(old)
 
 
-def _run_own(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
+def _run_native(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
     """Call ``reset_parameters`` of modules that own missing tensors, then initializers of whole models."""
     registries = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
     owners = {each for each in model.modules() if {id(each._parameters), id(each._buffers)} & registries}
@@ -103,7 +102,7 @@ def _check_resets(model: nn.Module, owners: set[nn.Module]) -> None:
         if method is not None and not owners.isdisjoint(module.modules()):
             unknown[name or "(root)"] = method
     if unknown:
-        problem = f"initialized by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
+        problem = f"is initialized by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
         rule = "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
         rule += "adapters have others, and materialize does not guess values"
         fix = "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)"

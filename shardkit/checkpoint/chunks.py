@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -78,14 +78,20 @@ def blocks(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
         yield from blocks((*box[:dim], part, *box[dim + 1 :]), shape, limit)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
+def covers(boxes: Collection[Box], shape: Sequence[int]) -> bool:
+    """Whether different boxes lie in a tensor and have as many elements as it. Pure."""
+    fit = all(start >= 0 and start + n <= size for box in boxes for (start, n), size in zip(box, shape, strict=True))
+    return fit and sum(math.prod(n for _, n in box) for box in boxes) == math.prod(shape)
+
+
 def part_of(tensor: Tensor) -> Part:
     """Return this rank's part of a tensor; a plain tensor is a part of its own. Local, no copy."""
-    return local_value(tensor), local_box(tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
+    return local_value(tensor), local_box(tensor) if isinstance(tensor, DTensor) else full_box(tensor.shape)
 
 
 def common(one: Box, other: Box) -> Box | None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.checkpoint import transfer
+from shardkit.checkpoint.chunks import blocks, inside, runs_of
 from shardkit.checkpoint.format import Entry
-from shardkit.checkpoint.pieces import blocks, inside, runs_of
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.transfer import Staging, opened, raw, read_all, write_all
 

@@ -1,0 +1,139 @@
+"""The data of a plan: every decision about how to shard a model, and what follows from it; pure and local."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardkit.errors import PlanError, message
+from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The fields of a ``ShardingPlan``, and what follows from them; what writes plans as text imports this."""
+
+    units: tuple[ShardUnit, ...]
+    mesh: MeshSpec
+    params: tuple[ParamSpec, ...] = ()
+    ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    prefetch: int = 0
+    forward_methods: tuple[str, ...] = ()
+    tiles: tuple[tuple[str, int], ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(map(self._resolved, self.units)))
+        object.__setattr__(self, "tiles", tuple(dict(self.tiles).items()))
+
+    def _resolved(self, unit: ShardUnit) -> ShardUnit:
+        """Return the unit with the settings as torch understands them, the same in every version of torch."""
+        value = unit.reshard_after_forward
+        mesh = self.mesh_of(unit)
+        if unit.mesh is not None and not self.mesh.splits(unit.mesh):  # the only axis that shards
+            unit = replace(unit, mesh=None)
+        if is_world_size(value) and value in (1, mesh.shard_size):
+            unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
+        policy = unit.mp_policy
+        if policy.param_dtype is not None and policy.reduce_dtype is None:
+            # Since torch 2.15 None is the dtype of the parameters. Before, torch reduced in param_dtype.
+            dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
+            if len(dtypes) == 1:
+                unit = replace(unit, mp_policy=replace(policy, reduce_dtype=dtypes.pop()))
+        return unit
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """The parameters, by FQN."""
+        return {spec.fqn: spec for spec in self.params}
+
+    @property
+    def unsharded(self) -> tuple[str, ...]:
+        """The parameters that no unit owns: ignored or replicated."""
+        return (*self.ignored, *self.replicated)
+
+    def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
+        """The parameters that ``unit`` owns."""
+        return [self.specs[fqn] for fqn in unit.params if fqn in self.specs]
+
+    def mesh_of(self, unit: ShardUnit) -> MeshSpec:
+        """The mesh that ``unit`` is sharded on: one axis, or two that replicate and shard."""
+        return self.mesh.on(unit.mesh)
+
+    def split_specs(self, unit: ShardUnit) -> list[ParamSpec]:
+        """The parameters of ``unit`` as ``fully_shard`` gets them: a rank's part, where the model has split them."""
+        parts = self.mesh.parts(unit.mesh)  # experts are split over dim 0; of other dims only the padding would differ
+        specs = self.specs_of(unit)
+        if parts == 1:
+            return specs
+        return [
+            spec._replace(shape=(-(-spec.shape[0] // parts), *spec.shape[1:])) if spec.shape else spec for spec in specs
+        ]
+
+    def trains(self, unit: ShardUnit) -> bool:
+        """Whether ``unit`` owns a parameter that trains."""
+        return any(spec.trainable for spec in self.specs_of(unit))
+
+    def collectives(
+        self,
+        micro_batches: int = 1,
+        *,
+        keep_unsharded: bool | None = None,
+        shard_gradients: bool = False,
+    ) -> Collectives:
+        """Predict the collectives of one step on each rank; pure and local.
+
+        Holds for eager torch when the units run in the model's order, each once per forward; a unit that runs
+        twice is gathered again.
+
+        Args:
+            micro_batches: forwards and backwards with gradients, in a step of ``shardkit.accumulate``.
+            keep_unsharded: as given to ``accumulate``.
+            shard_gradients: as given to ``accumulate``.
+
+        Raises:
+            PlanError: ``micro_batches`` is not a positive integer.
+
+        Source: ``FSDPState`` and ``FSDPParamGroup`` of torch 2.13, tested equal to what
+        ``shardkit.testing.comm_counts`` counts.
+        """
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            raise PlanError(message("micro_batches", f"must be an int of at least 1, got {micro_batches!r}", "", ""))
+        counts = Collectives()
+        in_backward = self._gathered_in_backward()
+        for unit in self.units:
+            if unit.params:
+                trains, mesh = self.trains(unit), self.mesh_of(unit)
+                sharded = mesh.shard_size > 1
+                kept = unit.reshard_after_forward is False if keep_unsharded is None else keep_unsharded
+                gathers = 1 if kept else micro_batches * (1 + (unit.name in in_backward))
+                counts.all_gathers += sharded * gathers
+                counts.reduce_scatters += sharded * trains * (micro_batches if shard_gradients else 1)
+                counts.all_reduces += mesh.replicates and trains
+        if any(self.specs[fqn].trainable for fqn in self.replicated):
+            counts.all_reduces += sum(size > 1 for size in self.mesh.on(None).shape)
+        return counts
+
+    def _gathered_in_backward(self) -> set[str]:
+        """Names of the units that are resharded after forward and gathered again in backward.
+
+        Backward does not reach units that come before the first trainable parameter, since what they return
+        needs no gradient. Prefetching, always at least one unit ahead, still gathers the last of them.
+        """
+        order = {spec.fqn: place for place, spec in enumerate(self.params)}
+        first_trained = min((order[spec.fqn] for spec in self.params if spec.trainable), default=None)
+        if first_trained is None:
+            return set()
+        units = [unit for unit in self.execution_order() if unit.params]
+        before = [unit for unit in units if max(order[fqn] for fqn in unit.params) < first_trained]
+        skipped = {unit.name for unit in before[: -max(1, self.prefetch)]}
+        return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
+
+    def execution_order(self) -> list[ShardUnit]:
+        """Return the units in the order in which a forward most likely runs them: the model's own, parents first."""
+        first: dict[str, int] = {}
+        for place, spec in enumerate(self.params):
+            for fqn in ancestors(spec.fqn):
+                first.setdefault(fqn, place)
+        return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))

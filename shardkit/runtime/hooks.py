@@ -1,0 +1,124 @@
+"""Forward hooks on the root of a sharded model, for what FSDP2 leaves to its user.
+
+A unit called before the whole model would become the root. A first forward under ``inference_mode`` would leave
+parameters that cannot be trained. An evaluation leaves units gathered, and an optimizer built then would hold copies.
+A backward with ``create_graph=True`` ends in SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from shardkit._fsdp import initialize, is_in_use, not_compiled
+from shardkit.errors import ShardkitError, listing, message
+
+double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
+
+
+def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
+    """Support other entries than the root's forward, reshard after a forward without grad, refuse ``create_graph``.
+
+    For any FSDP2 model, before its first forward. Local, in place. In a training step one hook runs after the root's
+    forward, and one when backward begins.
+
+    Args:
+        root: the outermost FSDP module.
+        methods: gather like ``forward`` from now on: dotted names from ``root``, of methods of FSDP modules.
+    """
+    begin = _begin_as_root(root)
+    running: list[bool] = []  # for each method that has not ended, whether a forward without grad ended inside
+
+    @not_compiled
+    def after_forward(module: nn.Module, args: object, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            if running:
+                running[-1] = True
+            else:
+                reshard(root)
+        elif not double_backwards:
+            values = output.values() if isinstance(output, dict) else output
+            for tensor in [values] if isinstance(values, Tensor) else values if isinstance(values, Iterable) else []:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+
+    root.register_forward_hook(after_forward)
+    for name in methods:
+        _register(root, name, begin, running)
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard every unit of the model. Local."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _begin_as_root(root: nn.Module) -> Callable[..., None]:
+    """Make ``root`` the FSDP root whichever of its units runs first; the hooks remove themselves then.
+
+    Not before that forward: until then users may cast the model, add modules, or shard a module around it.
+    """
+    handles: list[Any] = []
+
+    @not_compiled
+    def begin(*_: object) -> None:
+        if not handles:
+            return
+        meta = [fqn for fqn, param in root.named_parameters() if isinstance(param, DTensor) and param.is_meta]
+        if meta:
+            fix = "Call shardkit.materialize(model), or load_pretrained, before the first forward"
+            raise ShardkitError(message(listing(meta, 6), "on the meta device", "A forward needs values", fix))
+        while handles:
+            handles.pop().remove()
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            initialize(root)  # type: ignore[arg-type]
+            # FSDP2 keeps what it first gathers into, and inference tensors could not be trained with.
+            for module in root.modules() if inference else ():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+    return begin
+
+
+def _register(root: nn.Module, name: str, begin: Callable[[], None], running: list[bool]) -> None:
+    """Let a method gather, except inside of its module's own forward, and reshard after it without grad."""
+    fqn, _, method = name.rpartition(".")
+    module = root.get_submodule(fqn)
+    original = getattr(module, method)
+    register_fsdp_forward_method(module, method)
+    gathering = getattr(module, method)
+
+    @functools.wraps(original.__func__ if isinstance(original, MethodType) else original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_in_use(self):
+            return original(*args, **kwargs)
+        begin()
+        running.append(not torch.is_grad_enabled())
+        try:
+            return gathering(*args, **kwargs)
+        finally:
+            if running.pop() and not running:
+                reshard(root)
+
+    setattr(module, method, MethodType(not_compiled(call, recursive=False), module))
+
+
+def _refuse_create_graph(gradient: Tensor) -> None:
+    if torch.is_grad_enabled() and not double_backwards:  # enabled in a backward only with create_graph
+        problem = "cannot run with create_graph=True on a sharded model"
+        rule = "FSDP2 frees the gathered parameters that the graph of this backward needs"
+        fix = "Run the forward and both backwards inside `with shardkit.double_backward(model):`"
+        raise ShardkitError(message("backward", problem, rule, fix))

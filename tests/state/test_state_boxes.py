@@ -1,0 +1,201 @@
+"""Full tensors gathered and scattered by boxes, on every kind of mesh, to the bit; and which messages that takes."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts_net import LAYOUTS as OPTIMIZED
+from layouts_net import full, kept
+from meshes import mesh_of
+from state_models import LAYOUTS, Net, Odd, as_bytes, fsdp, hsdp, seeded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardkit.shards import local_box, local_value
+from shardkit.state import boxes
+from shardkit.state.boxes import Batch, Move, cut, cut_all, gather, holders, model_group, scatter
+from shardkit.testing import comm_counts, distributed, fake_world
+
+MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
+PLACEMENTS = [
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((4,), [Replicate()]),
+    ((2, 2), [Replicate(), Shard(0)]),
+    ((2, 2), [Shard(1), Replicate()]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 1, 2), [Replicate(), Shard(0), Replicate()]),
+]
+SHAPES = [(7, 5), (1, 3), (4, 0), (300, 301)]  # the last travels alone, also in parts that are not contiguous
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def placed(shape: tuple[int, ...], placements: list, number: int, dtype: torch.dtype = torch.float32) -> DTensor:
+    return distribute_tensor(values((*SHAPES[number],), dtype), mesh_of(shape, *MESHES[shape]), placements)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@distributed(world_size=4, backend="gloo")
+def test_gathered_and_scattered_they_are_the_same(dtype):
+    tensors = {
+        f"{mesh} {places} {number}": (placed(mesh, places, number, dtype), values(SHAPES[number], dtype))
+        for mesh, places in PLACEMENTS
+        for number in range(len(SHAPES))
+    }
+    likes = {name: like for name, (like, _) in tensors.items()}
+    ranks, rank = model_group(likes.values()), dist.get_rank()
+    assert (ranks.ranks, ranks.root) == ((0, 1, 2, 3), 0)
+    for everywhere in (False, True):
+        found = dict(gather(likes.items(), ranks, everywhere=everywhere))
+        assert list(found) == (list(likes) if everywhere or rank == 0 else [])
+        assert all(equal(full, tensors[name][1]) for name, full in found.items())
+    for root in (None, 2):
+        ranks = model_group(likes.values(), root)
+        for like in likes.values():
+            like.to_local().zero_()
+        scatter((Move(t, v if ranks.is_root else None, dtype) for t, v in tensors.values()), ranks)
+        assert all(equal(full, tensors[name][1]) for name, full in gather(likes.items(), ranks, everywhere=True))
+        assert len(list(gather(likes.items(), ranks))) == (len(likes) if rank == (root or 0) else 0)
+
+
+@pytest.mark.parametrize("layout", OPTIMIZED)
+@distributed(world_size=4, backend="gloo")
+def test_every_layout_and_the_optimizers_state_by_the_same_function(layout):
+    """FSDP, HSDP, strided shards, experts, slices: the parameters, and AdamW's state, as torch gathers them."""
+    net, optimizer = kept(OPTIMIZED[layout])
+    found = dict(net.named_parameters())
+    found |= {f"{n}/{key}": value for n, p in net.named_parameters() for key, value in optimizer.state[p].items()}
+    ranks = model_group(found.values())
+    for name, tensor in gather(found.items(), ranks, everywhere=True):
+        assert equal(tensor, full(found[name])), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=4, backend="gloo")
+def test_a_scatter_converts_once_and_counts_as_a_write(layout):
+    for build in (Net, Odd):
+        model = LAYOUTS[layout](seeded(build)) if build is Net or layout in ("fsdp", "hsdp", "columns") else None
+        for dtype in (torch.float64, torch.bfloat16) if model is not None else ():
+            state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor) and t.dtype == torch.float32}
+            ranks, before = model_group(state.values()), {n: t._version for n, t in state.items()}
+            fulls = {name: values(tuple(tensor.shape), dtype) for name, tensor in state.items()}
+            moves = [Move(t, fulls[n], dtype) for n, t in state.items()]
+            scatter([m if ranks.is_root else m._replace(full=None) for m in moves], ranks)
+            assert all(tensor._version > before[name] for name, tensor in state.items())
+            parts = {name: local_value(tensor).clone() for name, tensor in state.items()}
+            cut_all(moves)
+            assert all(equal(local_value(tensor), parts[name]) for name, tensor in state.items())
+            for name, tensor in gather(state.items(), ranks, dtype=dtype, everywhere=True):
+                assert equal(tensor, fulls[name].float().to(dtype)), name
+
+
+@distributed(world_size=4, backend="gloo")
+def test_the_all_gather_of_other_backends_gives_the_same():
+    tensors = {f"{m} {p} {n}": placed(m, p, n) for m, p in PLACEMENTS for n in range(len(SHAPES))}
+    ranks = model_group(tensors.values())
+    expected = dict(gather(tensors.items(), ranks, everywhere=True, dtype=torch.bfloat16))
+    with mock.patch.object(boxes, "BY_MESSAGES", ()), comm_counts() as counts:
+        found = dict(gather(tensors.items(), ranks, everywhere=True, dtype=torch.bfloat16))
+    assert counts.all_gathers > len(SHAPES)
+    assert all(equal(found[name], value) for name, value in expected.items())
+
+
+# Which rank holds what.
+
+
+def test_holders_have_every_element_once():
+    with fake_world(8):
+        mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        for places in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=3):
+            like = distribute_tensor(torch.zeros(7, 3), mesh, places)
+            for replica in ((0, 0, 0), (1, 0, 1)):
+                counts = torch.zeros(7, 3)
+                found = holders(like, replica)
+                for _, box in found:
+                    cut(counts, box).add_(1)
+                assert counts.eq(1).all(), places
+                split = [not place.is_replicate() for place in places]
+                expected = [mesh.mesh[tuple(slice(None) if s else at for s, at in zip(split, replica, strict=True))]]
+                assert sorted(rank for rank, _ in found) == sorted(expected[0].flatten().tolist())
+            assert dict(holders(like))[0] == local_box(like)
+
+
+def test_a_mesh_of_two_axes_on_some_ranks_gets_a_group_of_its_own_once():
+    with fake_world(8):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        ranks = model_group([distribute_tensor(torch.zeros(8, 8), mesh, [Replicate(), Shard(0)]), torch.zeros(2)])
+        assert (ranks.ranks, ranks.mesh) == ((0, 1, 2, 3), mesh)
+        group = ranks.connect()
+        assert group.size() == 4
+        assert ranks.connect() is group
+
+
+# Which messages travel.
+
+
+@distributed(world_size=4, backend="gloo")
+def test_a_batch_sends_views_of_any_strides_and_dtypes():
+    rank = dist.get_rank()
+    full = torch.arange(4 * 600 * 600, dtype=torch.float32).view(4, 600, 600)
+    views = [full[rank].T, full[rank, :3, 5], full[rank, :600], full[rank, 0, 0]]
+    wire = [torch.float64, torch.float16, torch.float32, torch.float32]
+    batch, found = Batch(), {}
+    for peer in range(4):
+        found[peer] = [torch.empty(view.shape, dtype=torch.float64) for view in views]
+        for view, into, dtype in zip(views, found[peer], wire, strict=True):
+            if peer != rank:
+                batch.send(view, dtype, peer)
+                batch.receive(into, dtype, peer)
+    with comm_counts() as counts:
+        batch.run()
+    assert counts.other == {"send": 9, "recv_": 9}  # to each of three peers: two large ones, and the small ones
+    for peer in {0, 1, 2, 3} - {rank}:
+        sent = [full[peer].T, full[peer, :3, 5].half(), full[peer, :600], full[peer, 0, 0]]
+        assert all(torch.equal(one, other.double()) for one, other in zip(found[peer], sent, strict=True))
+
+
+def large(width: int = 256) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, 4 * width, bias=False) for _ in range(3)), nn.Linear(4 * width, 8))
+
+
+def count_of(model: nn.Module, **options: bool) -> dict[str, int]:
+    tensors = dict(model.named_parameters())
+    with comm_counts() as counts:
+        dict(gather(tensors.items(), model_group(tensors.values()), **options))
+    assert not counts.all_gathers
+    return counts.other
+
+
+@distributed(world_size=4, backend="gloo")
+def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica():
+    rank, big = dist.get_rank(), fsdp(large())
+    assert big[0].weight.to_local().nbytes >= boxes.ALONE
+    assert count_of(fsdp(seeded(Net))) == ({"send": 1} if rank else {"recv_": 3})
+    assert count_of(big) == ({"send": 4} if rank else {"recv_": 12})
+    assert count_of(big, everywhere=True) == {"send": 12, "recv_": 12}
+    assert count_of(hsdp(seeded(Net))) == [{"recv_": 1}, {"send": 1}, {}, {}][rank]
+
+
+@distributed(world_size=4, backend="gloo")
+def test_buckets_are_of_bounded_size_and_in_order():
+    state = dict(fsdp(seeded(Net)).named_parameters())
+    expected = dict(gather(state.items(), model_group(state.values()), everywhere=True))
+    with mock.patch.object(boxes, "BUCKET", 400):
+        found = [each for *_, each in boxes.buckets(((n, t, t.dtype) for n, t in state.items()), None)]
+        assert len(found) > 3
+        assert all(sum(state[n].numel() * 4 for n in bucket) <= 400 or len(bucket) == 1 for bucket in found)
+        assert [name for bucket in found for name in bucket] == list(state)
+        again = dict(gather(state.items(), model_group(state.values()), everywhere=True))
+    assert all(equal(again[name], value) for name, value in expected.items())
