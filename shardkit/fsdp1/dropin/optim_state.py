@@ -27,6 +27,7 @@ from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.errors import Unavailable
 from shardkit.fsdp1.dropin.record import record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
+from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
 from shardkit.state.names import clean_name, parameter_names
 from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
@@ -211,14 +212,18 @@ def _save(
     source = optim if given is None else _StandIn(model, optim, given)
     device = torch.device("cpu") if config.offload_to_cpu else device_of(record_of(wrappers_of(model)[0]).mesh)
     if isinstance(config, FullOptimStateDictConfig):
+        with together(groups_of(model), call="optim_state_dict") as poll:
+            state = sharded_optimizer_state_dict(model, source)["state"]
+            poll.same = {"which parameters have state": sorted(state)}
         return full_optimizer_state_dict(model, source, rank0_only=config.rank0_only, device=device)
-    found = sharded_optimizer_state_dict(model, source)
-    made: dict[str, Any] = tree_map(lambda each: copied(each, device) if _has_dims(each) else copy.copy(each), found)
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.copy(value)
+        return copied(value, device if value.ndim else None)  # a step is on the CPU wherever its parameter is
+
+    made: dict[str, Any] = tree_map(copy_of, sharded_optimizer_state_dict(model, source))
     return made
-
-
-def _has_dims(value: object) -> bool:  # a step is a number on the CPU wherever its parameter is
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _to_load(
@@ -233,12 +238,20 @@ def _to_load(
     names = parameter_names(model)
     params = {fqn: param for param, fqn in names.items()}
     own = {fqn for group in group_names(stand_in, names) for fqn in group}
-    groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in (given or {})["param_groups"]]
+    if (
+        not given
+        or not {"state", "param_groups"} <= given.keys()
+        or not all(isinstance(k, str) for k in given["state"])
+    ):
+        rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
+        fix = "Pass the result of FSDP.optim_state_dict(model, optim)"
+        raise TranslationError(message("optim_state_dict", "is not an optimizer's state by name", rule, fix))
+    groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in given["param_groups"]]
     if differ := own.symmetric_difference(fqn for group in groups for fqn in group["params"]):
         rule = "The dict and the optimizer must have the same parameters"
         fix = "Build the optimizer from the same parameters"
         raise TranslationError(message("optim_state_dict", f"does not fit: {listing(sorted(differ))}", rule, fix))
-    entries = {clean_name(key): entry for key, entry in (given or {})["state"].items()}
+    entries = {clean_name(key): entry for key, entry in given["state"].items()}
     state = {
         fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
         for fqn, entry in entries.items()

@@ -155,6 +155,10 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
     device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
     if full and not record.summoned:  # summoned: the parameters are plain, perhaps on this rank alone
         found = full_state_dict(wrapper, rank0_only=getattr(config, "rank0_only", False), device=device)
+        seen: set[int] = set()
+        for name, value in found.items():  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
+            found[name] = value.clone() if id(value) in seen and isinstance(value, Tensor) else value
+            seen.add(id(value))
     else:
         found = sharded_state_dict(wrapper)
         is_live = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and not record.summoned
@@ -187,7 +191,9 @@ def attach(wrapper: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
+def _before_load(
+    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: object
+) -> None:
     """Rename state as ``nn.Module`` looks for it, and give each value the layout of the tensor that it is for.
 
     Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to. Collective if
@@ -204,7 +210,10 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *o
     for name in given:
         value, found = state_dict[name], names.get(clean_name(name.removeprefix(prefix)))
         if found is not None:
-            state_dict[prefix + found] = part_of(value, live[found])
+            value = part_of(value, live[found])
+            if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
+                value = copied(value, None)  # as a view of the full tensor it would keep that alive
+            state_dict[prefix + found] = value
             if prefix + found != name:
                 del state_dict[name]
 

@@ -136,7 +136,7 @@ def fail_if_any(differences):
 
 
 def compare(runs):
-    """Run programs on both: pairs of name and arguments, with the bound of each; imports changed, or torch's class replaced."""
+    """Run programs on both: name and arguments, with the bound of each: imports changed, or torch's class replaced."""
     differences = []
     for index, ((name, arguments), bound) in enumerate(runs):
         way = ("changed", "replaced")[index % 2]
