@@ -23,7 +23,6 @@ from shardkit.ranks import agree, groups_of, together
 from shardkit.references import references
 from shardkit.shards import local_value
 
-
 _ALIKE = (
     "Build the same model on all ranks. Call torch.manual_seed with one number on all ranks before init_on_meta(), or "
 )
@@ -103,7 +102,9 @@ def forget(model: nn.Module) -> None:
 
 def _checked_targets(model: nn.Module) -> list[Target]:
     if not isinstance(model, nn.Module):
-        raise ShardkitError(message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself"))
+        raise ShardkitError(
+            message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself")
+        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         rule = "materialize computes only this rank's shards of the model"
         fix = "Call shard_model(model) or fully_shard first"

@@ -151,7 +151,11 @@ def test_an_error_of_one_rank_is_raised_by_all():
         model = uneven()
         if dist.get_rank() == 1:
             model[1].bias = nn.Parameter(torch.empty(3))
-    match = r"^1\.bias would stay" if dist.get_rank() == 1 else r"^ranks 1 failed.*\n- rank 1: ShardkitError: 1\.bias would stay"
+    match = (
+        r"^1\.bias would stay"
+        if dist.get_rank() == 1
+        else r"^ranks 1 failed.*\n- rank 1: ShardkitError: 1\.bias would stay"
+    )
     raises_on_all_ranks(match, shard(model))
 
 
