@@ -27,7 +27,7 @@ from shardkit.memory.estimate import Measured, base_plan, strategies
 from shardkit.memory.moments import AFTER_FORWARD, FORWARD, START
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.memory.trace import Trace, trace
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- guide: python -m benchmarks.guide --write -->", "<!-- end of guide -->"

@@ -27,7 +27,8 @@ from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, p
 from shardkit.memory import plan_for_budget
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 from shardkit.testing import fake_world
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -37,7 +37,7 @@ from benchmarks.published import (
 )
 from shardkit.memory import HARDWARE, Hardware, ScalingTable, scaling_table
 from shardkit.memory.speed import STRATEGIES, ScalingRow
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.planning.dims import held_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,6 @@ from shardkit.grads import global_token_count as global_token_count, no_sync as 
 from shardkit.grads import reset_after_error as reset_after_error, scale_grads_ as scale_grads_
 from shardkit.grads import scale_loss as scale_loss, set_gradient_reduction as set_gradient_reduction
 from shardkit.grads import set_reduce_precision as set_reduce_precision
-from shardkit.grads import set_reduce_scatter_unused_params as set_reduce_scatter_unused_params
 from shardkit.grads import zero_grad as zero_grad
 from shardkit.grads.accumulate import accumulate as accumulate
 from shardkit.meta import init_on_meta as init_on_meta, materialize as materialize

@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit.apply.fit import check_unsharded
 from shardkit.apply.mesh import spec_of
 from shardkit.apply.shard import apply_decided, given_plan
+from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.planning.build import Request, Settings, build_plan, warn_of_replicas

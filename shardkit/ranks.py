@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters, real_tensors, store_of_its_own
+from shardkit._torch import named_sharded_parameters, real_tensors
 from shardkit.errors import ShardkitError, listing, message
 
 logger = logging.getLogger("shardkit")
@@ -29,7 +29,6 @@ _MOST = 5  # differences of one argument that a message shows
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
-_announced: list[str] = []  # by this rank, which has not gone on since
 
 Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
@@ -47,35 +46,6 @@ def warn_once(text: str) -> None:
     if text not in _warned and (not dist.is_initialized() or dist.get_rank() == 0):
         _warned.add(text)
         logger.warning(text)
-
-
-def announce(error: ShardkitError) -> None:
-    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local.
-
-    Withdrawn by this rank's next :func:`explained` collective, where it survives the error.
-    """
-    for listen in list(listeners):
-        listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
-    with suppress(RuntimeError, ValueError):  # the process with the store has ended, or the group is destroyed
-        text = f"rank {dist.get_rank()} raised {error}"
-        store_of_its_own("shardkit_raised").set("error", text)
-        _announced.append(text)
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Around a collective: where it fails, raise what another rank announced, if one did, as the cause. Local."""
-    try:
-        yield
-    except RuntimeError as failure:
-        with suppress(RuntimeError, ValueError):  # no process group any more
-            store = store_of_its_own("shardkit_raised")
-            if store.check(["error"]) and (text := store.get("error").decode()):
-                raise ShardkitError(text) from failure
-        raise
-    while _announced:
-        with suppress(RuntimeError, ValueError):
-            store_of_its_own("shardkit_raised").compare_set("error", _announced.pop(), "")  # not another rank's
 
 
 def accelerator() -> str:
@@ -116,8 +86,8 @@ def groups_of(model: nn.Module) -> Groups:
 def check_module(model: object) -> None:
     """Raise ShardkitError if ``model`` is not a module, but for example its ``state_dict()``."""
     if not isinstance(model, nn.Module):
-        problem, rule = f"is a {type(model).__name__}", "The argument model takes an nn.Module"
-        raise ShardkitError(message("model", problem, rule, "Pass the model itself"))
+        problem = f"must be an nn.Module, got {type(model).__name__}"
+        raise ShardkitError(message("model", problem, "", "Pass the model itself"))
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
@@ -173,9 +143,15 @@ def agree(
     return rank == -first
 
 
-def _both_ways(values: Mapping[str, Any]) -> tuple[int, int]:
+def all_equal(value: Any, groups: Groups) -> bool:
+    """Return whether all ranks pass the same JSON-ready value. Collective: one all-reduce of 16 bytes per group."""
+    most, least = _highest(list(_both_ways(value)), groups)
+    return most == -least
+
+
+def _both_ways(value: Any) -> tuple[int, int]:
     """Return a digest and its negative: ranks have equal values if and only if the maxima are each other's negative."""
-    digest = int.from_bytes(hashlib.sha256(json.dumps(values, default=repr).encode()).digest()[:7], "little")
+    digest = int.from_bytes(hashlib.sha256(json.dumps(value, default=repr).encode()).digest()[:7], "little")
     return digest, -digest
 
 
@@ -218,12 +194,12 @@ def raise_together(
         if highest < 2 and most == -least:
             return
         if highest < 2:
-            raise error(_unequal(same, groups, call or "ranks"))
+            raise error(_unequal(same, groups, call))
         reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem
     lines = [f"- rank {rank}: {reason}" for rank, reason in reasons.items() if reason is not None]
-    text = message("ranks", f"{len(lines)} failed", "An error on one rank stops all", "See the reasons below")
+    text = f"{len(lines)} of {len(reasons)} ranks failed:"
     raise error("\n".join([text, *lines])) from problem
 
 
@@ -268,7 +244,7 @@ def _warn_if_late(call: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _unequal(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "Make them equal") -> str:
+def _unequal(values: Mapping[str, Any], groups: Groups, call: str | None, fix: str = "Make them equal") -> str:
     """Return the error that says which arguments differ from the first rank's, on which ranks, and how. Collective."""
     own = json.loads(json.dumps(values, default=repr))
     first = min(gather_by_rank(None, groups))
@@ -283,19 +259,20 @@ def _unequal(values: Mapping[str, Any], groups: Groups, call: str, fix: str = "M
         how = found[ranks[0]][name]
         where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
         parts.append(f"{where} from rank {first} in {name} ({listing(how, _MOST)})")
-    return message(call, "; ".join(parts), "All ranks must make the same call with the same arguments", fix)
+    subject, problem = (call, "was called differently") if call else ("ranks", "disagree")
+    rule = "All ranks must make the same call with the same arguments"
+    return message(subject, f"{problem}: {'; '.join(parts)}", rule, fix)
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
-    def short(value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value)
-        return text if len(text) <= 200 else f"{text[:200]}..."
-
+    """Yield how the second value differs from the first, key by key where both are dicts."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
-        yield f"{short(other)} instead of {short(one)}"
+        one, other = (each if isinstance(each, str) else json.dumps(each) for each in (one, other))
+        yield f"{other:.200} instead of {one:.200}"
         return
     keys = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ...) != other.get(key, ...)]
     if not keys:
         yield "in another order"
     for key in keys[: _MOST + 1]:
-        yield f"{key}: {short(other.get(key, 'absent'))} instead of {short(one.get(key, 'absent'))}"
+        for how in _unlike(one.get(key, "missing"), other.get(key, "missing")):
+            yield f"{key}: {how}"

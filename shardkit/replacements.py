@@ -7,12 +7,10 @@ The notes of translations, error messages, the audit and ``docs/migrating-from-f
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 Support: TypeAlias = Literal["mapped", "implied", "noted", "decision", "refused", "elsewhere", "unknown"]
-Topic: TypeAlias = Literal["optimizer", "internals", "state", "wrapping", "loop", "config", "names"]
 
 SUPPORT: dict[Support, str] = {  # best first
     "mapped": "FSDP2 does the same, and the plan or the translation says so",
@@ -35,17 +33,15 @@ class Row(NamedTuple):
         use: a template for one line of code: ``{receiver}`` is the model that a method is called on, ``{model}`` the
             first argument, ``{args}`` all arguments as written, ``{member}`` what follows the name, and other fields
             are arguments by torch's names. For constructor arguments: the one of ``shard_model``. Empty: remove it.
-        topic: its group in the audit's list of what to change first.
     """
 
     support: Support
     sentence: str
     use: str = ""
-    topic: Topic = "config"
 
     def line(self, **fields: str) -> str:
         """Return ``use`` filled in with ``fields``; the model is ``model`` by default, and unknown fields ``...``."""
-        known = {"receiver": "model", "model": "model", "optim": "optimizer", "rank0_only": "", "src": ""}
+        known = {"receiver": "model", "model": "model", "optim": "optimizer"}
         return self.use.format_map(collections.defaultdict(lambda: "...", known | fields))
 
     def fix(self) -> str:
@@ -53,8 +49,6 @@ class Row(NamedTuple):
         text = ": ".join(filter(None, (self.use and f"Use {self.line()}", self.sentence)))
         return text[:1].upper() + text[1:]
 
-
-_State, _Internal = functools.partial(Row, topic="state"), functools.partial(Row, topic="internals")
 
 # In the order of FullyShardedDataParallel.__init__; a test compares the names with its signature.
 ARGUMENTS: dict[str, Row] = {
@@ -189,25 +183,25 @@ FSDP = "FullyShardedDataParallel"
 
 _TAKEN = "shard_like_fsdp1 accepts it"
 _OURS = "from shardkit.state"
+_RANKS = f"{_OURS}; pass rank0_only=False where every rank uses it"
 _LOADS = f"it also loads, so remove the optimizer.load_state_dict that follows; {_OURS}"
 _EACH_CALL = "remove it: pass its settings to each call"
 NO_FLAT = "FSDP2 has no flat parameters: save_checkpoint writes shards, and load_checkpoint reads local state dicts"
 _NO_SETTING = "FSDP2 keeps no setting on the model; use full_state_dict(model) or sharded_state_dict(model)"
 
 NAMES: dict[str, Row] = {
-    FSDP: Row("mapped", "", "FSDPModule", "names"),  # without a call; the audit judges a call by its arguments
-    "FlatParameter": _Internal("refused", "FSDP2 shards each parameter separately", "DTensor"),
+    FSDP: Row("mapped", "", "FSDPModule"),  # without a call; the audit judges a call by its arguments
+    "FlatParameter": Row("refused", "FSDP2 shards each parameter separately", "DTensor"),
     "ShardedGradScaler": Row(
         "mapped",
         "from shardkit: its device is the accelerator by default, and other arguments are keyword-only",
         "GradScaler({args})",
-        "loop",
     ),
     # Settings
     "ShardingStrategy": Row("mapped", "", '"{member}"'),
     "BackwardPrefetch": Row("noted", "FSDP2 always prefetches in backward, like BACKWARD_PRE"),
-    "MixedPrecision": Row("mapped", _TAKEN, "MixedPrecisionPolicy({args})"),
-    "CPUOffload": Row("mapped", _TAKEN, "CPUOffloadPolicy()"),
+    "MixedPrecision": Row("mapped", f"{_TAKEN}; shard_model takes MixedPrecisionPolicy, without buffer_dtype"),
+    "CPUOffload": Row("mapped", f"{_TAKEN}; shard_model takes CPUOffloadPolicy()"),
     # Policies
     "always_wrap_policy": Row("mapped", _TAKEN, "units=lambda fqn, module: True"),
     "lambda_auto_wrap_policy": Row("mapped", _TAKEN, "units=lambda fqn, module: ..."),
@@ -221,72 +215,69 @@ NAMES: dict[str, Row] = {
         "decision",
         "shard the whole model in one call, and name the wrapped modules by class or FQN",
         "shard_model(model, units=[...])",
-        "wrapping",
     ),
-    "wrap": Row("decision", "do not wrap the module; name it in units of shard_model", "{model}", "wrapping"),
+    "wrap": Row("decision", "do not wrap the module; name it in units of shard_model", "{model}"),
     # State dict types
-    "StateDictType": _State("noted", f"{_EACH_CALL}, full_state_dict or sharded_state_dict"),
-    "StateDictSettings": _State("decision", _NO_SETTING),
-    "FullStateDictConfig": _State("noted", f"{_EACH_CALL}: full_state_dict(model, rank0_only=...), on the CPU"),
-    **dict.fromkeys(("StateDictConfig", "OptimStateDictConfig"), _State("noted", _EACH_CALL)),
-    "FullOptimStateDictConfig": _State(
+    "StateDictType": Row("noted", f"{_EACH_CALL}, full_state_dict or sharded_state_dict"),
+    "StateDictSettings": Row("decision", _NO_SETTING),
+    "FullStateDictConfig": Row("noted", f"{_EACH_CALL}: full_state_dict(model, rank0_only=...), on the CPU"),
+    **dict.fromkeys(("StateDictConfig", "OptimStateDictConfig"), Row("noted", _EACH_CALL)),
+    "FullOptimStateDictConfig": Row(
         "noted", f"{_EACH_CALL}: full_optimizer_state_dict(model, optimizer, rank0_only=...), on the CPU"
     ),
-    **dict.fromkeys(("ShardedStateDictConfig", "ShardedOptimStateDictConfig"), _State("mapped", _EACH_CALL)),
-    **dict.fromkeys(("LocalStateDictConfig", "LocalOptimStateDictConfig"), _State("refused", NO_FLAT)),
-    "OptimStateKeyType": _State("noted", "keys are always FQNs"),
+    **dict.fromkeys(("ShardedStateDictConfig", "ShardedOptimStateDictConfig"), Row("mapped", _EACH_CALL)),
+    **dict.fromkeys(("LocalStateDictConfig", "LocalOptimStateDictConfig"), Row("refused", NO_FLAT)),
+    "OptimStateKeyType": Row("noted", "keys are always FQNs"),
 }
 
 # Methods and attributes of a wrapped model
 
 MEMBERS: dict[str, Row] = {
     # Called on the class, with a model
-    "summon_full_params": _State("mapped", _OURS, "full_params({model}, writeback=True)"),
-    **dict.fromkeys(("state_dict_type", "set_state_dict_type"), _State("noted", f"remove it: {_NO_SETTING}")),
-    "get_state_dict_type": _State("decision", _NO_SETTING),
-    "optim_state_dict": _State("noted", _OURS, "full_optimizer_state_dict({model}, {optim}{rank0_only})"),
-    "optim_state_dict_to_load": _State(
-        "noted", _LOADS, "load_full_optimizer_state_dict({model}, {optim}, {optim_state_dict}{src})"
+    "summon_full_params": Row("mapped", f"{_OURS}; it gathers inner units too", "full_params({model}, writeback=True)"),
+    **dict.fromkeys(("state_dict_type", "set_state_dict_type"), Row("noted", f"remove it: {_NO_SETTING}")),
+    "get_state_dict_type": Row("decision", _NO_SETTING),
+    "optim_state_dict": Row("noted", _RANKS, "full_optimizer_state_dict({model}, {optim})"),
+    "optim_state_dict_to_load": Row(
+        "noted", _LOADS, "load_full_optimizer_state_dict({model}, {optim}, {optim_state_dict})"
     ),
-    "full_optim_state_dict": _State("noted", _OURS, "full_optimizer_state_dict({model}, {optim})"),
-    "sharded_optim_state_dict": _State("noted", _OURS, "sharded_optimizer_state_dict({model}, {optim})"),
-    "shard_full_optim_state_dict": _State(
+    "full_optim_state_dict": Row("noted", _RANKS, "full_optimizer_state_dict({model}, {optim})"),
+    "sharded_optim_state_dict": Row("noted", _OURS, "sharded_optimizer_state_dict({model}, {optim})"),
+    "shard_full_optim_state_dict": Row(
         "noted", _LOADS, 'load_full_optimizer_state_dict({model}, {optim}, {full_optim_state_dict}, src="all")'
     ),
-    "scatter_full_optim_state_dict": _State(
+    "scatter_full_optim_state_dict": Row(
         "noted", _LOADS, "load_full_optimizer_state_dict({model}, {optim}, {full_optim_state_dict})"
     ),
-    "flatten_sharded_optim_state_dict": _State(
+    "flatten_sharded_optim_state_dict": Row(
         "noted", _LOADS, "load_sharded_optimizer_state_dict({model}, {optim}, {sharded_optim_state_dict})"
     ),
-    "rekey_optim_state_dict": _State("decision", "keys are always FQNs"),
-    "fsdp_modules": Row("mapped", "", "[m for m in {model}.modules() if isinstance(m, FSDPModule)]", "names"),
+    "rekey_optim_state_dict": Row("decision", "keys are always FQNs"),
+    "fsdp_modules": Row("mapped", "", "[m for m in {model}.modules() if isinstance(m, FSDPModule)]"),
     # Called on a wrapped model
-    "clip_grad_norm_": Row("mapped", "from shardkit", "clip_grad_norm_({receiver}, {args})", "loop"),
-    "no_sync": Row("mapped", "or accumulate(model, last=...)", "no_sync({receiver})", "loop"),
-    "module": Row("mapped", "FSDP2 does not wrap the model", "{receiver}", "names"),
-    "forward": Row("noted", "a direct call of forward skips the all-gather hooks", "{receiver}({args})", "loop"),
+    "clip_grad_norm_": Row("mapped", "from shardkit", "clip_grad_norm_({receiver}, {args})"),
+    "no_sync": Row("mapped", "or accumulate(model, last=...)", "no_sync({receiver})"),
+    "module": Row("mapped", "FSDP2 does not wrap the model", "{receiver}"),
+    "forward": Row("noted", "a direct call of forward skips the all-gather hooks", "{receiver}({args})"),
     "apply": Row(
         "decision",
         "call it before sharding: after it, the function sees this rank's shards, where FSDP1 gathered the parameters",
         "{receiver}.apply({args})",
-        "wrapping",
     ),
-    "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last", "", "names"),
+    "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last"),
     "register_comm_hook": Row(
         "decision",
         "for each unit, or set_all_reduce_hook for the reduction over replicas; shardkit.set_reduce_precision sends "
         "gradients in 16 bits",
         "{receiver}.set_custom_reduce_scatter(...)",
-        "loop",
     ),
     "named_parameters": Row(
-        "noted", "names have no prefixes, and parameters are DTensors", "{receiver}.named_parameters({args})", "names"
+        "noted", "names have no prefixes, and parameters are DTensors", "{receiver}.named_parameters({args})"
     ),
-    "named_buffers": Row("mapped", "", "{receiver}.named_buffers({args})", "names"),
+    "named_buffers": Row("mapped", "", "{receiver}.named_buffers({args})"),
     # Methods of nn.Module that FSDP1 overrides
-    "state_dict": _State("noted", _OURS, "full_state_dict({receiver}{rank0_only})"),
-    "load_state_dict": _State("noted", _OURS, "load_full_state_dict({receiver}, {args}{src})"),
+    "state_dict": Row("noted", f"{_RANKS}; unchanged for SHARDED_STATE_DICT", "full_state_dict({receiver})"),
+    "load_state_dict": Row("noted", "unchanged for SHARDED_STATE_DICT", "load_full_state_dict({receiver}, {args})"),
 }
 
 _GONE = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor"
@@ -294,25 +285,25 @@ _ARGUMENT_NOW = "use the argument that the model was sharded with, or its mesh"
 _LOCAL = "each is a DTensor, and param.to_local() is this rank's shard"
 _LAZY = "remove it: FSDP2 does so at the first forward"
 
-INTERNAL = _Internal("refused", "FSDP2 has no counterpart; use a public method of FSDPModule")
+INTERNAL = Row("refused", "FSDP2 has no counterpart; use a public method of FSDPModule")
 
 # Attributes that programs read off a wrapped model.
 ATTRIBUTES: dict[str, Row] = {
     "_fsdp_wrapped_module": MEMBERS["module"],
     "process_group": Row("noted", _ARGUMENT_NOW, "mesh.get_group()"),
-    "rank": Row("mapped", "", "dist.get_rank()", "names"),
-    "world_size": Row("mapped", "", "dist.get_world_size()", "names"),
+    "rank": Row("mapped", "", "dist.get_rank()"),
+    "world_size": Row("mapped", "", "dist.get_world_size()"),
     **dict.fromkeys(("sharding_strategy", "mixed_precision", "cpu_offload"), Row("decision", _ARGUMENT_NOW)),
     "compute_device": Row("noted", _ARGUMENT_NOW, "mesh.device_type"),
-    "training_state": _Internal("refused", _GONE),
-    "params": _Internal("refused", _LOCAL, "{receiver}.parameters()"),
+    "training_state": Row("refused", _GONE),
+    "params": Row("refused", _LOCAL, "{receiver}.parameters()"),
     "_is_root": MEMBERS["check_is_root"],
-    "_lazy_init": Row("decision", _LAZY, "", "internals"),
+    "_lazy_init": Row("decision", _LAZY),
 }
 
-_MODULES = _Internal("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_modules"].use)
-_HOOK = MEMBERS["register_comm_hook"]._replace(support="refused", topic="internals")
-_HANDLE = _Internal("refused", "it frees what a forward left gathered; full_params(model) gathers", "module.reshard()")
+_MODULES = Row("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_modules"].use)
+_HOOK = MEMBERS["register_comm_hook"]._replace(support="refused")
+_HANDLE = Row("refused", "it frees what a forward left gathered; full_params(model) gathers", "module.reshard()")
 
 # Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
 INTERNALS: dict[str, Row] = {
@@ -320,9 +311,9 @@ INTERNALS: dict[str, Row] = {
     "_handles": _HANDLE,
     **dict.fromkeys(("_all_fsdp_states", "_fully_sharded_module_to_handle"), _MODULES),
     **dict.fromkeys(("_comm_hook", "_comm_hook_state"), _HOOK),
-    "_exec_order_data": _Internal("refused", "it sets the order of all-gathers", "set_modules_to_forward_prefetch"),
-    "_sync_gradients": _Internal("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
-    "_unshard": _Internal("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard"),
+    "_exec_order_data": Row("refused", "it sets the order of all-gathers", "set_modules_to_forward_prefetch"),
+    "_sync_gradients": Row("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
+    "_unshard": Row("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard"),
     "_reset_lazy_init": ATTRIBUTES["_lazy_init"],
     **dict.fromkeys(
         ("_deregister_orig_params_ctx", "_device_handle", "_free_event_queue", "_fsdp_extension"), INTERNAL
@@ -333,22 +324,22 @@ INTERNALS: dict[str, Row] = {
 }
 # Those that the drop-in answers.
 _STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
-_STREAM = _Internal("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
+_STREAM = Row("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
 ATTRIBUTES |= INTERNALS | dict.fromkeys(("_handle", "_all_handles"), _HANDLE) | dict.fromkeys(_STREAMS, _STREAM)
 
 # Private names of torch's modules
 
-_NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""', "names")
-_SUMMONED = _Internal("refused", f"{_OURS}, or FSDP.summon_full_params", "full_params(model, writeback=True)")
-_OPTIM = _Internal("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
-_DTENSORS = _Internal("refused", "remove it: state dicts of FSDP2 hold DTensors")
+_NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""')
+_SUMMONED = Row("refused", f"{_OURS}, or FSDP.summon_full_params", "full_params(model, writeback=True)")
+_OPTIM = Row("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
+_DTENSORS = Row("refused", "remove it: state dicts of FSDP2 hold DTensors")
 
 # By the name of a function, constant or module; the last part of a dotted path that is in this table decides.
 PRIVATE: dict[str, Row] = {
     "_or_policy": Row("mapped", _TAKEN, "units=[..., ...]"),
     "_module_wrap_policy": Row("mapped", _TAKEN, "units=by_class(...)"),
-    "_wrap_utils": Row("decision", "planning chooses the units", "shard_model(model, units=[...])", "wrapping"),
-    "_unshard_param_utils": Row("decision", "or FSDPModule.unshard of each unit", "p.full_tensor()", "internals"),
+    "_wrap_utils": Row("decision", "planning chooses the units", "shard_model(model, units=[...])"),
+    "_unshard_param_utils": Row("decision", "or FSDPModule.unshard of each unit", "p.full_tensor()"),
     "_lazy_init": ATTRIBUTES["_lazy_init"],
     "_get_fsdp_states": _MODULES._replace(support="decision"),
     "_get_fsdp_root_states": _MODULES,
@@ -357,13 +348,11 @@ PRIVATE: dict[str, Row] = {
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
-    "_shard_utils": _Internal("refused", "FSDP2's sharded tensors are DTensors", "DTensor"),
-    "_set_fsdp_extensions": _Internal(
-        "refused", "FSDP2 supports tensor parallelism without extensions", "a 2D device_mesh"
-    ),
-    "_replace_with_full_state_dict_type": _Internal("refused", _OURS, "full_state_dict(model)"),
+    "_shard_utils": Row("refused", "FSDP2's sharded tensors are DTensors", "DTensor"),
+    "_set_fsdp_extensions": Row("refused", "FSDP2 supports tensor parallelism without extensions", "a 2D device_mesh"),
+    "_replace_with_full_state_dict_type": Row("refused", _OURS, "full_state_dict(model)"),
     "_prefetch_handle": INTERNALS["_exec_order_data"],
-    "_init_param_handle_from_module": _Internal("refused", "", "shard_model(model)"),
+    "_init_param_handle_from_module": Row("refused", "", "shard_model(model)"),
     **dict.fromkeys(("_unshard", "_reshard"), INTERNALS["_unshard"]),
     **dict.fromkeys(("_set_optim_use_dtensor", "_set_use_dtensor"), _DTENSORS),
     **dict.fromkeys(("_unshard_params", "_unshard_params_for_summon", "_unshard_fsdp_state_params"), _SUMMONED),

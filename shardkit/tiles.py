@@ -11,10 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardkit._fsdp import not_compiled
+from shardkit._torch import FakeTensor
 from shardkit.errors import ShardkitError, message
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_FIX = "Leave the module out of the rule with tiles="
 
 
 class Tokens:
@@ -31,7 +36,7 @@ class Tokens:
         if first is None or first.ndim < 2:
             given = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)} first"
             rule = "A module with tiles= is called with a tensor of shape (..., tokens, features) first"
-            raise ShardkitError(message(fqn, f"called with {given}", rule, "Leave the module out of the rule"))
+            raise ShardkitError(message(fqn, f"was called with {given}", rule, _FIX))
         self.first, self.dim = first, first.ndim - 2
 
     def __len__(self) -> int:
@@ -71,3 +76,61 @@ def _of_contiguous(forward: Callable[..., Tensor], args: Sequence[Any], kwargs: 
     """Call ``forward`` with tensors that it may view in another shape, as it may those that are not cut."""
     given = [each.contiguous() if isinstance(each, Tensor) else each for each in (*args, *kwargs.values())]
     return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+
+def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
+    """Return the module's forward, computed in tiles as by :func:`in_tiles`.
+
+    Its first call with several tokens, in each mode of training, computes half of the first tile alone too, and raises
+    if that differs: a module that mixes tokens, as attention does, would be silently wrong.
+
+    Raises:
+        ShardkitError: in forward: the module mixes tokens, draws random numbers other than those of dropout modules, or
+            does not return one tensor with a row for each token.
+    """
+    forward, checked = module.forward, set[bool]()
+    run = in_tiles(forward, tiles, fqn)
+
+    @functools.wraps(forward)
+    def checked_once(*args: Any, **kwargs: Any) -> Tensor:
+        if module.training not in checked and _check(module, forward, Tokens(fqn, args, kwargs), fqn, tiles):
+            checked.add(module.training)
+        return run(*args, **kwargs)
+
+    return checked_once
+
+
+@not_compiled
+@torch.no_grad()
+def _check(module: nn.Module, forward: Callable[..., Any], tokens: Tokens, fqn: str, tiles: int) -> bool:
+    """Return whether half of a tile is computed alike alone; False if its values cannot tell. Raise if it is not."""
+    half = -(-len(tokens) // tiles) // 2
+    if half < 1 or isinstance(tokens.first, FakeTensor) or tokens.first.is_meta or not tokens.first.numel():
+        return False
+    dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
+    for each in dropouts:  # they work on each token alone, and nothing could be compared with random numbers
+        each.training = False
+    try:
+        (tile,) = tokens.calls(lambda each: [each.narrow(tokens.dim, 0, 2 * half)])
+        (part,) = tokens.calls(lambda each: [each.narrow(tokens.dim, half, half)])
+        whole, alone = (_of_contiguous(forward, *call) for call in (tile, part))
+    finally:
+        for each in dropouts:
+            each.training = True
+    rows = (*tokens.first.shape[: tokens.dim], 2 * half)
+    rule = "A module with tiles= must compute each token alone, since each call gets one tile of tokens"
+    if not isinstance(whole, Tensor) or whole.shape[:-1] != rows:
+        problem = (
+            f"returns {tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__} for {rows} tokens"
+        )
+        raise ShardkitError(message(fqn, problem, rule, _FIX))
+    largest = float(whole.abs().max())
+    difference = float((whole.narrow(tokens.dim, half, half) - alone).abs().max())
+    dtypes = [whole.dtype, *(param.dtype for param in module.parameters() if param.is_floating_point())]
+    if torch.is_autocast_enabled(whole.device.type):
+        dtypes.append(torch.get_autocast_dtype(whole.device.type))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize > 1)  # kernels differ with the shape
+    if difference > eps**0.5 * largest:
+        problem = f"computes a token differently, by {difference / largest:.1e}, when other tokens are left out"
+        raise ShardkitError(message(fqn, problem, rule, _FIX))
+    return 0 < largest < float("inf")

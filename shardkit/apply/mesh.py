@@ -49,10 +49,10 @@ def ensure_process_group() -> None:
     launched = [name for name in _RANK_VARIABLES if name in os.environ]
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if launched and missing:
-        problem = f"{listing(missing)} not set, though {listing(launched)} is"
+        problem = f"must be set too, since {listing(launched)} is"
         rule = "A launcher sets all four variables for each rank; a single process needs none"
         fix = "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself"
-        raise PlanError(message("process group", problem, rule, fix))
+        raise PlanError(message(listing(missing), problem, rule, fix))
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())
@@ -81,9 +81,8 @@ def _local_device(count: int) -> int:
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy all groups if the default one is still ours, and no error ends the process.
 
-    torch asks for this with NCCL. gloo's threads still outlive it once FSDP2 has used the group, even if the model and
-    the mesh are dropped first (torch 2.13), so a run that has finished may abort ("terminate called without an active
-    exception", pytorch#190489). After an error the other ranks may never get here.
+    torch asks for this with NCCL. With gloo a run that has finished may still abort ("terminate called without an
+    active exception", pytorch#190489, torch 2.13). After an error the other ranks may never get here.
     """
     if dist.is_initialized() and dist.group.WORLD is made() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
@@ -101,22 +100,18 @@ def spec_of(mesh: DeviceMesh | MeshSpec | None) -> MeshSpec:
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         return MeshSpec.sharded(world)
     if not isinstance(mesh, DeviceMesh):
+        problem = f"must be a DeviceMesh, a MeshSpec or None, got {type(mesh).__name__}"
         fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
-        rule = "It must be a DeviceMesh, a MeshSpec or None for all ranks"
-        raise PlanError(message("mesh", f"is a {type(mesh).__name__}", rule, fix))
+        raise PlanError(message("mesh", problem, "None is all ranks in one axis", fix))
     names = mesh.mesh_dim_names
     if names == ("dp", "sp"):
-        problem, rule = (
-            "the whole of training_mesh",
-            "Two axes replicate and shard, and parameters shard over both of these",
-        )
-        fix = "Leave mesh out, which shards over all ranks, or pass MeshSpec.hybrid(replicate, shard)"
-        raise PlanError(message("mesh", problem, rule, fix))
+        problem = "is the whole of training_mesh, and parameters shard over both of its axes"
+        fix = "Leave mesh out, or pass MeshSpec.hybrid(replicate, shard)"
+        raise PlanError(message("mesh", problem, "Of two axes the first replicates", fix))
     if mesh.ndim > 1 and names is None:
-        problem = f"a DeviceMesh of shape {tuple(mesh.shape)} with axis names {names}"
-        rule = "Data-parallel meshes have one axis, or several with names"
+        problem = f"must have axis names, got a DeviceMesh of shape {tuple(mesh.shape)} without"
         fix = 'Pass mesh_dim_names=("dp_replicate", "dp_shard") to init_device_mesh, or a sub-mesh of one axis'
-        raise PlanError(message("mesh", problem, rule, fix))
+        raise PlanError(message("mesh", problem, "", fix))
     return MeshSpec(tuple(mesh.shape), tuple(names) if names else ("dp_shard",))
 
 
@@ -142,8 +137,7 @@ def training_mesh(*, sp: int = 1, device: str | None = None) -> DeviceMesh:
     ensure_process_group()
     world = dist.get_world_size()
     if not isinstance(sp, int) or sp < 1 or world % sp:
-        fix = "Pass a divisor, such as 1 or the number of ranks"
-        raise PlanError(message("sp", f"is {sp} on {world} ranks", "It must divide the number of ranks", fix))
+        raise PlanError(message("sp", f"must divide the number of ranks, {world}, got {sp}", "", "Pass a divisor"))
     mesh = init_device_mesh(device or device_type(), (world // sp, sp), mesh_dim_names=("dp", "sp"))
     return with_timeout_of_world(mesh)
 
@@ -193,20 +187,15 @@ def check_mesh(mesh: DeviceMesh | None, spec: MeshSpec) -> None:
         if spec.size == world:
             return
         problem = f"{spec} needs {spec.size} ranks, and there are {world}"
-        rule = "A plan is applied on as many ranks as it was made for"
         fix = f"Start {spec.size} processes, or make the plan with mesh=MeshSpec.sharded({world})"
     elif not isinstance(mesh, DeviceMesh):
-        problem = f"is a {type(mesh).__name__}"
-        rule = "A plan is applied on a DeviceMesh, or on all ranks with mesh=None"
+        problem = f"must be a DeviceMesh or None, got {type(mesh).__name__}"
         fix = "Leave it out, or pass the mesh to plan_model"
     elif (found := spec_of(mesh)).shape != spec.shape or found.axis_names != spec.axis_names:
-        problem = f"{found} for a plan made for {spec}"
-        rule = "A plan is applied on a mesh of the shape and axis names it was made for"
-        fix = "Make the plan with this mesh"
+        problem, fix = f"is {found}, and the plan was made for {spec}", "Make the plan with this mesh"
     elif mesh.device_type in ("cpu", accelerator()):
         return
     else:
-        problem = f"its device type is {mesh.device_type!r}, and this process has {accelerator()!r}"
-        rule = "A mesh must be on a device that every rank has"
+        problem = f"is on {mesh.device_type!r}, and this process has {accelerator()!r}"
         fix = f"Use init_device_mesh({accelerator()!r}, ...)"
-    raise PlanError(message("mesh", problem, rule, fix))
+    raise PlanError(message("mesh", problem, "", fix))

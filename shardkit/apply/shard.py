@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import warnings
@@ -18,24 +17,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.skipping import in_context
 from shardkit._torch import real_tensors
 from shardkit._torch.meshes import with_timeout_of_world
 from shardkit.apply.agree import agree_on_plan
-from shardkit.apply.carry import Original
-from shardkit.apply.fit import check_fit, check_is_plan, check_made_for, check_unsharded
+from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
-from shardkit.apply.recompute import recomputed
-from shardkit.apply.start import broadcast_from_first, check_same_start, facts_of, states_of
+from shardkit.apply.param_attrs import ParamAttrs
+from shardkit.apply.validate import check_fit, check_is_plan, check_made_for, check_unsharded
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
-from shardkit.plan.skipping import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, announce, device_type, explained, gather_by_rank, together, warn_once
+from shardkit.ranks import Groups, device_type, together, warn_once
 from shardkit.runtime.hooks import install_hooks
-from shardkit.runtime.means import divide_further
-from shardkit.runtime.replicated import replicate, unreduced_problem
-from shardkit.runtime.skippable import SkippableUnit, in_order, watch_calls
 from shardkit.runtime.stepping import replacing
 
 
@@ -45,7 +38,7 @@ def apply_plan(
     """Shard ``model`` as ``plan`` says, in place, and return it.
 
     Collective: every rank of the mesh must call. Before anything is changed, the ranks compare their plans and a sample
-    of their values, in two all-gathers of 32 bytes. Parameters on the meta device stay there, for ``materialize``.
+    of their values, in two all-reduces of 16 bytes. Parameters on the meta device stay there, for ``materialize``.
 
     Args:
         model: the model that the plan was made for; its parameters become DTensors, its classes FSDPModules.
@@ -102,7 +95,10 @@ def apply_decided(
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     with replacing(model):
         carry_out(model, plan, mesh)
-    _let_ranks_skip(model, plan, mesh.get_all_groups())
+    if _skips(plan):
+        from shardkit.apply.skipping import let_ranks_skip
+
+        let_ranks_skip(model, plan, mesh.get_all_groups())
     install_hooks(model, plan.forward_methods)
     _warn_and_refuse(model, plan)
     if setting := os.environ.get("SHARDKIT_WATCH"):
@@ -129,46 +125,49 @@ def carry_out(
         groups: their ranks raise together; None is the mesh's, and with none of them the call is local.
 
     Raises:
-        PlanError: on every rank, with the model as it was: torch could not shard it on one of them.
+        PlanError: on every rank: torch could not shard the model on one of them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
-    original = Original(model, plan, mesh.device_type)
+    attributes = ParamAttrs(model, plan)
     groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
-    try:
-        for units in batches:
-            if before is not None:
-                before(units[0])
-            with together(groups, PlanError):
-                if units[0] is plan.units[0]:
-                    _begin(model, plan)
-                ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
-                for unit in units:
-                    _shard_unit(model, unit, meshes[unit.mesh], ignored, original)
-                    if plan.mesh.parts(unit.mesh) > 1:
-                        divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
-                if units[-1] is plan.units[-1]:
-                    _finish(model, plan, meshes[None], original)
-    except BaseException:
-        original.restore()
-        raise
+    for units in batches:
+        if before is not None:
+            before(units[0])
+        with together(groups, PlanError):
+            if units[0] is plan.units[0]:
+                _begin(model, plan)
+            ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
+            for unit in units:
+                _shard_unit(model, unit, meshes[unit.mesh], ignored)
+                if plan.mesh.parts(unit.mesh) > 1:
+                    from shardkit.runtime.means import divide_further
+
+                    divide_further(model.get_submodule(unit.modules[0]), plan.mesh.parts(unit.mesh))
+            if units[-1] is plan.units[-1]:
+                attributes.carry_over(model)
+                _finish(model, plan, meshes[None])
+
+
+def _skips(plan: ShardingPlan) -> bool:
+    return any(unit.may_skip for unit in plan.units)
 
 
 def _begin(model: nn.Module, plan: ShardingPlan) -> None:
     """Change the forwards that the plan asks for inside of checkpointing and compiling."""
-    for module in [model.get_submodule(unit.modules[0]) for unit in callers(plan)]:
-        module.forward = in_order(module)
+    if _skips(plan):
+        from shardkit.apply.skipping import wrap_callers
+
+        wrap_callers(model, plan)
     for fqn, number in plan.tiles:
-        from shardkit.apply.tiles import tiled  # few plans have any
+        from shardkit.tiles import tiled
 
         module = model.get_submodule(fqn)
         module.forward = tiled(module, fqn or "(root)", number)
 
 
-def _shard_unit(
-    model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter], original: Original
-) -> None:
+def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
     params = {fqn: model.get_parameter(fqn) for fqn in unit.params}
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
     placements = {params[fqn]: Shard(dim) for fqn, dim in unit.shard_dims}
@@ -190,10 +189,9 @@ def _shard_unit(
     except Exception as error:
         # torch replaces the parameters of a unit one after the other: the first that is still there failed.
         failed = next((fqn for fqn, param in params.items() if model.get_parameter(fqn) is param), unit.name)
-        state = "The model was restored" if original.is_whole else "The model cannot be used any more; build it again"
-        problem = f"torch could not shard it: {type(error).__name__}: {error}"
-        raise PlanError(message(failed, problem, state, "See the cause, or pass it in ignored_params")) from error
-    original.release(params.values())
+        problem = f"could not be sharded by torch, {type(error).__name__}: {error}"
+        rule = "The model is sharded in part now and cannot be used; build it again"
+        raise PlanError(message(failed, problem, rule, "See the cause, or pass it in ignored_params")) from error
 
 
 def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
@@ -208,14 +206,17 @@ def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
     if first:
         module.forward = torch.compile(module.forward)
     if unit.checkpoint_activations:
-        module.forward = recomputed(module, fqn, to_compile=unit.compile and not first)
+        from shardkit.apply.checkpointing import checkpointed
+
+        module.forward = checkpointed(module, fqn, to_compile=unit.compile and not first)
     if unit.compile and not first:
         module.forward = torch.compile(module.forward)
 
 
-def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Original) -> None:
-    original.carry_over(model)
+def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
     if plan.replicated:
+        from shardkit.runtime.replicated import replicate
+
         replicate(model, plan.replicated, mesh)
     if plan.prefetch:
         _prefetch(model, plan)
@@ -230,33 +231,13 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, original: Or
             warnings.filterwarnings("ignore", text, UserWarning)
 
 
-def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
-    inner, inside = callers(plan), skippable(plan)
-    if not inner:
-        return
-    exchange = functools.partial(gather_by_rank, groups=groups)
-    made = {
-        unit: SkippableUnit(
-            unit.name,
-            model.get_submodule(unit.modules[0]),  # type: ignore[arg-type]  # fully_shard has changed its class
-            unit.may_skip,
-            unit in inside,
-            unit.checkpoint_activations,
-            exchange,
-            announce,
-        )
-        for unit in plan.units
-    }
-    for unit, called in inner.items():
-        made[unit].calls.extend(made[each] for each in called)
-    watch_calls([made[unit] for unit in inner])
-    in_context(model, explained)
-
-
 def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:
     """Warn of ignored parameters that train, and refuse merges of adapters; most models have neither."""
-    if plan.ignored and (problem := unreduced_problem(model)):
-        warn_once(problem)
+    if plan.ignored:
+        from shardkit.runtime.replicated import unreduced_problem
+
+        if problem := unreduced_problem(model):
+            warn_once(problem)
     if any(hasattr(type(module), "unmerge") for module in model.modules()):
         from shardkit.integrations.merging import refuse_merges
 

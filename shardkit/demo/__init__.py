@@ -26,7 +26,7 @@ from shardkit.demo.train import OUTPUT, Job, resume, train_plain, train_sharded
 from shardkit.demo.verify import MOST_STEPS, compare, compare_resumed, is_exact
 from shardkit.errors import ShardkitError, message
 from shardkit.memory.cli import positive
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.testing import RankPool
 
 _LIMIT = 24 * 3600.0  # seconds: a slow machine is not a stuck one

@@ -3,7 +3,6 @@
 from shardkit.grads.accumulate import accumulate as accumulate
 from shardkit.grads.accumulate import no_sync as no_sync
 from shardkit.grads.accumulate import reset_after_error as reset_after_error
-from shardkit.grads.accumulate import set_reduce_scatter_unused_params as set_reduce_scatter_unused_params
 from shardkit.grads.accumulate import zero_grad as zero_grad
 from shardkit.grads.clip import clip_grad_norm_ as clip_grad_norm_
 from shardkit.grads.precision import set_reduce_precision as set_reduce_precision

@@ -1,11 +1,10 @@
-"""Gradient accumulation, recovery after an error, and ranks that use different parameters."""
+"""Gradient accumulation, and recovery after an error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -43,18 +42,13 @@ def accumulate(
     ``shard_gradients=True``             k reduce-scatters              P / N x reduce_dtype of gradients
     ===================================  =============================  ==========================================
 
-    By default a unit with ``reshard_after_forward=False`` is gathered once too, and its parameters are held. A
-    reduction is a reduce-scatter, and on an HSDP mesh an all-reduce after it, which always runs once.
-
-    If the body raises, all gradients of the model are dropped, reduced or not. If forward or backward raised, call
-    :func:`reset_after_error` before the next one. To abandon a step between two micro-batches call ``zero_grad()`` of
-    the model or the optimizer; any other use of an unreduced gradient raises, including ``optimizer.step()``. Between
-    micro-batches no parameter may change, and ``model.parameters()`` yields the unsharded parameters of units that are
-    kept unsharded.
+    A reduction is a reduce-scatter, and on an HSDP mesh an all-reduce after it, which always runs once. If the body
+    raises, all gradients of the model are dropped, reduced or not. If forward or backward raised, call
+    :func:`reset_after_error` before the next one. Between micro-batches no parameter may change. To abandon a step
+    there, call ``shardkit.zero_grad(model)``.
 
     Args:
-        model: sharded by ``fully_shard`` in any way: a root, a part of one, or a module around several roots.
-            Plain parameters accumulate as usual.
+        model: an FSDP root, a part of one, or a module around several roots. Plain parameters accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
         keep_unsharded: True gathers the parameters of each unit once for all micro-batches, also where
             ``reshard_after_forward`` would free them. False frees them after each backward. None keeps those with
@@ -63,7 +57,7 @@ def accumulate(
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between; an HSDP mesh
             still all-reduces once. On a mesh that shards within hosts and replicates across them, this saves the
             memory of unsharded gradients at the cost of traffic within the host. If ranks use different parameters
-            in different micro-batches, call ``set_reduce_scatter_unused_params`` first.
+            in different micro-batches, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
 
     Raises:
         ShardkitError: ``model`` is not a module; or ``optimizer_in_backward`` steps its parameters, which keeps no
@@ -79,9 +73,8 @@ def accumulate(
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
     units = fsdp_units(model)
     if steps_in_backward([param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()):
-        problem = "optimizer_in_backward steps its parameters as soon as they have a gradient"
-        rule = "Accumulation adds up the gradients of several backwards before the step"
-        raise ShardkitError(message("model", problem, rule, "Use one large batch, or an ordinary optimizer"))
+        problem = "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be accumulated"
+        raise ShardkitError(message("model", problem, "", "Use one large batch, or an ordinary optimizer"))
     watch_gradients(model)
     with ExitStack() as stack:
         for unit in units:
@@ -119,8 +112,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 def zero_grad(model: nn.Module) -> None:
     """Drop all gradients, also unreduced ones of backwards without sync, and free their memory. Local.
 
-    torch does not keep unreduced gradients in the ``.grad`` of sharded parameters. ``zero_grad()`` of the model and
-    of the optimizer drop them when the next backward begins, once ``shard_model`` or :func:`accumulate` was called.
+    torch does not keep those in the ``.grad`` of sharded parameters, where ``optimizer.zero_grad()`` looks.
     """
     check_module(model)
     for unit in fsdp_units(model):
@@ -134,16 +126,12 @@ def reset_after_error(model: nn.Module) -> None:
 
     Units are resharded, pending collectives waited for, and all gradients dropped, reduced or not (torch's
     ``reset_iter_state`` leaves those of accumulation without sync, torch 2.13). The next step equals that of a model
-    that never failed. Restart the step at its first micro-batch.
+    that never failed. Restart the step at its first micro-batch, and call this after the ``except`` block, not inside,
+    where the traceback keeps activations alive.
 
-    Local. All ranks must call it, and must have failed at the same place, where they have begun the same collectives.
-    An error on one rank alone leaves the others waiting in a collective, which cannot be fixed in the process: let it
-    end, and restart from a checkpoint.
-
-    Not undone: other changes by a forward, such as BatchNorm's statistics and random states; parameters that an
-    optimizer updated in backward; flags that were set by hand outside of :func:`accumulate`.
-
-    Call it after the ``except`` block, not inside, where the traceback keeps activations alive.
+    Local. All ranks must call it, and must have failed at the same place. An error on one rank alone leaves the others
+    waiting in a collective, which cannot be fixed in the process: let it end, and restart from a checkpoint. Not
+    undone: BatchNorm's statistics, random states, parameters that an optimizer updated in backward, flags set by hand.
 
     Args:
         model: all FSDP roots that took part must be in it; a plain model only loses its gradients.
@@ -160,37 +148,10 @@ def reset_after_error(model: nn.Module) -> None:
         >>> if failed:
         ...     reset_after_error(model)
     """
-    parts = modules_of_other_roots(model)
-    if parts:
+    if parts := modules_of_other_roots(model):
         names = {module: name or "(root)" for name, module in model.named_modules()}
-        problem = f"{listing(names[module] for module in parts)} belong to an FSDP root outside of it"
-        rule = "All units of a root are reset together"
-        raise ShardkitError(message("model", problem, rule, "Pass the root, the module whose forward you call"))
+        problem = f"holds modules of an FSDP root outside of it: {listing(names[module] for module in parts)}"
+        raise ShardkitError(message("model", problem, "", "Pass the root, the module whose forward you call"))
     for root in fsdp_roots(model):
         reset_iteration(root)
     zero_grad(model)
-
-
-def set_reduce_scatter_unused_params(model: nn.Module, enabled: bool = True) -> None:
-    """Reduce parameters without a gradient on a rank as zeros, so that ranks may use different parameters in a step.
-
-    torch reduces the parameters of a unit that have a gradient. If these differ between ranks, the step ends in an
-    error, a hang or wrong gradients. This calls torch's method of the same name on every unit of every root. Local;
-    all ranks must make the same call, before the first backward that needs it.
-
-    The cost is a full gradient of zeros while the unit reduces. Parameters that no rank used have gradients of zeros
-    instead of None, so that optimizers apply weight decay and momentum to them.
-
-    It does not help if a rank skips the forward of a whole unit, which the others gather: see ``take_part``.
-
-    Raises:
-        ShardkitError: torch is older than 2.13, which cannot do this.
-    """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        rule = "Reducing unused parameters needs torch >= 2.13"
-        fix = "Upgrade torch, or add 0.0 * parameter.sum() to what the forward of its unit returns"
-        problem = f"torch {torch.__version__} never reduces parameters without a gradient"
-        raise ShardkitError(message("set_reduce_scatter_unused_params", problem, rule, fix))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reduce_scatter_unused_params(enabled, recurse=False)

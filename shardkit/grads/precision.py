@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +22,12 @@ def set_reduce_precision(
     """Send gradients as ``wire`` and add them in ``accumulate``, in every unit of ``model``.
 
     torch's reduce-scatter adds in the dtype that it sends: bf16 loses bits with each addition, and float32 sends
-    twice the bytes. Here each rank sends its parts in ``wire`` by an all-to-all, and adds in ``accumulate``. For G
-    elements of gradients in a unit over N ranks, each rank sends ``(N - 1) / N * G * 2`` bytes, half of a float32
-    reduce-scatter. Gradients that ``wire`` can represent, such as those of ``param_dtype=wire``, arrive exactly: the
-    sum is the float32 one but for the order of its N terms.
+    twice the bytes. Here each rank sends its parts in ``wire`` by an all-to-all, at half the bytes of a float32
+    reduce-scatter, and adds in ``accumulate``. Gradients that ``wire`` can represent, such as those of
+    ``param_dtype=wire``, arrive exactly: the sum is the float32 one but for the order of its terms.
 
     Local; all ranks must make the same call, after sharding and before the first backward. It sets torch's
-    ``set_custom_reduce_scatter``, and needs 4 more bytes for each of the G elements while a unit reduces. Limits:
+    ``set_custom_reduce_scatter``, and needs 4 more bytes for each gradient element while a unit reduces. Limits:
 
     - Accumulation without sync rounds: the local float32 sum of several backwards is rounded to ``wire`` when it is
       sent, by 2**-8 (bf16) at most. ``accumulate(..., shard_gradients=True)`` sends each micro-batch by itself, and
@@ -43,28 +41,21 @@ def set_reduce_precision(
         accumulate: the ``reduce_dtype`` of the units, ``torch.float32``.
 
     Raises:
-        ShardkitError: another ``wire``; a unit reduces in another dtype than ``accumulate``, or has parameters on
-            several meshes, for which torch refuses a custom reduce-scatter. Nothing was changed.
+        ShardkitError: another ``wire``; a unit reduces in another dtype than ``accumulate``. Nothing was changed.
+        ValueError: torch's, for a module with parameters on several meshes.
     """
     names = {module: name or "(root)" for name, module in model.named_modules()}
     units = [(names[unit.modules[0]], unit) for unit in fsdp_units(model)]
     problems = []
     if wire not in WIRE or accumulate in WIRE or not accumulate.is_floating_point:
-        rule = "Gradients are sent in 16 bits and added in more"
-        fix = "Pass wire=torch.bfloat16, accumulate=torch.float32"
-        problems.append(message("wire", f"is {wire} for sums in {accumulate}", rule, fix))
+        problem = f"must be bfloat16 or float16, and accumulate wider, got {wire} and {accumulate}"
+        problems.append(message("wire", problem, "", "Pass wire=torch.bfloat16, accumulate=torch.float32"))
     dtypes = [(name, reduce_dtype(unit)) for name, unit in units]
     if wrong := [f"{name} in {dtype}" for name, dtype in dtypes if dtype not in (None, accumulate)]:
-        problem = f"is {accumulate}, but units reduce in another dtype: {listing(wrong)}"
+        problem = f"is {accumulate}, and units reduce in another dtype: {listing(wrong)}"
         rule = "torch allocates reduction buffers in reduce_dtype, which is fixed when a model is sharded"
         fix = f"Shard with MixedPrecisionPolicy(..., reduce_dtype={accumulate})"
         problems.append(message("accumulate", problem, rule, fix))
-    counts = Counter(unit.modules for _, unit in units)
-    if several := dict.fromkeys(name for name, unit in units if counts[unit.modules] > 1):
-        problem = "torch shards its parameters on several meshes, by shard_placement_fn"
-        rule = "A custom reduce-scatter is for modules whose parameters are on one mesh"
-        fix = "Shard the parameters of each mesh as units of their own"
-        problems.append(message(listing(several), problem, rule, fix))
     if problems:
         raise ShardkitError("\n".join(problems))
     comm = _ReduceScatter(wire)
@@ -90,9 +81,9 @@ class _ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            rule = "set_reduce_precision supports sums and means"
+            problem = f"asks for {op}, and set_reduce_precision supports sums and means"
             fix = 'Call set_gradient_reduction(model, "sum"), or set_force_sum_reduction_for_comms(True) on each unit'
-            raise ShardkitError(message("set_gradient_divide_factor", f"asks for {op}", rule, fix))
+            raise ShardkitError(message("set_gradient_divide_factor", problem, "", fix))
         sent = input_tensor.to(self.wire)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

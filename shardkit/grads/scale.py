@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """
     count = torch.as_tensor(num_tokens).detach()
     if count.ndim:
-        rule = "It is one number, the count of this rank's tokens"
-        raise ShardkitError(message("num_tokens", f"has shape {tuple(count.shape)}", rule, "Pass its sum()"))
+        problem = f"must be one number, the count of this rank's tokens, got shape {tuple(count.shape)}"
+        raise ShardkitError(message("num_tokens", problem, "", "Pass its sum()"))
     dtype = torch.float64 if count.is_floating_point() else torch.int64
     note("global_token_count")
     largest = max(fsdp_units(model), key=reduce_size, default=None)
@@ -66,10 +66,9 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
 def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens of all ranks.
 
-    Reducing gradients divides them by the number of ranks, as if all had the same number of tokens. The result is
-    ``loss * divisor / num_tokens``, where ``divisor`` is the number that torch divides by: the ranks on the model's
-    mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Called for each micro-batch with the
-    count of all, it makes their sum exact, with any schedule of :func:`accumulate`.
+    The result is ``loss * divisor / num_tokens``, where ``divisor`` is the number that torch divides reduced gradients
+    by: the ranks on the model's mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Called for
+    each micro-batch with the count of all, it makes their sum exact, with any schedule of :func:`accumulate`.
 
     Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``, so that the scaler adapts to the
     scaled loss. Take the sum of float32 losses; a sum in fp16 overflows.
@@ -99,12 +98,9 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted after backward.
 
-    For a step whose micro-batches are not known at its start: call backward on each plain sum of losses, count,
-    scale once after the last backward, then clip and step. If the count is known first, prefer ``scale_loss``:
-    gradients of sums are larger, which fp16 cannot hold, and scaling reads and writes all of them.
-
-    Local, no host sync. Gradients of ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP
-    does, before or after. With a GradScaler call it before or after ``unscale_``.
+    Call it once after the last backward, then clip and step. If the count is known first, prefer ``scale_loss``:
+    gradients of sums are larger, which fp16 cannot hold, and scaling reads and writes all of them. Local, no host sync.
+    Gradients of ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP does, before or after.
 
     Args:
         num_tokens: as for ``scale_loss``.
@@ -123,8 +119,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
     Use the sum for experts that you sharded on a mesh of their own: their gradients hold the tokens of several ranks
     and are reduced over fewer ranks than the rest, so the means differ. ``shard_model`` makes them equal. Local; all
-    ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and its factors need NCCL, or,
-    where sums are forced, divide twice on a shard axis of one rank (torch 2.13).
+    ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
 
     Args:
         model: sharded, a root or a part of one.
@@ -135,7 +130,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
         ShardkitError: another ``reduction``.
     """
     if reduction not in ("mean", "sum"):
-        raise ShardkitError(message("reduction", f"is {reduction!r}", 'It must be "mean" or "sum"', "Pass one of them"))
+        raise ShardkitError(message("reduction", f'must be "mean" or "sum", got {reduction!r}', "", "Pass one of them"))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0 if reduction == "sum" else None)  # type: ignore[arg-type]
@@ -144,22 +139,18 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
 
 def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return what to multiply sums by: the number that every trainable unit divides by, 1 if plain, per token."""
     count = torch.as_tensor(num_tokens)
-    return _divisor(model) / torch.where(count == 0, 1, count).to(dtype)
-
-
-def _divisor(model: nn.Module) -> float:
-    """Return the number by which every trainable unit divides the sum over the ranks; 1 for a plain model."""
     units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
-    divisors = [divisor(unit) for unit in units]
-    if len(set(divisors)) <= 1:
-        return divisors[0] if divisors else 1.0
-    names = {module: name or "(root)" for name, module in model.named_modules()}
-    each = [f"{names[unit.modules[0]]} by {number:g}" for unit, number in zip(units, divisors, strict=True)]
-    problem = f"its units divide gradients by different numbers: {listing(each)}"
-    rule = "One scale of the loss is right for all units only if they divide by the same number"
-    fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
-    raise ShardkitError(message("model", problem, rule, fix))
+    divisors = [divisor(unit) for unit in units] or [1.0]
+    if len(set(divisors)) > 1:
+        names = {module: name or "(root)" for name, module in model.named_modules()}
+        each = [f"{names[unit.modules[0]]} by {number:g}" for unit, number in zip(units, divisors, strict=True)]
+        problem = f"has units that divide gradients by different numbers: {listing(each)}"
+        rule = "One scale of the loss is right for all units only if they divide by the same number"
+        fix = 'Call set_gradient_reduction(model, "sum") once, after sharding'
+        raise ShardkitError(message("model", problem, rule, fix))
+    return divisors[0] / torch.where(count == 0, 1, count).to(dtype)
 
 
 class GradScaler(UnscalingGradScaler):
@@ -168,7 +159,7 @@ class GradScaler(UnscalingGradScaler):
     A gradient that overflows ends up in the shard of one rank, and all must skip that step and lower the scale
     together. torch's own scaler does so for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP)
     ranks diverge silently, a plain parameter beside DTensors is an error, and a rank without gradients a hang (torch
-    2.11 to 2.13). Use it in the same way, with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and
+    2.13). Use it in the same way, with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and
     ``step``.
 
     ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each axis of more than one
@@ -177,7 +168,7 @@ class GradScaler(UnscalingGradScaler):
 
     Args:
         device: of the loss; None is the accelerator's type, or "cpu" where there is none.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for torch's.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for torch's, in this order or by name.
 
     Example:
         >>> scaler = GradScaler()
@@ -188,17 +179,8 @@ class GradScaler(UnscalingGradScaler):
         >>> scaler.update()
     """
 
-    def __init__(
-        self,
-        device: str | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        device = device or device_type()
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(device or device_type(), *args, **kwargs)
 
     @torch.no_grad()
     def unscale_grads(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Tensor:
@@ -206,9 +188,9 @@ class GradScaler(UnscalingGradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
-            rule = "A scaled gradient is unscaled in float32, since unscaling in fp16 loses small values"
+            rule = "Unscaling in float16 loses small values"
             fix = "Keep parameters in float32, and compute in fp16 by MixedPrecisionPolicy(param_dtype=torch.float16)"
-            raise ShardkitError(message("optimizer", "its parameters have gradients in float16", rule, fix))
+            raise ShardkitError(message("optimizer", "has gradients in float16", rule, fix))
         device = found_inf.device
         for local in by_device_and_dtype(grads):
             found = torch.zeros((), device=local[0].device)

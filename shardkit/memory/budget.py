@@ -17,7 +17,8 @@ from shardkit.memory.speed import HARDWARE, Hardware, StepTime, step_time
 from shardkit.memory.timeline import OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 from shardkit.planning.dims import on_mesh
 
 CLEAR_GAIN = 0.8  # of the step's time: fused blocks have to save a fifth of it

@@ -15,7 +15,8 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Point, timeline
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, check
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.default import find_mlps
 from shardkit.planning.dims import on_mesh

@@ -17,7 +17,8 @@ from shardkit.errors import PlanError, ShardkitError, message
 from shardkit.memory.budget import parse_bytes
 from shardkit.memory.moments import BACKWARD
 from shardkit.memory.timeline import CATEGORIES, STEP, Point, Predicted
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 
 HELD = ("parameters", "gradients", "optimizer", "unsharded")
 

@@ -20,7 +20,8 @@ from shardkit.memory.moments import BACKWARD, FORWARD
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, trace
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned, nbytes
+from shardkit.plan.table import aligned
+from shardkit.plan.types import nbytes
 from shardkit.planning.dims import on_mesh
 
 

@@ -23,6 +23,7 @@ from shardkit.ranks import agree, groups_of, together
 from shardkit.references import references
 from shardkit.shards import local_value
 
+
 _ALIKE = (
     "Build the same model on all ranks. Call torch.manual_seed with one number on all ranks before init_on_meta(), or "
 )

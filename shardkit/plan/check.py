@@ -9,8 +9,7 @@ from itertools import chain
 import torch
 
 from shardkit.errors import listing, message
-from shardkit.plan import skipping
-from shardkit.plan.data import PlanData
+from shardkit.plan.data import PlanData, callers
 from shardkit.plan.types import ancestors, is_world_size
 
 
@@ -142,7 +141,7 @@ def _may_skip(plan: PlanData) -> Iterator[str]:
         if len(unit.modules) > 1 or unit.modules == ("",):
             fix = "Make the skipped module a unit of its own: by_name(..., may_skip=True)"
             yield message(unit.name, "has may_skip=True, which is for one module that another unit calls", "", fix)
-    for unit in skipping.callers(plan) if skipped else ():
+    for unit in callers(plan) if skipped else ():
         if unit.compile or len(unit.modules) > 1:
             given = "is compiled" if unit.compile else f"is a unit of {len(unit.modules)} modules"
             problem = f"{given}, and calls a unit with may_skip=True, or is inside of one and calls units"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit.errors import refuse
-from shardkit.plan import check, python, serialize, table
+from shardkit.plan import check, serialize
 from shardkit.plan.data import PlanData
 
 
@@ -57,7 +57,9 @@ class ShardingPlan(PlanData):
 
     def diff(self, other: ShardingPlan) -> str:
         """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
-        return table.diff(self, other)
+        from shardkit.plan.table import diff
+
+        return diff(self, other)
 
     def to_python(self) -> str:
         """Return plain torch code, without shardkit, that shards a ``model`` in scope exactly as this plan does.
@@ -65,7 +67,11 @@ class ShardingPlan(PlanData):
         It lacks what shardkit adds at run time: resharding after forwards without grad, calling any module first, and
         correct gradients of gradients. Of modules in tiles it cuts the first argument only.
         """
-        return python.python(self)
+        from shardkit.plan.python import python
+
+        return python(self)
 
     def __str__(self) -> str:
-        return table.table(self)
+        from shardkit.plan.table import table
+
+        return table(self)

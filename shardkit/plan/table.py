@@ -9,28 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData
 from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
-from shardkit.plan.types import ShardUnit
+from shardkit.plan.types import ShardUnit, count, nbytes
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
 _TITLES += ["not on dim 0", "mesh"]
 _RESHARDS = {"True": "after forward", "False": "after backward"}
 _INDEX = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")  # a path component that is a number, as in layers.0
-
-
-def count(elements: int) -> str:
-    """Format a number of elements: ``8.03 B``, ``218.1 M``, ``1,024``."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if elements >= 10 * size or (elements >= size and size > 1000):
-            return f"{elements / size:.4g} {unit}"
-    return f"{elements:,}"
-
-
-def nbytes(size: float) -> str:
-    """Format bytes in powers of 1024: ``29.9 GiB``."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 2**power:
-            return f"{size / 2**power:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def table(plan: PlanData) -> str:

@@ -25,6 +25,22 @@ def ancestors(fqn: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)] if fqn else []
 
 
+def count(elements: int) -> str:
+    """Format a number of elements: ``8.03 B``, ``218.1 M``, ``1,024``."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if elements >= 10 * size or (elements >= size and size > 1000):
+            return f"{elements / size:.4g} {unit}"
+    return f"{elements:,}"
+
+
+def nbytes(size: float) -> str:
+    """Format bytes in powers of 1024: ``29.9 GiB``."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 @dataclass
 class Collectives:
     """The number of collectives that one forward and backward runs on each rank.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit.errors import PlanError, listing, message, refuse
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import inseparable_dtypes

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardkit.errors import listing
 from shardkit.plan import MeshSpec, ParamSpec, ShardingPlan, ShardUnit, is_world_size
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 
 _EFFECT = "the fullest rank holds"  # in each note of this file
 SLACK = 0.01  # how much more than with the best dims the fullest rank may hold, so that small parameters keep dim 0

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +25,7 @@ from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
     apply_to_tensors,
     device_of,
+    in_context,
     is_in_backward,
     is_root,
     keep,
@@ -32,8 +34,9 @@ from shardkit._fsdp.skipping import (
     reduce_zeros,
     trained_parameters,
 )
-from shardkit._torch import in_backward, tree_leaves
+from shardkit._torch import in_backward, store_of_its_own, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.ranks import listeners
 
 _END = -1
 
@@ -56,7 +59,6 @@ class SkippableUnit:
     within: bool  # runs only if a unit with may_skip=True does, or is one
     recomputes: bool
     exchange: Callable[[Any], dict[int, Any]]  # a JSON-ready value of each rank, by rank; collective
-    announce: Callable[[ShardkitError], object]  # tells ranks that wait for this one why it raises; local
     calls: list[SkippableUnit] = field(default_factory=list)  # the next units below it, in the order of registration
     order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode, as of _mode
     settled: set[int] = field(default_factory=set)  # the modes for which the order is complete
@@ -67,6 +69,7 @@ _UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which 
 _MADE = "_shardkit_made_calls"  # an empty list for the calls of the next forward; of a recomputation those to repeat,
 # since it runs with the attributes that the forward began with
 _running: list[_Run] = []
+_announced: list[str] = []  # errors of this rank, which has not gone on since
 
 
 def is_skippable(module: nn.Module) -> bool:
@@ -74,10 +77,11 @@ def is_skippable(module: nn.Module) -> bool:
     return _UNIT in vars(module) and vars(module)[_UNIT].may_skip
 
 
-def watch_calls(callers: Sequence[SkippableUnit]) -> None:
+def watch_calls(model: nn.Module, callers: Sequence[SkippableUnit]) -> None:
     """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
 
     Args:
+        model: the whole model; where a collective of it fails, an error that another rank announced is raised.
         callers: the units whose forwards, wrapped by :func:`in_order`, call units.
     """
     for caller in callers:
@@ -91,6 +95,7 @@ def watch_calls(callers: Sequence[SkippableUnit]) -> None:
                     module.register_forward_hook(functools.partial(_after_call, caller))
     called = [unit for caller in callers for unit in caller.calls if unit.within]
     reduce_zeros([unit.module for unit in {*callers, *called}])
+    in_context(model, explained)
 
 
 def in_order(module: nn.Module) -> Callable[..., Any]:
@@ -154,11 +159,11 @@ def _saved_by_itself() -> AbstractContextManager[Any]:
 
 def _recomputed(unit: SkippableUnit) -> ShardkitError:
     """A recomputation that gathers: ranks that skipped the unit do not recompute, so they would not take part."""
-    problem = "recomputed by a torch.utils.checkpoint around more than the call of one unit"
+    problem = "is recomputed by a torch.utils.checkpoint around more than the call of one unit"
     rule = "Ranks that skip a unit with may_skip=True know of no recomputation but the plan's"
     fix = "Remove that checkpoint, and pass checkpoint_activations=True to shard_model or to the unit's rule"
     error = ShardkitError(message(unit.name, problem, rule, fix))
-    unit.announce(error)
+    announce(error)
     return error
 
 
@@ -249,13 +254,13 @@ class _Run:
 
     def _unexpected(self, place: int) -> ShardkitError:
         known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
-        problem = f"called differently than ranks agreed on, which is {known}"
+        problem = f"was called differently than ranks agreed on, which is {known}"
         rule = f"All ranks must gather the units that {self.caller.name} calls in the same order, and with the same "
         rule += "requires_grad of inputs, because ranks that skip one follow that order"
         fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "
         fix += "varies. Ranks that wait for this one fail when it ends, at the latest after the group's timeout"
         error = ShardkitError(message(_text(self.caller, place), problem, rule, fix))
-        self.caller.announce(error)
+        announce(error)
         return error
 
 
@@ -326,3 +331,32 @@ def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) ->
         start += 1  # skipped this time: experts run in the order of registration
     order.insert(start, call)
     return start + 1
+
+
+def announce(error: ShardkitError) -> None:
+    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local.
+
+    Withdrawn by this rank's next :func:`explained` collective, where it survives the error.
+    """
+    for listen in list(listeners):
+        listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
+    with suppress(RuntimeError, ValueError):  # the process with the store has ended, or the group is destroyed
+        text = f"rank {dist.get_rank()} raised {error}"
+        store_of_its_own("shardkit_raised").set("error", text)
+        _announced.append(text)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around a collective: where it fails, raise what another rank announced, if one did, as the cause. Local."""
+    try:
+        yield
+    except RuntimeError as failure:
+        with suppress(RuntimeError, ValueError):  # no process group any more
+            store = store_of_its_own("shardkit_raised")
+            if store.check(["error"]) and (text := store.get("error").decode()):
+                raise ShardkitError(text) from failure
+        raise
+    while _announced:
+        with suppress(RuntimeError, ValueError):
+            store_of_its_own("shardkit_raised").compare_set("error", _announced.pop(), "")  # not another rank's

@@ -50,7 +50,7 @@ def _check(module: nn.Module, like: Tensor) -> None:
     if not (isinstance(like, Tensor) and like.is_floating_point()):
         kind = like.dtype if isinstance(like, Tensor) else type(like).__name__
         rule = "It stands in for the module's input: a floating-point tensor, whose device and requires_grad count"
-        raise ShardkitError(message("take_part, like", f"is {kind}", rule, "Pass hidden states, or x.detach()"))
+        raise ShardkitError(message("like of take_part", f"is {kind}", rule, "Pass hidden states, or x.detach()"))
     inside = set(module.modules())
     for each in inside:
         apart = [] if not isinstance(each, FSDPModule) else [m for m in modules_of(each) if m not in inside]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardkit._torch import by_device_and_dtype, local_tensor
+from shardkit._torch import by_device_and_dtype
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.shards import local_value
 from shardkit.state.names import model_state, refuse_meta
 
 Decay = float | Callable[[int], float] | None
@@ -62,15 +63,21 @@ class ShardedAverage(nn.Module):
         self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long, device="cpu"))
         copies = {tensor: _copy(tensor) for tensor in tensors.values()}  # of tied ones, one
         for name, tensor in tensors.items():
-            _register(self.module, name, copies[tensor])
+            *path, last = name.split(".")
+            module: nn.Module = self.module
+            for part in path:
+                if part not in module._modules:
+                    setattr(module, part, nn.Module())
+                module = module.get_submodule(part)
+            copy = copies[tensor]
+            module.register_parameter(last, copy) if isinstance(copy, nn.Parameter) else module.register_buffer(
+                last, copy
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: it has no modules to run."""
-        rule, fix = (
-            "It holds weights, which the model computes with",
-            "Call model(...) in `with average.swapped(model):`",
-        )
-        raise ShardkitError(message("sharded_average", "was called", rule, fix))
+        fix = "Call model(...) in `with average.swapped(model):`"
+        raise ShardkitError(message("ShardedAverage", "has no forward", "It holds weights only", fix))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -80,12 +87,12 @@ class ShardedAverage(nn.Module):
             ShardkitError: inside of ``swapped``; the model's tensors differ from those that were averaged; or one
                 trains that was frozen when the average was made.
         """
-        self._check_not_swapped("update_parameters")
-        pairs, count = self._pairs(model), int(self.n_averaged)
-        function = self._function(count)
+        pairs, count = self._pairs(model, "update_parameters"), int(self.n_averaged)
+        decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
+        function: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         averaged = [pair for pair in pairs if count and (self.use_buffers or isinstance(pair[0], nn.Parameter))]
         for mine, theirs in pairs[len(averaged) :]:  # parameters come first
-            _local(mine).copy_(_local(theirs))
+            local_value(mine).copy_(local_value(theirs))
         of_kind = zip(*(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True)
         for ours, models in of_kind:
             function(ours, models, self.n_averaged.to(ours[0].device))
@@ -97,24 +104,22 @@ class ShardedAverage(nn.Module):
 
         Units are resharded when it begins and ends. Takes memory for a copy of the largest shard.
         """
-        self._check_not_swapped("swapped")
-        _exchange(self._pairs(model))
+        _exchange(self._pairs(model, "swapped"))
         self.is_swapped = True
         try:
             yield model
         finally:
-            _exchange(self._pairs(model))
             self.is_swapped = False
+            _exchange(self._pairs(model, "swapped"))
 
-    def _function(self, count: int) -> Any:
-        decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
-        return get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-
-    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, model: nn.Module, call: str) -> list[tuple[Tensor, Tensor]]:
         """Return each tensor with the model's, once, parameters first, without those that are the model's own."""
+        if self.is_swapped:
+            rule = "Inside, the model has the averaged values, and the average the model's"
+            raise ShardkitError(message(call, "was called inside of swapped()", rule, "Call it after the context"))
         own, theirs = model_state(self.module).tensors, model_state(model).tensors
-        names = own.keys() & theirs.keys()
-        if differing := sorted(own.keys() ^ theirs.keys() | {n for n in names if _kind(own[n]) != _kind(theirs[n])}):
+        kinds = [{name: _kind(tensor) for name, tensor in tensors.items()} for tensors in (own, theirs)]
+        if differing := sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()}):
             rule = "Names, shapes, dtypes, devices and placements must be those of the model that it was made from"
             fix = "Make it from this model, after sharding and moving it"
             raise ShardkitError(message(listing(differing), "differs from the average", rule, fix))
@@ -125,29 +130,11 @@ class ShardedAverage(nn.Module):
         found = {id(own[name]): (own[name], theirs[name]) for name in own if own[name] is not theirs[name]}
         return sorted(found.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
 
-    def _check_not_swapped(self, call: str) -> None:
-        if self.is_swapped:
-            rule = "Inside, the model has the averaged values, and the average the model's"
-            raise ShardkitError(message(call, "called inside of swapped()", rule, "Call it after the context"))
-
 
 def _copy(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
     return nn.Parameter(tensor.detach().clone()) if tensor.requires_grad else tensor
-
-
-def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(module.named_children()):
-            setattr(module, part, nn.Module())
-        module = module.get_submodule(part)
-    setattr(module, last, tensor) if isinstance(tensor, nn.Parameter) else module.register_buffer(last, tensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
@@ -157,6 +144,6 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 @torch.no_grad()
 def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for mine, theirs in pairs:
-        held = _local(theirs).clone()
-        _local(theirs).copy_(_local(mine))
-        _local(mine).copy_(held)
+        held = local_value(theirs).clone()
+        local_value(theirs).copy_(local_value(mine))
+        local_value(mine).copy_(held)

@@ -64,11 +64,10 @@ class ModelGroup:
             return None
         axes = [axis for axis, size in enumerate(self.mesh.shape) if size > 1] if self.mesh is not None else []
         key = (dist.group.WORLD, self.ranks)
+        group = dist.group.WORLD if len(self.ranks) == dist.get_world_size() else _groups.get(key)
         if self.mesh is not None and len(axes) == 1:
             group = self.mesh.get_group(axes[0])
-        elif len(self.ranks) == dist.get_world_size():
-            group = dist.group.WORLD
-        elif (group := _groups.get(key)) is None:
+        elif group is None:
             group = _groups[key] = dist.new_group(list(self.ranks), use_local_synchronization=True)
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages (torch 2.13).
@@ -196,7 +195,7 @@ class Batch:
             return view.view(-1).view(torch.uint8), []
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        found = zip(parts, data.split(sizes), strict=True)
+        found = zip(parts, torch.split(data, sizes), strict=True)
         return data, [(view, part.view(dtype).view(view.shape)) for (view, dtype), part in found]
 
 
@@ -271,7 +270,7 @@ def gather(
             elif not in_boxes(like):
                 full = like.full_tensor()
             elif everywhere and wire == local_value(like).device and _has_fast_all_gather(like, group):
-                full = like.to(sent).full_tensor()
+                full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
             else:
                 full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
             fulls += [(name, full)] if full is not None and is_target else []
@@ -279,6 +278,7 @@ def gather(
         while fulls:  # none is held here once it is yielded
             name, full = fulls.pop(0)
             yield name, full.to(device or full.device, dtypes[name])
+            del full
 
 
 def _has_fast_all_gather(like: DTensor, group: dist.ProcessGroup | None) -> bool:
@@ -341,11 +341,11 @@ def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch:
     own, replica = local_value(like), coordinate_of(like.device_mesh, ranks.root)
     if full is None and is_in_replica(like, replica):
         batch.receive(own, sent, ranks.root)
-    for holder, box in holders(like, replica) if full is not None else ():
+    for holder, part in [(each, cut(full, box)) for each, box in holders(like, replica)] if full is not None else ():
         if holder == ranks.root:
-            copy_into(own, cut(full, box))
+            copy_into(own, part)
         else:
-            batch.send(cut(full, box), sent, holder)
+            batch.send(part, sent, holder)
 
 
 def _broadcast_replicas(likes: Iterable[DTensor], axis: int, root: int, device: torch.device) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
-from shardkit._torch import local_tensor, with_local
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import agree, groups_of, raise_together, together
+from shardkit.ranks import groups_of, raise_together, together
+from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter
 from shardkit.state.names import parameter_names, refuse_meta
-from shardkit.state.routes import routes_of
-from shardkit.state.transfer import Move, Want, gathered, transfer
-
-Slots: TypeAlias = "dict[nn.Parameter, list[tuple[nn.Module, str]]]"  # the modules and names of each parameter
 
 
 def full_params(
@@ -64,21 +59,23 @@ def full_params(
         >>> with full_params(model, writeback=True):
         ...     model.embed.weight[0].data.zero_()
     """
-    want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
-    return full_params_from(model, None, want, writeback=writeback, with_grads=with_grads, recurse=recurse)
+    device = torch.device("cpu") if offload_to_cpu else None
+    options: dict[str, Any] = {"writeback": writeback, "with_grads": with_grads, "recurse": recurse}
+    return gathered_params(model, everywhere=not rank0_only, device=device, **options)
 
 
 @contextmanager
-def full_params_from(
+def gathered_params(
     model: nn.Module,
-    root: int | None,
-    want: Want,
     *,
+    root: int | None = None,
+    everywhere: bool = True,
+    device: torch.device | None = None,
     writeback: bool = False,
     with_grads: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """Do what :func:`full_params` does, gathered as ``want`` says. Collective.
+    """Do what :func:`full_params` does, on the device or where tensors are gathered. Collective.
 
     Args:
         root: the global rank that holds the full parameters unless all do; None is the lowest. Each replica may name a
@@ -87,98 +84,72 @@ def full_params_from(
     groups = groups_of(model)
     with together(groups, call="full_params") as poll:
         if _fsdp.is_under_way(model):
-            rule = "Parameters cannot be replaced while they are in use"
-            fix = "Call it before the forward or after backward"
-            raise ShardkitError(message("full_params", "called in a forward or backward", rule, fix))
+            rule, fix = "Parameters cannot be replaced while in use", "Call it before the forward or after backward"
+            raise ShardkitError(message("full_params", "was called in a forward or backward", rule, fix))
         own = None if recurse else set(_fsdp.own_parameters(model))
         names = {p: name for p, name in parameter_names(model).items() if own is None or p in own}
-        names = {param: name for param, name in names.items() if _is_sharded(param)}
+        names = {param: name for param, name in names.items() if hasattr(param, "device_mesh")}
         refuse_meta((name, param) for param, name in names.items())
-        poll.same = {"rank0_only": not want.everywhere, "writeback": writeback}
-        poll.same |= {"with_grads": with_grads, "recurse": recurse}
-    routes = routes_of(names, root)
-    grads = {param: _plain(param.grad) for param in names if with_grads and param.grad is not None}
-    if with_grads:
-        fix = "Pass with_grads=False, or run the same backward on every rank before full_params(..., with_grads=True)"
-        agree({"which parameters have gradients": [names[param] for param in grads]}, groups, "full_params", fix=fix)
+        grads = {param: param.grad for param in names if with_grads and param.grad is not None}
+        poll.same = {"rank0_only": not everywhere, "writeback": writeback, "with_grads": with_grads, "recurse": recurse}
+        poll.same |= {"which parameters have gradients": [names[param] for param in grads]}
+    ranks = model_group(names, root)
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
-    fulls = dict(gathered(shards.items(), routes, want))
-    slots = _slots(model, names)
+    fulls = dict(gather(shards.items(), ranks, everywhere=everywhere, device=device))
     problem: Exception | None = None
     found: dict[nn.Parameter, Tensor | None] = {}
     try:
-        modules = list(model.modules()) if recurse else [model]
-        with _fsdp.without_hooks(modules), _registered(slots, _full_parameters(names, fulls)):
+        with (
+            _fsdp.without_hooks(list(model.modules()) if recurse else [model]),
+            _replaced(model, names, fulls) as places,
+        ):
             yield
-            found = {param: getattr(*places[0], None) for param, places in slots.items() if fulls}
+            found = {param: getattr(module, name, None) for param, (module, name) in places.items()}
     except Exception as caught:
+        if not writeback:
+            raise
         problem = caught
-    if writeback:
-        problem = problem or _lost(names, found, grads)
-        try:
-            raise_together(problem, [] if want.everywhere else groups)
-        except ShardkitError as error:
-            raise problem or error from None
-        moves = [_move(param, found.get(param)) for param in names]
-        moves += [_move(grad, getattr(found.get(param), "grad", None)) for param, grad in grads.items()]
-        transfer(moves, routes, "all" if want.everywhere else "rank0")
-    elif problem is not None:
-        raise problem
+    if not writeback:
+        return
+    try:
+        raise_together(problem or _lost(names, found, grads), [] if everywhere else groups)
+    except ShardkitError as error:
+        raise problem or error from None
+    pairs: list[tuple[Tensor, Tensor | None]] = [(param, found.get(param)) for param in names]
+    pairs += [(grad, getattr(found.get(param), "grad", None)) for param, grad in grads.items()]
+    moves = [Move(t, None if full is None else full.detach().to(t.dtype), t.dtype) for t, full in pairs]
+    cut_all(moves) if everywhere else scatter(moves, ranks)
 
 
-def _is_sharded(param: object) -> bool:  # not narrowed, or mypy takes the keys for DTensors
-    return isinstance(param, DTensor)
-
-
-def _plain(grad: Tensor) -> Tensor:
-    """Return a DTensor of torch's own class on the same memory; in the drop-in ``shape`` is that of the shard."""
-    return with_local(grad, local_tensor(grad)) if isinstance(grad, DTensor) else grad
-
-
-def _slots(model: nn.Module, names: Mapping[nn.Parameter, str]) -> Slots:
-    """Reshard all units; return where each parameter is registered, under all its names."""
-    slots: Slots = {param: [] for param in names}
+@contextmanager
+def _replaced(
+    model: nn.Module, names: Mapping[nn.Parameter, str], fulls: Mapping[str, Tensor]
+) -> Iterator[dict[nn.Parameter, tuple[nn.Module, str]]]:
+    """Register full parameters in the place of sharded ones, on ranks that have them; yield one place of each."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param in slots:
-                slots[param].append((module, name))
-    return slots
-
-
-def _full_parameters(
-    names: Mapping[nn.Parameter, str], fulls: Mapping[str, Tensor]
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Make the full parameter for each sharded one, on the ranks that have full tensors."""
-    made = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for param, name in names.items() if fulls else ():
         made[param] = full = nn.Parameter(fulls[name], requires_grad=param.requires_grad)
         vars(full).update(vars(param))
         full.grad = fulls.get(f"grad of {name}")
-    return made
-
-
-@contextmanager
-def _registered(slots: Slots, fulls: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """In this context full parameters are registered in the place of sharded ones."""
-
-    def register(param: nn.Parameter, instead: nn.Parameter) -> None:
-        for module, name in slots[param]:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = instead
-            else:  # modules that keep parameters elsewhere too, such as nn.LSTM in _flat_weights
-                setattr(module, name, instead)
-
+    slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p in made]
     try:
-        for param, full in fulls.items():
-            register(param, full)
-        yield
+        for module, name, param in slots:
+            _register(module, name, made[param])
+        yield {param: (module, name) for module, name, param in reversed(slots)}
     finally:
-        for param in fulls:
-            register(param, param)
+        for module, name, param in slots:
+            _register(module, name, param)
+
+
+def _register(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:  # modules that keep parameters elsewhere too, such as nn.LSTM in _flat_weights
+        setattr(module, name, param)
 
 
 def _lost(
@@ -198,5 +169,9 @@ def _lost(
     return ShardkitError(text) if lost else None
 
 
-def _move(target: Tensor, full: Tensor | None) -> Move:
-    return Move(target, target.dtype, None if full is None else full.detach().to(target.dtype))
+# Until nobody imports it.
+
+
+def full_params_from(model: nn.Module, root: int | None, want: Any, **options: bool) -> AbstractContextManager[None]:
+    """Do what :func:`gathered_params` does."""
+    return gathered_params(model, root=root, everywhere=want.everywhere, device=want.device, **options)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import groups_of, together
+from shardkit.ranks import Groups, groups_of, together
+from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
 from shardkit.state.names import clean_name, is_extra, refuse_meta
 from shardkit.state.place import Room, live_state
-from shardkit.state.plan import (
-    IncompatibleKeys,
-    LoadPlan,
-    Request,
-    Spec,
-    check_ties,
-    plan_load,
-    same_values,
-    unless_complex,
-)
-from shardkit.state.routes import routes_of
-from shardkit.state.transfer import Move, Source, check_src, share, transfer, world_groups
+from shardkit.state.plan import IncompatibleKeys, LoadPlan, Request, Spec, check_ties, plan_load, same_values
+
+Source = Literal["rank0", "all"]
 
 
 def load_full_state_dict(
@@ -43,11 +37,11 @@ def load_full_state_dict(
     ``_checkpoint_wrapped_module``, or not. Hooks of ``load_state_dict`` do not run.
 
     A model on meta is materialized: tensors in the dict get memory on the mesh's device (the CPU if offloaded), and
-    other meta tensors, such as non-persistent buffers, the values of their construction, as by ``materialize``.
+    others, such as non-persistent buffers, the values of their construction.
 
-    **Collective**: every rank calls it. ``src="rank0"`` sends each rank only its shards, straight from the dict and
-    into place if dtypes are equal, and broadcasts tensors that are not sharded; with ``src="all"`` ranks exchange only
-    success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
+    **Collective**: every rank calls it. With ``src="rank0"`` that rank sends each other rank its part once, or one
+    rank of those whose shapes are equal, and broadcasts tensors that are not sharded; with ``src="all"`` ranks exchange
+    only success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
 
     Args:
         model: any module, with values or on meta, sharded or not.
@@ -73,63 +67,71 @@ def load_full_state_dict(
     """
     groups = groups_of(model) or world_groups(src)
     fix = "Pass strict=False to ignore names that only one side has"
-    request = Request("state_dict", strict, clean_name, unless_complex, fix, ShardkitError)
-
-    def prepared(offered: Mapping[str, Any]) -> tuple[LoadPlan, Room]:
-        plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
-        tensors = {name: source for name, source in plan.copies.items() if name in state.tensors}
-        dtypes = {n: offered[source].dtype if assign else state.tensors[n].dtype for n, source in tensors.items()}
-
-        def are_equal(name: str, one: str, other: str) -> bool:
-            first, second = given[one], given[other]
-            device, dtype = first.device, dtypes[name]
-            return first is second or same_values(first.to(dtype), second.to(device, dtype))
-
-        if given:
-            check_ties(plan, are_equal, request)
-        room = Room(model, state.tensors, dtypes)
-        room.compute()
-        return plan, room
-
+    request = Request("state_dict", strict, clean_name, _unless_complex, fix, ShardkitError)
     with together(groups, call="load_full_state_dict") as poll:
         poll.same = {"src": src, "strict": strict, "assign": assign}
         check_src(src)
         state = live_state(model)
-        routes = routes_of(state.tensors.values())
-        given = _checked(state_dict) if src == "all" or routes.is_root else {}
+        ranks = model_group(state.tensors.values())
+        given = _checked(state_dict) if src == "all" or ranks.is_root else {}
         offered = {
             name: Spec(value.dtype, value.shape) if isinstance(value, Tensor) and not is_extra(name) else value
             for name, value in given.items()
         }
         packed = pickle.dumps(offered) if src == "rank0" else b""
-        ready = prepared(offered) if src == "all" else None
-    if ready is None:
-        offered = pickle.loads(share(packed, routes))
-        with together(groups):
-            ready = prepared(offered)
-    plan, room = ready
-    moves = [
-        Move(room.of(state.tensors[name]), offered[source].dtype, given.get(source))
-        for name, source in plan.copies.items()
-        if name in state.tensors
-    ]
-    transfer(moves, routes, src)
+    if src == "rank0":
+        offered = pickle.loads(share(packed, ranks))
+    with together(groups):
+        plan = plan_load({name: state.tensors.get(name) for name in state.order}, offered, request)
+        sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
+        dtypes = {name: offered[s].dtype if assign else state.tensors[name].dtype for name, s in sources.items()}
+        if given:
+            _check_ties(plan, given, dtypes, request)
+        room = Room(model, state.tensors, dtypes)
+        room.compute()
+    moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
+    cut_all(moves) if src == "all" else scatter(moves, ranks)
     room.install()
-    modules: dict[str, Any] = {clean_name(n): module for n, module in model.named_modules(remove_duplicate=False)}
-    for name, source in plan.copies.items():
-        if name in state.others:
-            modules[name.rpartition(".")[0]].set_extra_state(offered[source])
+    modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
+    for name in plan.copies.keys() & state.others.keys():
+        modules[name.rpartition(".")[0]].set_extra_state(offered[plan.copies[name]])
     return plan.keys
+
+
+def check_src(src: str) -> None:
+    """Raise for an unknown ``src``."""
+    if src not in ("rank0", "all"):
+        rule = 'It is "rank0" (one rank has the tensors) or "all" (every rank has them)'
+        raise ShardkitError(message("src", f"is {src!r}", rule, 'Pass src="rank0" or src="all"'))
+
+
+def world_groups(src: Source) -> Groups:
+    """Return the groups for a model without DTensors: all ranks, if one sends tensors to the others."""
+    return [None] if src == "rank0" and dist.is_initialized() and dist.get_world_size() > 1 else []
+
+
+def _unless_complex(have: torch.dtype, want: torch.dtype) -> bool:
+    return want.is_complex or not have.is_complex  # ``Tensor.copy_`` drops imaginary parts
+
+
+def _check_ties(plan: LoadPlan, given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], request: Request) -> None:
+    """Compare the values of tied tensors, in the dtype that is loaded. Local."""
+
+    def are_equal(name: str, one: str, other: str) -> bool:
+        first, second, dtype = given[one], given[other], dtypes[name]
+        return first is second or same_values(first.to(dtype), second.to(first.device, dtype))
+
+    check_ties(plan, are_equal, request)
 
 
 def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the dict; raise unless it holds full tensors with values."""
     if not isinstance(state_dict, Mapping):
-        problem = f"is a {type(state_dict).__name__}"
-        raise ShardkitError(message("state_dict", problem, "It maps names to tensors", "Pass a state dict"))
+        problem = f"must be a dict of tensors by name, got {type(state_dict).__name__}"
+        raise ShardkitError(message("state_dict", problem, "", "Pass full_state_dict(model)"))
     if sharded := [name for name, value in state_dict.items() if isinstance(value, DTensor)]:
         rule = "load_full_state_dict takes full, plain tensors"
         fix = "Pass full_state_dict(model), or load sharded tensors with model.load_state_dict"
-        raise ShardkitError(message("state_dict", f"{listing(sharded)} is a DTensor", rule, fix))
+        raise ShardkitError(message("state_dict", f"has a DTensor at {listing(sharded)}", rule, fix))
     refuse_meta((name, value) for name, value in state_dict.items() if isinstance(value, Tensor))
     return state_dict

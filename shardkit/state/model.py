@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _torch
-from shardkit.errors import ShardkitError, message
-from shardkit.ranks import any_true, groups_of, together
-from shardkit.state.complete import check_complete
-from shardkit.state.names import ModelState, first_names, model_state, refuse_meta
-from shardkit.state.routes import routes_of
-from shardkit.state.transfer import Want, gather_bucket, gathered, gathers
+from shardkit.ranks import groups_of, together
+from shardkit.state.boxes import ModelGroup, gather, model_group
+from shardkit.state.names import ModelState, check_scales, first_names, model_state, refuse_meta
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -28,8 +25,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
     them again.
     """
     state = model_state(model)
-    values = {**{name: tensor.detach() for name, tensor in state.tensors.items()}, **state.others}
-    return _in_order(values, state)
+    return _in_order({name: tensor.detach() for name, tensor in state.tensors.items()}, state)
 
 
 def full_state_dict(
@@ -68,18 +64,13 @@ def full_state_dict(
         >>> if state:
         ...     torch.save(state, "model.pt")
     """
-    state = model_state(model)
-    with together(groups_of(model), call="full_state_dict") as poll:
-        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
-        refuse_meta(state.tensors.items())
-        check_complete(model, state)
-    routes = routes_of(state.tensors.values())
-    want = Want(not rank0_only, torch.device(device), dtype)
+    state, ranks = _checked(model, "full_state_dict", rank0_only, dtype)
     first = first_names(state.tensors)
-    fulls = dict(gathered(((name, state.tensors[name]) for name in dict.fromkeys(first.values())), routes, want))
-    if rank0_only and not routes.is_root:
+    listed = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
+    fulls = dict(gather(listed, ranks, everywhere=not rank0_only, dtype=dtype, device=torch.device(device)))
+    if rank0_only and not ranks.is_root:
         return {}
-    return _in_order({**{name: fulls[first[name]] for name in state.tensors}, **state.others}, state)
+    return _in_order({name: fulls[first[name]] for name in state.tensors}, state)
 
 
 def named_full_tensors(
@@ -92,11 +83,9 @@ def named_full_tensors(
     """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
 
     Tensors are gathered in buckets of 64 MiB, so no rank holds the whole model; tied tensors are yielded under every
-    name. The tensors are copies. Tensors of one layout come in the model's order.
+    name, one after the other. The tensors are copies, in the model's order.
 
-    **Collective**, once a bucket: every rank must iterate to the end. If a rank stops earlier (``break``, an error,
-    ``close()``), closing its iterator notifies the others, at the end of their bucket: they raise, unless they stop in
-    the same one. While the iterator is kept alive in a variable, they wait for the rank.
+    **Collective**, once a bucket: every rank must iterate to the end, or stop at the same tensor.
 
     Args:
         model: any module, sharded or not.
@@ -106,38 +95,33 @@ def named_full_tensors(
         dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
-        ShardkitError: on every rank, if a tensor is on the meta device; on the other ranks, if one stopped early.
+        ShardkitError: on every rank, as :func:`full_state_dict`.
 
     Example:
         >>> for name, tensor in named_full_tensors(model, dtype=torch.bfloat16):
         ...     engine.update_weight(name, tensor)
     """
-    state, groups = model_state(model), groups_of(model)
-    with together(groups, call="named_full_tensors") as poll:
-        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
-        refuse_meta(state.tensors.items())
-    routes = routes_of(state.tensors.values())
-    want = Want(not rank0_only, None if device is None else torch.device(device), dtype)
+    state, ranks = _checked(model, "named_full_tensors", rank0_only, dtype)
     names: dict[str, list[str]] = {}
     for name, first in first_names(state.tensors).items():
         names.setdefault(first, []).append(name)
-    left = gathers(((name, state.tensors[name]) for name in names), routes, want)
-    while left:
-        full = gather_bucket(left.pop(0), routes, want)
-        try:
-            for first, tensor in full:
-                yield from ((name, tensor) for name in names[first])
-        except GeneratorExit:
-            if left:
-                any_true(True, groups)
-            raise
-        del full  # before the next bucket takes its memory
-        if left and any_true(False, groups):
-            rule = "All ranks must iterate to the end, since each sends its shards"
-            fix = "Iterate to the end, or stop at the same tensor on every rank"
-            raise ShardkitError(message("named_full_tensors", "another rank stopped before the end", rule, fix))
+    home = None if device is None else torch.device(device)
+    listed = ((first, state.tensors[first]) for first in names)
+    for first, tensor in gather(listed, ranks, everywhere=not rank0_only, dtype=dtype, device=home):
+        yield from ((name, tensor) for name in names[first])
 
 
-def _in_order(values: Mapping[str, object], state: ModelState) -> dict[str, Tensor]:
+def _checked(model: nn.Module, call: str, rank0_only: bool, dtype: torch.dtype | None) -> tuple[ModelState, ModelGroup]:
+    """Return the model's state and the ranks that hold it; raise if it cannot be gathered. Collective."""
+    state = model_state(model)
+    with together(groups_of(model), call=call) as poll:
+        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
+        refuse_meta(state.tensors.items())
+        check_scales(model, state)
+    return state, model_group(state.tensors.values())
+
+
+def _in_order(tensors: Mapping[str, Tensor], state: ModelState) -> dict[str, Tensor]:
+    values = {**tensors, **state.others}
     ordered = OrderedDict((name, values[name]) for name in state.order)
     return _torch.with_state_dict_metadata(ordered, dict(state.metadata))  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from shardkit import _torch
@@ -41,10 +42,7 @@ def is_extra(name: str) -> bool:
 
 @contextmanager
 def live_tensors() -> Iterator[None]:
-    """In this context ``state_dict()`` returns the tensors that a model has, also if its modules would gather them.
-
-    A module that gathers for its state dict, as FSDP1's did, asks ``wants_live`` first. For this thread alone.
-    """
+    """In this context ``state_dict()`` returns a model's own tensors: FSDP1's wrapper asks ``wants_live`` first."""
     before = _live.set(True)
     try:
         yield
@@ -82,17 +80,13 @@ def trainable_state(state: ModelState) -> ModelState:
     kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
     if not kept:
         rule = "trainable_only=True keeps parameters that have requires_grad"
-        raise ShardkitError(message("model", "no parameter trains", rule, "Pass trainable_only=False"))
+        raise ShardkitError(message("model", "has no parameter that trains", rule, "Pass trainable_only=False"))
     modules = {name.rpartition(".")[0] for name in kept}
-
-    inside = {name for name in state.order if name.rpartition(".")[0] in modules}
-    tensors = {
-        name: tensor
-        for name, tensor in state.tensors.items()
-        if name in kept or (name in inside and not isinstance(tensor, nn.Parameter))
-    }
-    others = {name: value for name, value in state.others.items() if name in inside}
-    return ModelState(tensors, others, tuple(n for n in state.order if n in tensors or n in others), state.metadata)
+    kept |= {name for name in state.order if name.rpartition(".")[0] in modules}
+    kept -= {n for n, t in state.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name in kept}
+    others = {name: value for name, value in state.others.items() if name in kept}
+    return ModelState(tensors, others, tuple(name for name in state.order if name in kept), state.metadata)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -114,7 +108,22 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise an error that names all tensors without values."""
-    names = [name for name, tensor in tensors if tensor.is_meta]
-    if names:
-        rule = "Tensors have values once the model is materialized or loaded"
-        raise ShardkitError(message(listing(names), "on the meta device", rule, "Materialize or load the model first"))
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        rule, fix = "Tensors on meta have no values", "Materialize the model, or load weights into it, first"
+        raise ShardkitError(message(listing(names), "on the meta device", rule, fix))
+
+
+def check_scales(model: nn.Module, state: ModelState) -> None:
+    """Raise for quantized weights of bitsandbytes without their scales, which ``fully_shard`` leaves behind. Local."""
+    lost = []
+    for prefix, module in model.named_modules():
+        weight, found = module._parameters.get("weight"), vars(module)
+        is_8bit = weight is not None and weight.dtype == torch.int8 and hasattr(found.get("state"), "SCB")
+        name = clean_name(f"{prefix}.weight".lstrip("."))
+        scales = (f"{name}.", f"{name.removesuffix('weight')}SCB")  # 4-bit weights have several, under their own name
+        if is_8bit or found.get("quant_state") is not None:
+            lost += [name] * (name in state.tensors and not any(key.startswith(scales) for key in state.tensors))
+    if lost:
+        rule = "A quantized weight is its packed values and their scales, and state_dict() has only the values"
+        fix = "Save with trainable_only=True and quantize the base again from its own files, or shard with shard_model"
+        raise ShardkitError(message(listing(lost), "has no scales in state_dict()", rule, fix))

@@ -9,15 +9,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import make_adagrad_state
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups, gather_by_rank, groups_of, together
+from shardkit.shards import as_sharded
+from shardkit.state.boxes import gather, model_group
 from shardkit.state.names import parameter_names, repeated
-from shardkit.state.quantized import is_quantized, values_of, written
-from shardkit.state.routes import Routes, routes_of
-from shardkit.state.transfer import Want, gathered
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
@@ -47,30 +47,25 @@ def sharded_optimizer_state_dict(
             ``initialize``, its step needs more than gradients, such as LBFGS's.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
-    found = []
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
     for each in optimizers:
-        fqns = chain.from_iterable(group_names(each, names))
         packed = each.state_dict()  # whose hooks run
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
-        found.append(renamed_state(packed, dict(zip(numbers, fqns, strict=True)).get))
-        _keep_others(packed, found[-1]["param_groups"])
-    groups = list(chain.from_iterable(each["param_groups"] for each in found))
+        found = renamed_state(packed, dict(zip(numbers, chain(*group_names(each, names)), strict=True)).get)
+        others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+        if named := {key: value for key, value in packed["state"].items() if isinstance(key, str)}:
+            others["state"] = named
+        for group in [group for group in found["param_groups"] if group["params"]][: bool(others)]:
+            group[OTHERS] = others
+        groups += found["param_groups"]
+        state |= found["state"]
+        if initialize:
+            state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
     if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
-        rule = "State is kept by parameter, so each may be in one group of one optimizer"
-        fix = "Leave it out of all groups but one"
-        raise ShardkitError(message("optimizer", f"{listing(twice)} is in several groups", rule, fix))
-    state = {fqn: entry for each in found for fqn, entry in each["state"].items()}
-    for each in optimizers if initialize else ():
-        state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
+        rule, fix = "State is kept by parameter, so each may be in one group only", "Leave it out of all groups but one"
+        raise ShardkitError(message("optimizer", f"has {listing(twice)} in several groups", rule, fix))
     return {"state": state, "param_groups": groups}
-
-
-def _keep_others(packed: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    if named := {key: value for key, value in packed["state"].items() if isinstance(key, str)}:
-        others["state"] = named
-    for group in [group for group in groups if group["params"]][: bool(others)]:
-        group[OTHERS] = others
 
 
 def full_optimizer_state_dict(
@@ -82,8 +77,8 @@ def full_optimizer_state_dict(
 ) -> OptimizerState:
     """Return :func:`sharded_optimizer_state_dict` with plain, full copies of the tensors.
 
-    Quantised state, such as torchao's, is gathered as float32 values, and quantized as the optimizer quantizes the
-    state of the full parameter: what it would hold without sharding, up to one more rounding.
+    Quantized state, such as torchao's, is given as its float32 values; other state of the same optimizers is then
+    float32 too.
 
     **Collective**: every rank calls it. Messages and memory are as in :func:`full_state_dict`.
 
@@ -98,78 +93,40 @@ def full_optimizer_state_dict(
     """
     with together(groups_of(model), call="full_optimizer_state_dict") as poll:
         poll.same = {"rank0_only": rank0_only}
-        optimizers = optimizers_of(optimizer)
-        sharded = sharded_optimizer_state_dict(model, optimizers)
-        poll.own = has_quantized(sharded)
-    quantizing: list[Optimizer] = []
-    if poll.any:
-        quantizing = _quantizing(optimizers, groups_of(model))
-        sharded = as_values(sharded, groups_of(model))
-    routes = routes_of([*parameter_names(model), *tensor_leaves(sharded).values()])
-    full = full_leaves(sharded, routes, Want(not rank0_only, torch.device(device)))
-    if rank0_only and not routes.is_root:
-        return {}
-    full = _quantized_whole(full, model, quantizing, torch.device(device)) if poll.any else full
-    return with_flat_state(full, optimizers, parameter_names(model), flat=True)
+        sharded = sharded_optimizer_state_dict(model, optimizer)
+        leaves = tensor_leaves(sharded)
+        poll.own = any(map(is_quantized, leaves.values()))
+    if poll.any:  # on some rank: torchao keeps shards plain that have no whole blocks
+        kept = {path for path, t in leaves.items() if not t.ndim or not t.is_floating_point()}
+        leaves = {path: tensor if path in kept else values_of(tensor) for path, tensor in leaves.items()}
+    ranks = model_group([*parameter_names(model), *leaves.values()])
+    in_one_order = sorted(leaves.items())
+    fulls = dict(gather(in_one_order, ranks, everywhere=not rank0_only, device=torch.device(device)))
+    return with_leaves(sharded, lambda path, _: fulls[path]) if not rank0_only or ranks.is_root else {}
 
 
-def with_flat_state(
-    full: OptimizerState, optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], *, flat: bool
-) -> OptimizerState:
-    """Return full state with vectors where the optimizer's step has them (Prodigy's), or in its parameters' shapes."""
-    entries = dict(full["state"])
-    for optimizer in optimizers:
-        kept: frozenset[str] = getattr(optimizer, "flat_state", frozenset())
-        for param in (param for group in optimizer.param_groups for param in group["params"] if kept):
-            entry = entries.get(names[param], {})
-            shape = (-1,) if flat else param.shape
-            shaped = {key: entry[key].reshape(shape) for key in entry.keys() & kept if entry[key].ndim}
-            entries |= {names[param]: {**entry, **shaped}} if entry else {}
-    return {**full, "state": entries}
+def is_quantized(value: object) -> bool:
+    """Whether this rank's part of a tensor is of a subclass that turns into values, such as torchao's. Local."""
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    return isinstance(local, Tensor) and is_wrapper(local) and type(local).dequantize is not Tensor.dequantize
 
 
-def full_leaves(tree: Any, routes: Routes, want: Want) -> Any:
-    """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
-    fulls = dict(gathered(sorted(tensor_leaves(tree).items()), routes, want))  # in one order on all ranks
-    return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or routes.is_root else None
+@torch.no_grad()
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as float32 in new memory, or a DTensor of them. Local."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    values = (local.dequantize() if is_quantized(local) else local).float()
+    return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-def has_quantized(tree: object) -> bool:
-    """Whether any tensor in nested dicts is quantized on this rank. Local."""
-    return any(map(is_quantized, tensor_leaves(tree).values()))
-
-
-def as_values(tree: Any, groups: Groups) -> Any:
-    """Replace tensors that are quantized on any rank by their values. Collective over ``groups``."""
-    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantized(tensor)]
-    names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
-    return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)
-
-
-def written_entry(entry: Any, into: Mapping[str, Any]) -> Any:
-    """Return a parameter's state, quantized where it is in ``into``, the same parameter's, in its memory. Local."""
-    there = tensor_leaves(into)
-    return with_leaves(entry, lambda path, values: written(values, there.get(path)))
-
-
-def _quantizing(optimizers: list[Optimizer], groups: Groups) -> list[Optimizer]:
-    """Return those that have quantized state on any rank. Collective over ``groups``."""
-    own = [has_quantized(list(each.state.values())) for each in optimizers]
-    by_rank = gather_by_rank(own, groups).values() if groups else [own]
-    return [each for each, *found in zip(optimizers, *by_rank, strict=False) if any(found)]
-
-
-def _quantized_whole(
-    full: OptimizerState, model: nn.Module, optimizers: list[Optimizer], device: torch.device
-) -> OptimizerState:
-    """Quantise full values as the optimizer would for the full parameters, one at a time. Local."""
-    names, entries = parameter_names(model), dict(full["state"])
-    for each in optimizers:
-        for group in each.param_groups:
-            for fqn, param in ((names[param], param) for param in group["params"] if names[param] in entries):
-                whole = torch.zeros(param.shape, dtype=param.dtype, device=device)
-                entries[fqn] = written_entry(entries[fqn], _state_of(each, group, whole))
-    return {**full, "state": entries}
+@torch.no_grad()
+def quantized_into(values: Any, into: Any) -> Any:
+    """Write values into quantized state, and return that; return the values if it is not quantized here. Local."""
+    if not is_quantized(into):
+        return values
+    targets = [local_tensor(each) if isinstance(each, DTensor) else each for each in (into, values)]
+    targets[0].copy_(targets[1])
+    return into
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
@@ -177,31 +134,29 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
     found: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
     if wrong := [type(each).__name__ for each in found if not isinstance(each, Optimizer)]:
-        rule, fix = "An optimizer is a torch.optim.Optimizer", "Pass the torch.optim.Optimizer that it wraps"
-        raise ShardkitError(message("optimizer", f"is of type {listing(wrong)}", rule, fix))
+        problem = f"must be a torch.optim.Optimizer, or several, got {listing(wrong)}"
+        raise ShardkitError(message("optimizer", problem, "", "Pass the torch.optim.Optimizer that it wraps"))
     return found
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
     """Return the FQNs of each group's parameters; raise if some are not in the model."""
-    unexpected = [
+    strangers = [
         f"param_groups[{number}]['params'][{place}] of shape {tuple(param.shape)}"
         for number, group in enumerate(optimizer.param_groups)
         for place, param in enumerate(group["params"])
         if param not in names
     ]
-    if unexpected:
+    if strangers:
         rule = "An optimizer must hold the model's own sharded parameters"
         fix = "Make the optimizer after sharding, from model.parameters(), and not between a forward and the reshard"
-        raise ShardkitError(message("optimizer", f"{listing(unexpected)} is not in the model", rule, fix))
+        raise ShardkitError(message("optimizer", f"has {listing(strangers)}, which is not in the model", rule, fix))
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def tensor_leaves(tree: object, is_leaf: Callable[[object], bool] = _is_tensor) -> dict[str, Any]:
+def tensor_leaves(
+    tree: object, is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Tensor)
+) -> dict[str, Any]:
     """Return all tensors, or other leaves, in nested dicts, lists and tuples, by path."""
     leaves: dict[str, Any] = {}
     with_leaves(tree, leaves.setdefault, is_leaf)
@@ -209,7 +164,10 @@ def tensor_leaves(tree: object, is_leaf: Callable[[object], bool] = _is_tensor) 
 
 
 def with_leaves(
-    tree: Any, change: Callable[[str, Any], object], is_leaf: Callable[[object], bool] = _is_tensor, path: str = ""
+    tree: Any,
+    change: Callable[[str, Any], object],
+    is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Tensor),
+    path: str = "",
 ) -> Any:
     """Return new nested dicts, lists and tuples with ``change(path, leaf)`` for each leaf; other values stay."""
     if is_leaf(tree):
@@ -241,19 +199,18 @@ def initial_state(
     optimizers that cannot step one parameter by itself, such as LBFGS, which needs a closure.
     """
     wanted = None if only is None else set(only)
-    used = {param.device for group in optimizer.param_groups for param in group["params"]}
-    devices = [device for device in used if device.type != "cpu"]
+    params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    devices = list(dict.fromkeys(param.device for _, param in params if param.device.type != "cpu"))
     kind = devices[0].type if devices else "cuda"
     with torch.random.fork_rng([device.index for device in devices], device_type=kind):
         return {
-            param: _state_of(optimizer, group, param)
-            for group in optimizer.param_groups
-            for param in group["params"]
+            param: _state_after_step(optimizer, group, param)
+            for group, param in params
             if param.requires_grad and not optimizer.state.get(param) and (wanted is None or param in wanted)
         }
 
 
-def _state_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _state_after_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     stand_in = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     stand_in.grad = torch.zeros_like(stand_in)
     copy: Any = object.__new__(type(optimizer))
@@ -262,13 +219,34 @@ def _state_of(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dic
     options = {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
     copy.param_groups, copy.state = [options | {"params": [stand_in]}], defaultdict(dict)
     copy.__setstate__({})
-    make_adagrad_state(copy)
     try:
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
             type(optimizer).step(copy)
     except Exception as error:  # whatever its step needs besides gradients
         rule = "initialize=True makes state by a step of zero gradients on each parameter by itself"
-        problem = f"{type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
-        fix = "Step it once before, so that it has state"
-        raise ShardkitError(message("optimizer", problem, rule, fix)) from error
+        problem = f"of type {type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
+        raise ShardkitError(message("optimizer", problem, rule, "Step it once before, so that it has state")) from error
     return dict(copy.state[stand_in])
+
+
+# Until nobody imports these.
+
+
+def full_leaves(tree: Any, routes: Any, want: Any) -> Any:
+    """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
+    ranks = model_group(tensor_leaves(tree).values(), routes.root)
+    everywhere, leaves = want.everywhere, sorted(tensor_leaves(tree).items())
+    fulls = dict(gather(leaves, ranks, everywhere=everywhere, dtype=want.dtype, device=want.device))
+    return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or ranks.is_root else None
+
+
+def has_quantized(tree: object) -> bool:
+    """Whether any tensor in nested dicts is quantized on this rank. Local."""
+    return any(map(is_quantized, tensor_leaves(tree).values()))
+
+
+def as_values(tree: Any, groups: Groups) -> Any:
+    """Replace tensors that are quantized on any rank by their values. Collective over ``groups``."""
+    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantized(tensor)]
+    names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
+    return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)

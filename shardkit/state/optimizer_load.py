@@ -16,26 +16,26 @@ from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
-from shardkit.shards import as_sharded, replicated
+from shardkit.shards import as_sharded, local_value, replicated
+from shardkit.state import transfer
+from shardkit.state.boxes import ModelGroup, Move, cut_all, model_group, scatter, share
+from shardkit.state.load import Source, check_src, world_groups
 from shardkit.state.names import clean_name, parameter_names
 from shardkit.state.optimizer import (
     OTHERS,
     OptimizerState,
-    as_values,
     group_names,
-    has_quantized,
+    is_quantized,
     optimizers_of,
+    quantized_into,
     renamed_state,
     sharded_optimizer_state_dict,
     tensor_leaves,
-    with_flat_state,
+    values_of,
     with_leaves,
-    written_entry,
 )
 from shardkit.state.place import unwritten
 from shardkit.state.plan import Spec, is_spec, raise_listed
-from shardkit.state.routes import Routes, local_of, routes_of
-from shardkit.state.transfer import Move, Source, check_src, shape_of, share, transfer, world_groups
 
 logger = logging.getLogger("shardkit")
 
@@ -59,8 +59,8 @@ def load_full_optimizer_state_dict(
     before. The dict is not changed.
 
     State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
-    plain; if the optimizer has state already, its placements are kept. If the dict or the optimizer has quantized
-    state, such as torchao's, values are quantized as the optimizer quantizes the state of these shards.
+    plain; if the optimizer has state already, its placements are kept. Optimizers of torchao quantize the values that
+    they are given as they quantize the state of these shards.
 
     **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
 
@@ -79,26 +79,21 @@ def load_full_optimizer_state_dict(
         poll.same = {"src": src}
         check_src(src)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
-        routes = routes_of(names)
-        given = _checked(state_dict) if src == "all" or routes.is_root else {}
-        given = with_flat_state(given, optimizers, names, flat=False) if given else given
-        poll.own = has_quantized([given, [list(each.state.values()) for each in optimizers]])
-    if poll.any:
-        given = as_values(given, groups)
+        ranks = model_group(names)
+        given = _checked(state_dict) if src == "all" or ranks.is_root else {"state": {}}
+        given |= {"state": with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)}
     present: dict[str, Any] = {}
 
-    def placed(described: OptimizerState) -> OptimizerState:
+    def place(described: OptimizerState) -> dict[str, Any]:
         _check(optimizers, names, described)
+        present.update(_present(model, optimizers))
         params = {name: param for param, name in names.items()}
-        present.update(sharded_optimizer_state_dict(model, optimizers, initialize=poll.any)["state"])
-        room = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
-        return described | {"state": room}
+        return with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
 
-    made = distributed(given, placed, routes, src, groups)
-    if poll.any:
-        entries = {fqn: written_entry(entry, present.get(fqn, {})) for fqn, entry in made["state"].items()}
-        made = made | {"state": entries}
-    install(optimizers, names, made)
+    made = distributed_state(given, place, ranks, src, groups)
+    there = tensor_leaves(present)
+    state = with_leaves(made["state"], lambda path, values: quantized_into(values, there.get(path)))
+    install(optimizers, names, made | {"state": state})
 
 
 def load_sharded_optimizer_state_dict(
@@ -119,31 +114,39 @@ def load_sharded_optimizer_state_dict(
     install(optimizers, names, given)
 
 
-def distributed(
+def _present(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """Return the state of optimizers, and that which torchao's would make: they decide what is quantized. Local."""
+    found: dict[str, Any] = {}
+    for each in optimizers:
+        is_torchao = any(base.__module__.startswith("torchao.") for base in type(each).__mro__)
+        found |= sharded_optimizer_state_dict(model, each, initialize=is_torchao)["state"]
+    return found
+
+
+def distributed_state(
     given: OptimizerState,
-    place: Callable[[OptimizerState], OptimizerState],
-    routes: Routes,
+    place: Callable[[OptimizerState], dict[str, Any]],
+    ranks: ModelGroup,
     src: Source,
     groups: Groups,
     error: type[ShardkitError] = ShardkitError,
 ) -> OptimizerState:
-    """Return an optimizer's state with this rank's part of each tensor. Collective over ``groups``.
+    """Return an optimizer's state of full tensors with this rank's part of each. Collective over ``groups``.
 
-    Tensors are full, or with ``src="all"`` sharded. ``place`` is given the state with a :class:`Spec` for each tensor,
-    and returns it with memory for each.
+    ``place`` is given the state with a :class:`Spec` for each tensor, and returns its ``"state"`` with memory for each.
     """
     with together(groups, error):
-        specs = with_leaves(given.get("state", {}), lambda _, value: Spec(value.dtype, shape_of(value)))
-        described = {**given, "state": specs}
+        described = {**given, "state": with_leaves(given["state"], lambda _, full: Spec(full.dtype, full.shape))}
         packed = pickle.dumps(described) if src == "rank0" else b""
     if src == "rank0":
-        described = pickle.loads(share(packed, routes))
+        described = pickle.loads(share(packed, ranks))
     with together(groups, error):
         made = place(described)
-    leaves, sources = tensor_leaves(described["state"], is_spec), tensor_leaves(given.get("state", {}))
-    targets = sorted(tensor_leaves(made["state"]).items())  # in one order on all ranks
-    transfer([Move(target, leaves[path].dtype, sources.get(path)) for path, target in targets], routes, src)
-    return made
+    fulls, specs = tensor_leaves(given["state"]), tensor_leaves(described["state"], is_spec)
+    in_one_order = sorted(tensor_leaves(made).items())
+    moves = [Move(target, fulls.get(path), specs[path].dtype) for path, target in in_one_order]
+    cut_all(moves) if src == "all" else scatter(moves, ranks)
+    return described | {"state": made}
 
 
 def with_rooms(
@@ -167,28 +170,27 @@ def with_rooms(
 
 def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None) -> Tensor:
     """Return memory for a tensor of a parameter's state, as :func:`load_full_optimizer_state_dict` says. Local."""
-    home = local_of(param).device
+    home = local_value(param).device
     if isinstance(present, DTensor) and present.shape == spec.shape:
-        return unwritten(present, spec.dtype, local_of(present).device)
+        return unwritten(present, spec.dtype, local_value(present).device)
     scalar = not spec.shape and (param.ndim > 0 or path == "/step")
     if scalar or not isinstance(param, DTensor):
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if scalar else home)
     if spec.shape == param.shape:  # plain memory, whatever subclass the weight is of
-        return as_sharded(torch.empty(local_of(param).shape, dtype=spec.dtype, device=home), param)
+        return as_sharded(torch.empty(local_value(param).shape, dtype=spec.dtype, device=home), param)
     # A DTensor, since it was computed from one, such as the row and column means of Adafactor.
     return replicated(torch.empty(spec.shape, dtype=spec.dtype, device=home), param.device_mesh)
 
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
     """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
+    fix = "Pass full_optimizer_state_dict(model, optimizer)"
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        problem = f"has no 'state' and 'param_groups', but is {type(state_dict).__name__}"
         rule = "It must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
-        raise ShardkitError(message("state_dict", problem, rule, "Pass full_optimizer_state_dict(model, optimizer)"))
+        raise ShardkitError(message("state_dict", "has no 'state' and 'param_groups'", rule, fix))
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     if any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
         rule = "State is kept by FQN: numbers depend on the order in which an optimizer was given its parameters"
-        fix = "Save full_optimizer_state_dict(model, optimizer) instead of optimizer.state_dict()"
         raise ShardkitError(message("state_dict", "keeps state by number", rule, fix))
     return renamed_state(state_dict, clean_name)
 
@@ -197,15 +199,19 @@ def mismatches(own: Sequence[list[str]], found: OptimizerState) -> dict[str, lis
     """Return what does not fit an optimizer with these groups of FQNs, by kind. Pure."""
     known = set(chain.from_iterable(own))
     options = options_by_name(found)
-    return {
+    problems: dict[str, list[str]] = {
         "missing": [fqn for fqn in chain.from_iterable(own) if fqn not in options],
         "unexpected": [fqn for fqn in dict.fromkeys((*options, *found["state"])) if fqn not in known],
-        "with different options": [
-            f"group of {fqns[0]}: {differ}"
-            for fqns in own
-            if (differ := _differing([options[fqn] for fqn in fqns if fqn in options]))
-        ],
+        "with different options": [],
     }
+    for fqns in own:
+        groups = list({id(group): group for fqn in fqns if (group := options.get(fqn)) is not None}.values())
+        keys = [key for key in dict.fromkeys(chain(*groups)) if key not in _NO_OPTIONS]
+        if differ := [
+            key for key in keys if any(_plain(g.get(key, ...)) != _plain(groups[0].get(key, ...)) for g in groups)
+        ]:
+            problems["with different options"].append(f"group of {fqns[0]}: {', '.join(differ)}")
+    return problems
 
 
 def options_by_name(state: OptimizerState) -> dict[str, dict[str, Any]]:
@@ -213,22 +219,11 @@ def options_by_name(state: OptimizerState) -> dict[str, dict[str, Any]]:
     return {fqn: group for group in state["param_groups"] for fqn in group["params"]}
 
 
-def _differing(groups: list[dict[str, Any]]) -> str:
-    """Return the options that are not the same in all of the groups, or that only some have, for a message."""
-    first, *others = {id(group): group for group in groups}.values() or ({},)
-    keys = [key for key in dict.fromkeys(chain(first, *others)) if key not in _NO_OPTIONS]
-    absent = object()
-    differ = [key for key in keys if not all(_same(first.get(key, absent), o.get(key, absent)) for o in others)]
-    return ", ".join(f"{key} differs" for key in differ)
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether options have equal values, whatever the devices of their tensors."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    return all(each.numel() == 1 for each in (one, other) if isinstance(each, Tensor)) and bool(one == other)
+def _plain(option: Any) -> Any:
+    """Return an option with numbers instead of tensors, to compare."""
+    if isinstance(option, (list, tuple)):
+        return [_plain(each) for each in option]
+    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
@@ -236,22 +231,6 @@ def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found
     rule = "Parameters and the options of groups must match; nothing was changed"
     fix = "Build the optimizer from the same parameters, in the same groups"
     raise_listed("state_dict", mismatches(own, found), rule, fix)
-
-
-def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
-    scheduled = "initial_lr" in saved
-    own = {"initial_lr": own["lr"], **own} if scheduled and "lr" in own else own
-    for key, value in saved.items():
-        if key in own and key not in (*_NO_OPTIONS, *_SCHEDULED * scheduled) and not _same(own[key], value):
-            yield f"{key}={value} instead of {own[key]}"
-
-
-def _report(changed: Iterable[str]) -> None:
-    if (found := list(dict.fromkeys(changed))) and (not dist.is_initialized() or dist.get_rank() == 0):
-        rule = "Saved options win, as in torch's load_state_dict, so that training continues unchanged"
-        fix = "To use others, set them in optimizer.param_groups after the load, and in scheduler.base_lrs"
-        logger.warning(message("optimizer", f"takes {listing(found, 5)}", rule, fix))
 
 
 def install(
@@ -275,20 +254,64 @@ def install(
             groups.append({**group, **{key: value for key, value in saved.items() if key not in _NO_OPTIONS}})
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found = zip(numbers, chain.from_iterable(fqns), strict=True)
-        entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
         others: dict[str, Any] = next(
             (options[fqn][OTHERS] for fqn in chain(*fqns) if OTHERS in options.get(fqn, {})), {}
         )
+        entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
         entries |= others.get("state", {})
         optimizer.load_state_dict({**packed, **others, "state": entries, "param_groups": groups})
         for old, new in zip(before, optimizer.param_groups, strict=True):
             for key, tensor in old.items():
                 if isinstance(tensor, Tensor):  # compiled code holds on to tensors such as ``lr``
-                    tensor.fill_(new[key]) if not tensor.ndim else tensor.copy_(torch.as_tensor(new[key]))
-                    new[key] = tensor
+                    new[key] = tensor.copy_(torch.as_tensor(new[key]))
         for param, fqn in names.items() if exact else ():
             kept = optimizer.state.get(param, {})
             for name, value in state["state"].get(fqn, {}).items() if kept else ():
                 if name != "step" and isinstance(value, Tensor) and kept[name].dtype != value.dtype:
                     kept[name] = value.to(kept[name].device)  # which load_state_dict cast to the parameter's dtype
-    _report(changed)
+    if changed and (not dist.is_initialized() or dist.get_rank() == 0):
+        rule = "Saved options win, as in torch's load_state_dict, so that training continues unchanged"
+        fix = "To use others, set them in optimizer.param_groups after the load, and in scheduler.base_lrs"
+        logger.warning(message("optimizer", f"takes {listing(dict.fromkeys(changed), 5)}", rule, fix))
+
+
+def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
+    scheduled = "initial_lr" in saved
+    own = {"initial_lr": own["lr"], **own} if scheduled and "lr" in own else own
+    for key, value in saved.items():
+        is_kept = key not in own or key in _NO_OPTIONS or (scheduled and key in _SCHEDULED)
+        if not is_kept and _plain(own[key]) != _plain(value):
+            yield f"{key}={value} instead of {own[key]}"
+
+
+# Until nobody imports it.
+
+
+def distributed(
+    given: OptimizerState,
+    place: Callable[[OptimizerState], OptimizerState],
+    routes: Any,
+    src: Source,
+    groups: Groups,
+    error: type[ShardkitError] = ShardkitError,
+) -> OptimizerState:
+    """Return an optimizer's state with this rank's part of each tensor. Collective over ``groups``.
+
+    Tensors are full, or with ``src="all"`` sharded. ``place`` is given the state with a :class:`Spec` for each tensor,
+    and returns it with memory for each.
+    """
+    with together(groups, error):
+        specs = with_leaves(given.get("state", {}), lambda _, value: Spec(value.dtype, transfer.shape_of(value)))
+        described = {**given, "state": specs}
+        packed = pickle.dumps(described) if src == "rank0" else b""
+    if src == "rank0":
+        described = pickle.loads(transfer.share(packed, routes))
+    with together(groups, error):
+        made = place(described)
+    leaves, sources = tensor_leaves(described["state"], is_spec), tensor_leaves(given.get("state", {}))
+    targets = sorted(tensor_leaves(made["state"]).items())  # in one order on all ranks
+    transfer.transfer(
+        [transfer.Move(target, leaves[path].dtype, sources.get(path)) for path, target in targets], routes, src
+    )
+    return made

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
 from shardkit.meta.shards import Target, install, target_device
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.names import ModelState, is_extra, model_state
-from shardkit.state.routes import local_of
 
 
 def live_state(model: nn.Module) -> ModelState:
-    """Return :func:`model_state`; raise if a hook replaced tensors, or if elements share memory. Local."""
+    """Return :func:`model_state`; raise if a hook replaced tensors, which cannot be written to. Local."""
     state = model_state(model)
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
@@ -26,21 +25,8 @@ def live_state(model: nn.Module) -> ModelState:
     if made:
         rule = "Values are written into the model's own parameters and buffers, by name"
         fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
-        raise ShardkitError(message(listing(made), "replaced by a hook on state_dict()", rule, fix))
-    check_memory(state)
+        raise ShardkitError(message(listing(made), "was replaced by a hook on state_dict()", rule, fix))
     return state
-
-
-def check_memory(state: ModelState) -> None:
-    """Raise for tensors whose elements share memory, which torch would refuse to write half-way through a load."""
-    shared = []
-    for name, tensor in state.tensors.items():
-        part = local_of(tensor)
-        if any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
-            shared.append(name)
-    if shared:
-        rule, fix = "Each element that is loaded needs memory of its own", "Register tensor.expand(...).contiguous()"
-        raise ShardkitError(message(listing(shared), "expanded, so that elements share memory", rule, fix))
 
 
 class Room:
@@ -81,13 +67,10 @@ def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Targe
 
     The value of each target is uninitialized, for ``shardkit.meta.shards.install``.
     """
-
-    def cannot(tensor: Tensor) -> bool:
-        return id(tensor) in given and (is_on_meta(tensor) or tensor.dtype != given[id(tensor)])
-
-    if not any(cannot(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    changed = {id(t) for t in (*model.parameters(), *model.buffers()) if is_on_meta(t) or t.dtype != given.get(id(t))}
+    if not (changed := changed & given.keys()):
         return []
-    targets = [target for target in find_targets(model, cannot) if cannot(target.tensor)]
+    targets = [target for target in find_targets(model, lambda t: id(t) in changed) if id(target.tensor) in changed]
     check_unbound(targets)
     device_of = target_device(model)
     for target in targets:
@@ -98,7 +81,12 @@ def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Targe
 
 def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory with the placement of another tensor, and in its subclass if that wraps memory."""
-    local = torch.empty(local_of(like).shape, dtype=dtype, device=device)
-    if not _torch.is_wrapper(local_value(like)):
-        local = wrapped_as(local, local_of(like))
+    own = local_tensor(like) if isinstance(like, DTensor) else like
+    local = torch.empty(own.shape, dtype=dtype, device=device)
+    if not is_wrapper(local_value(like)):
+        local = wrapped_as(local, own.detach())
     return as_sharded(local, like) if isinstance(like, DTensor) else local
+
+
+def check_memory(state: ModelState) -> None:
+    """Until nobody imports it: torch raises where it writes elements that share memory."""

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -48,19 +48,9 @@ def is_spec(value: object) -> bool:
     return isinstance(value, Spec)
 
 
-def exactly(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether the dtypes are equal: no conversion."""
-    return have == want
-
-
 def among_floats(have: torch.dtype, want: torch.dtype) -> bool:
     """Whether a conversion is between floating-point dtypes."""
     return have == want or (have.is_floating_point and want.is_floating_point)
-
-
-def unless_complex(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether ``Tensor.copy_`` converts without dropping imaginary parts."""
-    return want.is_complex or not have.is_complex
 
 
 @dataclass(frozen=True)
@@ -103,46 +93,37 @@ def plan_load(
         ShardkitError: of the request's class, listing every name that is missing, unexpected, mapped to twice, or of
             a different shape or dtype.
     """
-    check_key_map(request.key_map, request.error)
     renamed = [(rename(name, request.key_map), name) for name in offered]
     sources = {new: name for new, name in reversed(renamed) if new is not None}
-    copies: dict[str, str] = {}
-    ties = []
     firsts = first_names({name: value for name, value in wanted.items() if isinstance(value, Tensor)})
-    firsts = {name: firsts.get(name, name) for name in wanted}
-    for name, first in firsts.items():
-        if name in sources and first in copies:
-            ties.append((first, name, sources[name]))
-        elif name in sources:
-            copies[first] = sources[name]
-    missing = [name for name, first in firsts.items() if first not in copies]
+    copies: dict[str, str] = {}
+    ties, misfits = [], []
+    for name in (name for name in wanted if name in sources):
+        first, source = firsts.get(name, name), sources[name]
+        if copies.setdefault(first, source) != source:
+            ties.append((first, name, source))
+        like, have = wanted[name], offered[source]
+        if not isinstance(like, Tensor):
+            continue
+        dtype = (dtypes or {}).get(first, like.dtype)
+        if not isinstance(have, Spec):
+            misfits.append(f"{name} ({type(have).__name__}, not a tensor)")
+        elif have.shape != like.shape:
+            misfits.append(f"{name} (shape {tuple(have.shape)}, the model has {tuple(like.shape)})")
+        elif not request.converts(have.dtype, dtype):
+            misfits.append(f"{name} ({have.dtype}, the model has {dtype})")
+    missing = [name for name in wanted if firsts.get(name, name) not in copies]
     unexpected = [name for new, name in renamed if new is not None and new not in wanted]
     counts = Counter(new for new, _ in renamed if new is not None)
-    pairs = [(name, name, source) for name, source in copies.items()] + ties
     problems = {
         "mapped to twice": [f"{new} ({count} times)" for new, count in counts.items() if count > 1],
-        "of a different shape or dtype": [
-            f"{name} ({reason})"
-            for first, name, source in pairs
-            if isinstance(like := wanted[first], Tensor)
-            for reason in _misfit(offered[source], like, (dtypes or {}).get(first, like.dtype), request)
-        ],
+        "of a different shape or dtype": misfits,
+        "missing": missing if request.strict else [],
+        "unexpected": unexpected if request.strict else [],
     }
-    if request.strict:
-        problems |= {"missing": missing, "unexpected": unexpected}
     rule = "Names, shapes and dtypes must match; nothing was changed"
     raise_listed(request.where, problems, rule, request.fix, request.error)
     return LoadPlan(copies, ties, IncompatibleKeys(missing, unexpected))
-
-
-def _misfit(have: object, want: Tensor, dtype: torch.dtype, request: Request) -> Iterator[str]:
-    if not isinstance(have, Spec):
-        yield f"{type(have).__name__}, not a tensor"
-        return
-    if have.shape != want.shape:
-        yield f"shape {tuple(have.shape)}, the model has {tuple(want.shape)}"
-    if not request.converts(have.dtype, dtype):
-        yield f"{have.dtype}, the model has {dtype}"
 
 
 def raise_listed(
@@ -153,56 +134,49 @@ def raise_listed(
     if there:
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in there.items())
         lines = [f"- {kind}: {name}" for kind, names in there.items() for name in names]
-        raise error("\n".join([message(subject, counts, rule, fix), *lines]))
+        raise error("\n".join([message(subject, f"does not match: {counts}", rule, fix), *lines]))
 
 
 def check_ties(plan: LoadPlan, are_equal: Callable[[str, str, str], bool], request: Request) -> None:
     """Compare the values that are offered for one tensor; a difference is an error, if strict, or a warning. Local."""
-    found = [(f"{name} differs from {first}", first, source) for first, name, source in plan.ties]
-    differ = [text for text, first, source in found if not are_equal(first, plan.copies[first], source)]
-    if not differ:
-        return
-    rule = "They are one tied tensor in the model, which has one value"
-    fix = "Untie them (config.tie_word_embeddings=False), leave one out, or pass strict=False to take the first"
-    text = message(request.where, "; ".join(differ), rule, fix)
-    if request.strict:
-        raise request.error(text)
-    logger.warning(text)
+    ties = [(f"{name} differs from {first}", first, source) for first, name, source in plan.ties]
+    differ = [text for text, first, source in ties if not are_equal(first, plan.copies[first], source)]
+    if differ:
+        rule = "They are one tied tensor in the model, which has one value"
+        fix = "Untie them (config.tie_word_embeddings=False), leave one out, or pass strict=False to take the first"
+        text = message(f"{request.where}:", "; ".join(differ), rule, fix)
+        if request.strict:
+            raise request.error(text)
+        logger.warning(text)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN being equal to itself. Local."""
-    if torch.equal(one, other):
-        return True
-    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (one, other)))
+    return torch.equal(one, other) or torch.equal(
+        *(each.contiguous().flatten().view(torch.uint8) for each in (one, other))
+    )
 
 
 def rename(name: str, key_map: KeyMap | None) -> str | None:
     """Return an offered name as the model's, or None to leave it out. The first pattern found in the name applies."""
-    if key_map is None:
-        return name
     if callable(key_map):
         return key_map(name)
     if isinstance(key_map, Mapping):
         return key_map.get(name, name)
-    for pattern, replacement in key_map:
+    for pattern, replacement in key_map or ():
         new, count = re.subn(pattern, replacement, name)
         if count:
             return new
     return name
 
 
+# Until nobody imports these.
+
+
+def exactly(have: torch.dtype, want: torch.dtype) -> bool:
+    """Whether the dtypes are equal: no conversion."""
+    return have == want
+
+
 def check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
-    """Raise unless it is a valid ``KeyMap``."""
-    if key_map is None or callable(key_map):
-        return
-    try:
-        pairs = list(key_map.items() if isinstance(key_map, Mapping) else key_map)
-        if not all(isinstance(text, str) for pair in pairs for text in pair) or any(len(pair) != 2 for pair in pairs):
-            raise TypeError("its items are not pairs of strings")
-        for pattern, replacement in [] if isinstance(key_map, Mapping) else pairs:
-            re.sub(pattern, replacement, "")
-    except (TypeError, ValueError, re.error) as problem:
-        rule = "It must be a function, a dict of names, or a list of (regular expression, replacement)"
-        fix = r'Pass for example [("^transformer\.", "model.")]'
-        raise error(message("key_map", f"cannot be used ({problem})", rule, fix)) from None
+    """Do nothing: re raises for bad patterns, and unpacking for what are no pairs."""

@@ -96,9 +96,9 @@ def test_an_axis_alone_is_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("mesh", "axis", "found"),
     [
-        (spec(2, 2, 2), "ep", "'ep' is not one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
-        (spec(2, 2), "fsdp", "'fsdp' is not one of the first two axes of efsdp=2 x ep=2"),
-        (spec(2, 2), 1, "is 1. It must be of type str"),
+        (spec(2, 2, 2), "ep", "must be one of the first two axes of dp_replicate=2 x (efsdp=2 x ep=2)"),
+        (spec(2, 2), "fsdp", "must be one of the first two axes of efsdp=2 x ep=2"),
+        (spec(2, 2), 1, "must be a str, got 1"),
     ],
 )
 def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, found: str) -> None:
@@ -109,7 +109,7 @@ def test_an_axis_that_units_cannot_be_on_is_refused(mesh: MeshSpec, axis: str, f
 
 def test_rules_on_two_axes_are_refused() -> None:
     rules = [by_name("layers.0.experts", mesh="efsdp"), by_name("layers.1.experts", mesh="ep")]
-    with pytest.raises(PlanError, match=r"'efsdp', on efsdp=2 x ep=2\. A unit is sharded on all sharding axes, or"):
+    with pytest.raises(PlanError, match=r"'ep' of efsdp=2 x ep=2, got 'efsdp'\."):
         plan_model(ExpertNet(), mesh=spec(2, 2), units=rules)
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_work_is_refused_on_every_rank():
     made = expert_plan(split, mesh)
     cases = [
         (ExpertNet(), {"mesh": mesh, "units": RULES}, "not split over ep, in the unit layers.0.experts on efsdp=2"),
-        (mixed, {"mesh": mesh, "units": RULES}, "layers.1.experts.bias: not split over ep"),
+        (mixed, {"mesh": mesh, "units": RULES}, "layers.1.experts.bias is not split over ep"),
         (ExpertNet(), {"mesh": mesh, "plan": made}, "not split over ep"),
         (split, {"mesh": mesh}, "is a DTensor over ep already"),
         (split, {"units": RULES}, "is a DTensor already"),
@@ -186,7 +186,7 @@ def test_experts_start_from_the_first_copy_of_each_or_must_be_equal():
     mesh = mesh_of((2, 2), "efsdp", "ep")
     same = dist.get_rank() < 2  # of axis efsdp, the first
     model = ExpertNet(0 if same else 1).split(mesh["ep"])
-    with pytest.raises(PlanError, match=r"layers\.0\.\S+: has different values on rank"):
+    with pytest.raises(PlanError, match=r"layers\.0\.\S+ has different values on rank"):
         shard_model(model, mesh=mesh, units=RULES)
     shard_model(model, mesh=mesh, units=RULES, sync_module_states=True)
     whole, expected = full_state_dict(model), ExpertNet(0).state_dict()

@@ -27,8 +27,8 @@ from shardkit import (
     plan_model,
     shard_model,
 )
-from shardkit.apply.tiles import tiled
 from shardkit.testing import comm_counts, distributed, fake_world
+from shardkit.tiles import tiled
 
 TILES = by_name("**.mlp", tiles=4)
 
@@ -127,9 +127,6 @@ class Mixing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.linear, self.norm = how, nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.register_buffer("seen", torch.zeros(()))
-        self.aux: Tensor | None = None
-        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         y: Tensor = self.linear(x)
@@ -137,14 +134,8 @@ class Mixing(nn.Module):
             return y + 0.01 * F.pad(x, (0, 0, 1, -1))
         if self.how == "a far token":
             return y + x.roll(5, -2)
-        if self.how == "blocks of 7":  # and not of fewer
-            return y + x.mean(-2, keepdim=True) * (x.shape[-2] % 7 == 0)
-        if self.how == "all tokens":
-            return y * (1 + 1e-4 * torch.tanh(x.mean(-2, keepdim=True)))
         if self.how == "batch statistics":
             return self.norm(y.flatten(0, 1)).view(y.shape)
-        if self.how == "a view of all":
-            return y.view(2, 20, 6)
         if self.how == "its place":
             return y + torch.arange(x.shape[-2])[:, None]
         if self.how == "few at most":
@@ -155,33 +146,16 @@ class Mixing(nn.Module):
             return y, y.mean()
         if self.how == "other rows":
             return y[:, ::2]
-        if self.how == "a buffer":
-            self.seen += x.shape[1]
-        if self.how == "an attribute":
-            self.aux = y.mean()
-        if self.how == "a list":
-            self.losses.append(y.mean())
-        if self.how == "its input":
-            x.relu_()
         return y
 
 
+DIFFERS = "its computes a token differently, by .*, when other tokens are left out"
 MIXING = {
-    "the last token": "its: a token's output changes by",
-    "a far token": "its: a token's output changes by",
-    "blocks of 7": "its: a token's output changes by",
-    "all tokens": "its: a token's output changes by",
-    "batch statistics": "its: a token.s output changes by",
-    "its place": "its: a token's output differs by",
-    "few at most": "its: a token's output differs by",
-    "a view of all": "its: fails when called with some of the tokens, RuntimeError: shape",
-    "noise": "changes by .* with the other tokens, or is random",
-    "two outputs": "its: returns a tuple for",
-    "other rows": re.escape("its: returns shape (2, 4, 6) for (2, 7, 6)"),
-    "a buffer": "its: its forward changes its.seen.",
-    "an attribute": "its: its forward changes its.aux.",
-    "a list": re.escape("its: its forward changes its.losses[0]."),
-    "its input": "its: changes a tensor that it is called with.",
+    **dict.fromkeys(
+        ["the last token", "a far token", "batch statistics", "its place", "few at most", "noise"], DIFFERS
+    ),
+    "two outputs": "its returns tuple for",
+    "other rows": re.escape("its returns (2, 3, 6) for (2, 6) tokens"),
 }
 
 
@@ -190,12 +164,9 @@ MIXING = {
 def test_what_mixes_tokens_is_refused(how: str, without_grad: bool) -> None:
     torch.manual_seed(0)
     module = Mixing(how)
-    before = copy.deepcopy(module.state_dict())
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
     with pytest.raises(ShardkitError, match=MIXING[how]), torch.set_grad_enabled(not without_grad):
         module(torch.randn(2, 20, 6))
-    if how in ("the last token", "all tokens", "its place"):
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +204,7 @@ def test_nothing_is_judged_by_values_that_tell_nothing() -> None:
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
     x = torch.randn(2, 20, 6)
     module(x * torch.nan)
-    with pytest.raises(ShardkitError, match="its: a token's output changes"):
+    with pytest.raises(ShardkitError, match=DIFFERS):
         module(x)
 
 
@@ -252,18 +223,12 @@ def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
         torch.testing.assert_close(param.grad, grad, rtol=1e-14, atol=1e-14)
 
 
-def test_hooks_inside_are_refused() -> None:
+def test_arguments_without_tokens_are_refused() -> None:
     module = Mlp()
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
-    module.register_forward_hook(lambda *_: None)  # around all tiles
-    module(torch.randn(1, 8, 6))
-    handle = module.up.register_forward_hook(lambda *_: None)
-    with pytest.raises(ShardkitError, match=re.escape("its.up: has a forward hook, inside a module with tiles=.")):
-        module(torch.randn(1, 8, 6))
-    handle.remove()
-    with pytest.raises(ShardkitError, match=re.escape("its: called with a tensor of shape (6,) first.")):
+    with pytest.raises(ShardkitError, match=re.escape("its was called with a tensor of shape (6,) first.")):
         module(torch.randn(6))
-    with pytest.raises(ShardkitError, match="its: called with no tensor"):
+    with pytest.raises(ShardkitError, match="its was called with no tensor"):
         module(3)
 
 
@@ -271,14 +236,14 @@ def test_hooks_inside_are_refused() -> None:
     ("rules", "text"),
     [
         (by_name("layers.*", tiles=2, compile=True), "tiles=2 with compile. A rule with tiles= makes no units"),
-        (group("norm", "head", tiles=2), "group('norm', 'head'): tiles=2 for several modules."),
-        (by_class(Mlp, tiles=True), "layers.2.mlp: tiles=True. It must be a number of tiles"),
-        (by_class(Mlp, tiles="4"), "tiles: is '4'."),  # type: ignore[arg-type]
-        ([by_class(Mlp), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),
-        ([by_class(Mlp, tiles=2), by_class(Block, tiles=2)], "layers.1: has tiles=2, and layers.1.mlp inside"),
-        ([by_class(Block, compile=True), TILES], "layers.0.mlp: has tiles=4, and layers.0 is compiled."),
-        ([TILES, by_class(Mlp, tiles=2)], "by_class(Mlp): matches modules of earlier rules"),
-        (by_name("layers", tiles=2), "layers: by_name('layers') matches it, a ModuleList without forward."),
+        (group("norm", "head", tiles=2), "group('norm', 'head') has tiles=2 with several modules."),
+        (by_class(Mlp, tiles=True), "layers.2.mlp has tiles=True. It must be a number of tiles"),
+        (by_class(Mlp, tiles="4"), "must be a int, got '4'."),  # type: ignore[arg-type]
+        ([by_class(Mlp), by_class(Block, tiles=2)], "layers.1 has tiles=2, and layers.1.mlp inside"),
+        ([by_class(Mlp, tiles=2), by_class(Block, tiles=2)], "layers.1 has tiles=2, and layers.1.mlp inside"),
+        ([by_class(Block, compile=True), TILES], "layers.0.mlp has tiles=4, and layers.0 is compiled."),
+        ([TILES, by_class(Mlp, tiles=2)], "by_class(Mlp) matches modules of earlier rules"),
+        (by_name("layers", tiles=2), "layers is a ModuleList without forward, and by_name('layers') matches it."),
     ],
 )
 def test_rules_that_cannot_be_followed(rules: Any, text: str) -> None:

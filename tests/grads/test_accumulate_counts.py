@@ -130,5 +130,5 @@ def test_a_part_of_a_model_and_several_roots() -> None:
 @pytest.mark.parametrize("micro_batches", [0, -1, 1.5, True - 1])
 def test_no_micro_batches(micro_batches: object) -> None:
     plan = plan_model(Decoder(), mesh=MeshSpec.sharded(8))
-    with pytest.raises(PlanError, match=r"^micro_batches: is .* A step has at least one"):
+    with pytest.raises(PlanError, match="micro_batches must be an int of at least 1, got"):
         plan.collectives(micro_batches)

@@ -93,11 +93,9 @@ def test_experts_and_replicas(p):
     rank = dist.get_rank()
     cross = init_device_mesh("cpu", (2, 2), mesh_dim_names=("up", "down"))["up"]  # ranks {0, 2} and {1, 3}
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    alone = {each: DeviceMesh("cpu", [each]) for each in range(4)}[rank]
     cases = [
         (expert(cross, 1 + rank % 2, [Shard(0)]), f"{rank % 2}.", 2),  # its ranks are in both shard groups
         (expert(wide, 2, [Replicate(), Shard(0)]), "", 2),
-        (expert(alone, 1 + rank % 2, [Shard(0)]), f"{rank % 2}.", 1),  # a copy for each replica, as HSDP has
     ]
     for experts, name, reduces in cases:
         net = sharded_net((2, 2))
@@ -125,6 +123,13 @@ def test_a_rank_in_no_mesh_has_a_norm_of_nothing():
 
 
 @fake_world(4)
+def test_meshes_of_which_none_holds_all_ranks_are_refused():
+    params = [*expert(DeviceMesh("cpu", [0, 1]), 2, [Shard(0)]), *expert(DeviceMesh("cpu", [0, 2]), 2, [Shard(0)])]
+    with pytest.raises(ShardkitError, match=r"on a mesh of ranks \[0, 2\] and on one of ranks \[0, 1\]"):
+        clip_grad_norm_(params, 1.0)
+
+
+@fake_world(4)
 def test_one_all_reduce_of_one_number():
     """FSDP, HSDP and DDP-like parts of one model are sums over the same ranks."""
     nets = nn.ModuleList(sharded_net(shape) for shape in ((4,), (2, 2), (4, 1)))
@@ -144,5 +149,5 @@ def test_parameters_that_are_stepped_in_backward_are_refused():
     hook.steps_in_backward = True
     net = sharded_net((4,))
     net.gain.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(ShardkitError, match=r"^parameters: are stepped in backward, after which"):
+    with pytest.raises(ShardkitError, match=r"^parameters are stepped in backward, after which"):
         clip_grad_norm_(net, 1.0)

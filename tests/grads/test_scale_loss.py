@@ -175,7 +175,7 @@ def test_a_plain_model_needs_no_process_group_and_nothing_waits_for_the_device()
 
 
 def test_bad_arguments():
-    with pytest.raises(ShardkitError, match=r"^num_tokens: has shape \(3,\)\. It is one number.* Pass its sum"):
+    with pytest.raises(ShardkitError, match=r"^num_tokens must be one number.* got shape \(3,\)\. Pass its sum"):
         global_token_count(torch.ones(3), nn.Linear(1, 1))
-    with pytest.raises(ShardkitError, match=r"^reduction: is 'avg'\."):
+    with pytest.raises(ShardkitError, match=r"^reduction must be .*got 'avg'"):
         set_gradient_reduction(nn.Linear(1, 1), "avg")

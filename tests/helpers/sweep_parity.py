@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardkit import plan_model, shard_model
 from shardkit.errors import ShardkitError
-from shardkit.grads import set_reduce_scatter_unused_params
 from shardkit.testing import RankFailure, RankPool
 
 
@@ -81,7 +80,7 @@ def compare(plain: nn.Module) -> float:
     Over its largest element, or 0.01 where all are smaller: gradients that are zero but for rounding make biases so.
     """
     sharded = shard_model(copy.deepcopy(plain))
-    set_reduce_scatter_unused_params(sharded)  # experts without a token on one of the ranks
+    sharded.set_reduce_scatter_unused_params(True)  # experts without a token on one of the ranks
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
     for step in range(2):
         inputs = inputs_of(plain, 2 * step + dist.get_rank())

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "references": set(),
     "shards": set(),
     "ranks": {"errors"},
-    "tiles": {"errors"},
+    "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "memory": DECIDING | {"_fsdp", "reach", "references", "tiles"},
     "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},

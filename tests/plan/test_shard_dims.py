@@ -11,7 +11,7 @@ from test_plan import sharding
 from torch.distributed.tensor import Shard
 
 from shardkit import MeshSpec, PlanError, ShardingPlan, ShardUnit, apply_plan, by_class, by_name, group, plan_model
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)

@@ -28,7 +28,6 @@ from shardkit import (
     plan_model,
     shard_model,
 )
-from shardkit.apply import fit
 from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
@@ -163,15 +162,15 @@ def test_settings_of_the_wrong_type() -> None:
             plan_model(model, mesh=EIGHT, **{setting: "yes"})
     with refused(model, "prefetch must be a number of units, 0 or more, got -1"):
         plan_model(model, mesh=EIGHT, prefetch=-1)
-    with fake_world(8), refused(model, "mesh: is a list"):
+    with fake_world(8), refused(model, "mesh must be a DeviceMesh, a MeshSpec or None, got list"):
         shard_model(model, mesh=[8])  # type: ignore[arg-type]
 
 
 def test_two_dimensional_mesh_without_names() -> None:
     model = Decoder()
-    with fake_world(8), refused(model, "mesh: a DeviceMesh of shape (2, 4)", "mesh_dim_names"):
+    with fake_world(8), refused(model, "mesh must have axis names, got a DeviceMesh of shape (2, 4)", "mesh_dim_names"):
         shard_model(model, mesh=init_device_mesh("cpu", (2, 4)))
-    with fake_world(8), refused(model, "mesh: a DeviceMesh of shape (2, 2, 2)"):
+    with fake_world(8), refused(model, "mesh must have axis names, got a DeviceMesh of shape (2, 2, 2)"):
         shard_model(model, mesh=init_device_mesh("cpu", (2, 2, 2)))
 
 
@@ -179,15 +178,15 @@ def test_mesh_on_another_device() -> None:
     model = Decoder()
     with fake_world(8):
         mesh = init_device_mesh("xpu", (8,), mesh_dim_names=("dp",))
-        with refused(model, "mesh: its device type is 'xpu'", "this process has"):
+        with refused(model, "mesh is on 'xpu'", "this process has"):
             shard_model(model, mesh=mesh)
 
 
 def test_mesh_of_another_size() -> None:
     model = Decoder()
-    with fake_world(8), refused(model, "mesh: dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"):
+    with fake_world(8), refused(model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"):
         shard_model(model, mesh=MeshSpec.sharded(4))
-    with fake_world(8), refused(model, "mesh: dp=8 for a plan made for dp_shard=8"):
+    with fake_world(8), refused(model, "mesh is dp=8, and the plan was made for dp_shard=8"):
         apply_plan(model, plan_model(model, mesh=EIGHT), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
     with pytest.raises(PlanError, match="mesh has the shape"):
         MeshSpec((2, 2, 2), ("a", "b", "c"), shard_axes=1)
@@ -197,7 +196,7 @@ def test_offload_that_pins_memory_without_an_accelerator() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     model = Decoder()
-    with fake_world(8), refused(model, "offload_policy: ", "pin_memory=False"):
+    with fake_world(8), refused(model, "offload_policy is CPUOff", "pin_memory=False"):
         shard_model(model, offload_policy=CPUOffloadPolicy())
 
 
@@ -205,11 +204,11 @@ def test_sharded_already() -> None:
     model = Decoder()
     with fake_world(8):
         shard_model(model)
-        with refused(model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more: is sharded already"):
+        with refused(model, "(root), embed, layers.0, layers.1, layers.2, norm and 1 more is sharded already"):
             shard_model(model)
         inner = Decoder()
         fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (8,)))
-        with refused(inner, "layers.1: is sharded already", "layers.1.up.weight"):
+        with refused(inner, "layers.1 is sharded already", "layers.1.up.weight"):
             shard_model(inner)
 
 
@@ -218,9 +217,9 @@ def test_parameter_sharded_already() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
-        with refused(model, "head.weight: is a DTensor already", 'mesh=world_mesh["dp"]'):
+        with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):
             shard_model(model)
-        with refused(model, "head.weight: is a DTensor already"):
+        with refused(model, "head.weight is a DTensor already"):
             shard_model(model, mesh=mesh)
 
 
@@ -238,9 +237,12 @@ def test_plan_of_another_model() -> None:
     cases: list[tuple[nn.Module, list[str]]] = [
         (Decoder(layers=4), ["the plan has no parameter layers.3.down.bias"]),
         (Decoder(layers=2), ["the model has no parameter layers.2.down.bias"]),
-        (Decoder(layers=3, vocabulary=12), ["embed.weight: shape (12, 8) in the model and shape (11, 8) in the plan"]),
-        (Decoder(layers=3).double(), ["embed.weight: dtype torch.float64 in the model"]),
-        (Decoder(layers=3, tied=True), ["embed.weight: aliases ('head.weight',) in the model"]),
+        (
+            Decoder(layers=3, vocabulary=12),
+            ["embed.weight has shape (12, 8) in the model and shape (11, 8) in the plan"],
+        ),
+        (Decoder(layers=3).double(), ["embed.weight has dtype torch.float64 in the model"]),
+        (Decoder(layers=3, tied=True), ["embed.weight has aliases ('head.weight',) in the model"]),
     ]
     for model, parts in cases:
         with fake_world(8), refused(model, *parts, "Make the plan from this model"):
@@ -252,9 +254,9 @@ def test_no_plan_and_no_mesh() -> None:
     plan = plan_model(model, mesh=EIGHT)
     with fake_world(8):
         for call in (apply_plan, lambda model, plan: shard_model(model, plan=plan)):
-            with refused(model, "plan: is a dict", "ShardingPlan.from_dict"):
+            with refused(model, "plan must be a ShardingPlan, got dict", "ShardingPlan.from_dict"):
                 call(model, plan.to_dict())
-        with refused(model, "mesh: is a MeshSpec", "Leave it out"):
+        with refused(model, "mesh must be a DeviceMesh or None, got MeshSpec", "Leave it out"):
             apply_plan(model, plan, EIGHT)  # type: ignore[arg-type]
 
 
@@ -281,11 +283,10 @@ def test_plan_edited_by_hand() -> None:
 
 
 def test_parameters_in_the_same_memory() -> None:
-    for device in ("cpu", "meta"):
-        model = Decoder().to(device)
-        model.head.weight = nn.Parameter(model.embed.weight.detach())
-        with fake_world(8), refused(model, "head.weight: is in the same memory as embed.weight", "one Parameter"):
-            shard_model(model)
+    model = Decoder()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    with fake_world(8), refused(model, "head.weight is in the same memory as embed.weight", "one Parameter"):
+        shard_model(model)
     flat = torch.zeros(2, 3, 4)
     beside = nn.Module()
     beside.first, beside.second = nn.Parameter(flat[0]), nn.Parameter(flat[1])
@@ -298,31 +299,19 @@ def test_a_module_by_two_names() -> None:
     model.layers[1] = model.layers[0]
     plan = plan_model(model, mesh=EIGHT)
     doubled = dataclasses.replace(plan.units[0], modules=("layers.1",), params=(), shard_dims=())
-    with fake_world(8), refused(model, "layers.0: is another name of the module layers.1"):
+    with fake_world(8), refused(model, "layers.0 is another name of the module layers.1"):
         apply_plan(model, dataclasses.replace(plan, units=(doubled, *plan.units)))
 
     assert [unit.name for unit in plan.units] == ["embed", "layers.0", "layers.2", "[norm, head]", "(root)"]
 
 
-def test_integer_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantized() -> Decoder:
-        model = Decoder()
-        model.layers[1].codes = nn.Parameter(torch.zeros(9, 4, dtype=torch.int8), requires_grad=False)
-        return model
-
-    monkeypatch.setattr(fit, "SHARDS_INTEGERS", False)
-    model = quantized()
+def test_integer_parameters() -> None:
+    model = Decoder()
+    model.layers[1].codes = nn.Parameter(torch.zeros(9, 4, dtype=torch.int8), requires_grad=False)
     with fake_world(8):
-        with refused(model, "layers.1.codes: has the dtype torch.int8", "ignored_params=['layers.1.codes']"):
-            shard_model(model)
-        shard_model(model, ignored_params=["layers.1.codes"])
-    monkeypatch.undo()
-    if fit.SHARDS_INTEGERS:
-        model = quantized()
-        with fake_world(8):
-            shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-            step(model)
-        assert model.layers[1].codes.to_local().dtype is torch.int8
+        shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        step(model)
+    assert model.layers[1].codes.to_local().dtype is torch.int8
 
 
 def test_optimizer_built_before_sharding() -> None:
@@ -330,7 +319,7 @@ def test_optimizer_built_before_sharding() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fake_world(8):
         shard_model(model)
-        with pytest.raises(ShardkitError, match=r"optimizer: .*"):
+        with pytest.raises(ShardkitError, match="optimizer holds 22"):
             check_optimizer(optimizer, model)
         check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -341,17 +330,6 @@ def test_half_set_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with refused(model, "process group: WORLD_SIZE, MASTER_PORT not set, though RANK is", "torchrun"):
+    with refused(model, "WORLD_SIZE, MASTER_PORT must be set too, since RANK is", "torchrun"):
         shard_model(model)
     assert not dist.is_initialized()
-
-
-def test_a_dim_that_does_not_divide_after_tensor_parallelism() -> None:
-    """12 columns are a multiple of 4, and the 6 of each rank are not."""
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.Linear(12, 8))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(1)]))
-        plan = plan_model(model, mesh=mesh["dp"], units=by_name("0", shard_dim=1))
-        with refused(model, "0.weight: sharded on dim 1, of size 6 on this rank", "over 4 ranks"):
-            apply_plan(model, plan, mesh["dp"])

@@ -45,7 +45,7 @@ def test_a_rank_takes_part_in_a_tower_that_it_skips():
 
 
 def test_a_bad_stand_in_and_a_unit_that_reaches_outside_are_errors():
-    with pytest.raises(ShardkitError, match=r"take_part, like: is torch.int64"):
+    with pytest.raises(ShardkitError, match=r"like of take_part is torch.int64"):
         take_part(nn.Linear(2, 2), torch.ones(2, dtype=torch.long))
     with fake_world(2):
         model = shard_model(net(Straight), units=[group("visual.merge", "head")])

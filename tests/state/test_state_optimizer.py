@@ -306,7 +306,7 @@ def test_an_option_that_only_one_of_two_groups_has_is_a_difference(first):
     state = full_optimizer_state_dict(model, optimizer)
     groups = [{**state["param_groups"][0], "params": [name]} for name in ("weight", "bias")]
     groups[first]["initial_lr"] = None
-    with pytest.raises(ShardkitError, match="group of weight: initial_lr differs"):
+    with pytest.raises(ShardkitError, match="group of weight: initial_lr"):
         load_full_optimizer_state_dict(model, optimizer, state | {"param_groups": groups})
 
 
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
     bad["param_groups"][1] |= {"params": [moved], "lr": 0.5}
     with pytest.raises(ShardkitError) as caught:
         load_full_optimizer_state_dict(model, optimizer, bad if src == "all" or dist.get_rank() == 0 else {}, src=src)
-    for part in ("missing: gain", "unexpected: stranger", "with different options: group of", "lr differs"):
+    for part in ("missing: gain", "unexpected: stranger", "with different options: group of", ": lr"):
         assert part in str(caught.value), str(caught.value)
     with pytest.raises(ShardkitError, match="keeps state by number"):
         load_full_optimizer_state_dict(model, optimizer, optimizer.state_dict(), src=src)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from zoo import ZOO
 
 from shardkit import shard_model
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, named_full_tensors, transfer
+from shardkit.state import full_params, full_state_dict, named_full_tensors
 from shardkit.testing import comm_counts, distributed
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
@@ -205,11 +203,11 @@ class Summoning(nn.Module):
 @distributed(world_size=4, backend="gloo")
 def test_refused_in_a_forward_and_with_another_shape():
     model = fully_shard(Summoning(nn.Linear(6, 6)), mesh=mesh_of((4,)))
-    with pytest.raises(ShardkitError, match="called in a forward or backward"):
+    with pytest.raises(ShardkitError, match="was called in a forward or backward"):
         model(torch.ones(2, 6))
     model = fsdp(seeded(Net))
     before = registry(model)
-    with pytest.raises(ShardkitError, match=r"gain \(2,\): has another shape"), full_params(model, writeback=True):
+    with pytest.raises(ShardkitError, match=r"gain \(2,\) has another shape"), full_params(model, writeback=True):
         model.gain = nn.Parameter(torch.ones(2))
     assert registry(model) == before
     model.gain.grad = torch.zeros_like(model.gain) if dist.get_rank() == 1 else None
@@ -265,22 +263,6 @@ def test_all_tensors_come_once_under_each_name(layout, rank0_only):
     assert len(found) == len(expected)
     assert dict(found).keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_who_stops_early_tells_the_others():
-    model = fsdp(seeded(Net))
-    with mock.patch.object(transfer, "BUCKET_BYTES", 400):
-        for _ in named_full_tensors(model):  # all stop in the same bucket
-            break
-        tensors = named_full_tensors(model)
-        if dist.get_rank() == 1:
-            next(tensors)
-            tensors.close()
-        else:
-            with pytest.raises(ShardkitError, match="another rank stopped before the end"):
-                list(tensors)
-        assert len(list(named_full_tensors(model))) == len(plain_state()) - 1
 
 
 @distributed(world_size=4, backend="gloo")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pretend import pretend_accelerator
 from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, made, mesh_on, plain, sharded
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardkit
@@ -29,7 +29,6 @@ from benchmarks.train import records
 from benchmarks.train.case import Case
 from benchmarks.train.group import Group
 from benchmarks.train.worker import Job
-from shardkit.apply import shard
 from shardkit.demo import train
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
@@ -275,30 +274,6 @@ def check_gradients() -> None:
 
 def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankPool) -> None:
     ranks.run(check_gradients)
-
-
-def check_failed() -> None:
-    """From the host the model is whole again; what lay on the device was let go of, which the error says."""
-    for start, after in {"cpu": "The model was restored", "device": "cannot be used any more; build it"}.items():
-        with pretend_accelerator():
-            model = made(start, "pretend")
-            before = [(type(module), list(map(id, module.parameters()))) for module in model.modules()]
-            calls = [fully_shard, mock.Mock(side_effect=torch.OutOfMemoryError("no room"))]
-            with (
-                mock.patch.object(shard, "fully_shard", lambda *args, calls=calls, **kw: calls.pop(0)(*args, **kw)),
-                pytest.raises(shardkit.PlanError, match=rf"no room\. .*{after}"),
-            ):
-                shardkit.shard_model(model, mesh=mesh_on("pretend"))
-            assert not calls
-            if start == "cpu":
-                assert [(type(module), list(map(id, module.parameters()))) for module in model.modules()] == before
-                assert devices(model.parameters()) == devices(model.buffers()) == {"cpu"}
-                shardkit.shard_model(model, mesh=mesh_on("pretend"))
-                check_same(loss_of(model, "pretend"), loss_of(sharded("cpu", "pretend"), "pretend"), start)
-
-
-def test_a_sharding_that_fails_is_undone(ranks: RankPool) -> None:
-    ranks.run(check_failed)
 
 
 def check_streams() -> None:

@@ -1,27 +1,72 @@
-"""``python -m shardkit audit``: find every use of FSDP1 in a codebase, with its replacement.
+"""``python -m shardkit audit``: find the uses of FSDP1 in a codebase, with their replacements.
 
-``flow`` and ``values`` find what each expression may be, ``uses`` which of them use FSDP1, and ``judge`` the
-replacement, by the table in ``instead``. ``program`` audits one file, ``files`` finds files, ``report`` prints.
+``visit`` finds them in one program, by import aliases and by names of methods; it does not follow values. The
+replacements are those of the table in ``shardkit.replacements``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fnmatch
+import json
+import os
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 
-from shardkit.fsdp1.audit.files import audit_file, files_below
-from shardkit.fsdp1.audit.report import Audit as Audit
-from shardkit.fsdp1.audit.report import Finding as Finding
-from shardkit.fsdp1.audit.report import Unread as Unread
+from shardkit.fsdp1.audit.visit import SUPPORT, Finding, findings_of
+
+SKIPPED = {".git", ".hg", ".svn", "__pycache__", "node_modules", "site-packages", ".tox", ".nox", ".eggs"}
+# A file without any of these uses no FSDP1 that could be found, so it is not parsed.
+_WORDS = re.compile(rb"fsdp|FSDP|FullyShard|flat_param|_all_handles|summon_full|optim_state_dict|clip_grad_norm_\(")
+_UNSEEN = """
+Change what concerns optimizers first: one built before sharding updates tensors that the model no longer uses.
+Not found: names built at run time, and methods of models that are wrapped in another file, unless only FSDP1 has the
+method. Likely: found by the name of a variable or method alone, so check that it is FSDP1's."""
 
 
-def audit(
-    *paths: str | PathLike[str],
-    exclude: Sequence[str] = (),
-    progress: Callable[[int, int], None] | None = None,
-) -> Audit:
-    """Find every use of FSDP1 in the Python files and notebooks at or below ``paths``, without importing them. Local.
+@dataclass(frozen=True)
+class Audit:
+    """The uses of FSDP1 in some files; ``print(audit)`` shows them.
+
+    Attributes:
+        findings: all uses, in order of file and place.
+        unread: files that may use FSDP1 and could not be read, each with the reason.
+        read: the number of files read.
+    """
+
+    findings: tuple[Finding, ...]
+    unread: dict[str, str]
+    read: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Uses for each kind of support, from good to bad."""
+        return {support: sum(finding.support == support for finding in self.findings) for support in SUPPORT}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all files were read, and every use has a replacement."""
+        return not self.unread and not self.counts["decision"] and not self.counts["refused"]
+
+    def __str__(self) -> str:
+        files = len({finding.path for finding in self.findings})
+        counts = ", ".join(f"{count} {SUPPORT[support]}" for support, count in self.counts.items())
+        lines = [*map(str, self.findings), "" if self.findings else None]
+        lines.append(f"{len(self.findings)} uses of FSDP1 in {files} of {self.read} files: {counts}")
+        lines += [f"could not be read: {path}: {reason}" for path, reason in self.unread.items()]
+        return "\n".join(line for line in (*lines, _UNSEEN if self.findings else None) if line is not None)
+
+    def as_json(self) -> str:
+        """Return the same as one JSON object; the keys are those of ``Audit`` and ``Finding``."""
+        return json.dumps({"read": self.read, "counts": self.counts, **asdict(self)}, indent=2)
+
+
+def audit(*paths: str | PathLike[str], exclude: Sequence[str] = ()) -> Audit:
+    """Find the uses of FSDP1 in the Python files at or below ``paths``, without importing them. Local.
 
     Skips directories of version control, environments and caches, and does not follow links to directories. The order
     is the same on every machine.
@@ -29,12 +74,44 @@ def audit(
     Args:
         paths: files, which are read whatever their names, and directories.
         exclude: globs; paths below a directory that match, or whose name matches, are skipped.
-        progress: called after each file with the number of files done and in all.
     """
-    files = list(dict.fromkeys(file for path in paths for file in files_below(Path(path), exclude)))
-    audited = []
-    for done, file in enumerate(files, start=1):
-        audited.append(audit_file(file))
-        if progress is not None:
-            progress(done, len(files))
-    return Audit(tuple(each for each in audited if each.findings or each.unread), len(files))
+    files = list(dict.fromkeys(file for path in paths for file in _files_below(Path(path), exclude)))
+    found: list[Finding] = []
+    unread: dict[str, str] = {}
+    for file in files:
+        try:
+            if not file.is_file():  # a pipe would wait for ever
+                unread[str(file)] = "not a regular file"
+            elif _WORDS.search(file.read_bytes()):
+                found += _findings_in(file)
+        except (OSError, SyntaxError, ValueError, LookupError) as error:
+            unread[str(file)] = str(error)
+        except (RecursionError, MemoryError):
+            unread[str(file)] = "nested too deeply"
+    return Audit(tuple(found), unread, len(files))
+
+
+def _findings_in(file: Path) -> list[Finding]:
+    with tokenize.open(file) as source, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in the program are not ours to report
+        return findings_of(str(file), source.read())
+
+
+def _files_below(root: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    """Yield the programs at or below ``root``, sorted."""
+
+    def is_excluded(path: Path) -> bool:
+        names = [path.name, path.relative_to(root).as_posix()]
+        return any(fnmatch.fnmatch(name, glob.rstrip("/")) for name in names for glob in exclude)
+
+    def is_entered(directory: Path) -> bool:
+        is_environment = (directory / "pyvenv.cfg").exists() or (directory / "conda-meta").exists()
+        return directory.name not in SKIPPED and not is_environment and not is_excluded(directory)
+
+    if not root.is_dir():
+        yield root
+    for directory, names, files in os.walk(root):
+        below = Path(directory)
+        names[:] = sorted(name for name in names if is_entered(below / name))
+        paths = [below / name for name in sorted(files) if name.endswith((".py", ".pyw"))]
+        yield from (path for path in paths if not is_excluded(path))

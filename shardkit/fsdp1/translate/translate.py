@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from shardkit.apply.fit import check_unsharded
+from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, TranslationError
 from shardkit.fsdp1.translate.arguments import Arguments, check_arguments, check_unwrapped, device_of
 from shardkit.fsdp1.translate.notes import Decided, notes_on

@@ -24,7 +24,8 @@ def tree(tmp_path):
 
 
 def paths(found, root):
-    return [os.path.relpath(file.path, root).replace(os.sep, "/") for file in found.files]
+    found = dict.fromkeys(finding.path for finding in found.findings)
+    return [os.path.relpath(path, root).replace(os.sep, "/") for path in found]
 
 
 def test_directories_are_read_in_order_and_environments_left_out(tree):
@@ -46,13 +47,12 @@ def test_a_file_given_twice_is_read_once(tree):
 
 
 UNREAD = [
-    (b"import fsdp\nprint 'two'\n", "line 2: Missing parentheses in call to 'print'"),
+    (b"import fsdp\nprint 'two'\n", "Missing parentheses in call to 'print'"),
     (b"# coding: nonsense\nimport fsdp\n", "unknown encoding"),
     (b"# coding: hex\nimport fsdp\n", "is not a text encoding"),
     (b"fsdp = '\xff'\n", "invalid or missing encoding declaration"),
     (b"\n\n\nfsdp = '\xff'\n", "codec can't decode"),
     (b"fsdp = '\0'\n", "null byte"),
-    ("import fsdp".encode("utf-16"), "UTF-16"),
     (b"fsdp(" * 300 + b")" * 300, "too many nested parentheses"),
     (b"fsdp = " + b"-" * 20000 + b"1", "nested too deeply"),
 ]
@@ -63,7 +63,7 @@ def test_what_cannot_be_read_is_said_with_the_reason(tmp_path, content, reason):
     (tmp_path / "odd.py").write_bytes(content)
     found = audit(tmp_path)
     assert len(found.unread) == 1
-    assert reason in found.unread[0].reason
+    assert reason in found.unread[str(tmp_path / "odd.py")]
     assert not found.is_settled
 
 
@@ -84,33 +84,7 @@ def test_a_broken_file_without_fsdp_is_of_no_concern(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.py")
-    assert audit(tmp_path).unread[0].reason == "not a regular file"
-
-
-def notebook(*cells):
-    return json.dumps({"cells": [{"cell_type": kind, "source": source} for kind, source in cells]})
-
-
-def test_notebooks_are_read_cell_by_cell(tmp_path):
-    (tmp_path / "n.ipynb").write_text(
-        notebook(
-            ("markdown", "FSDP(net)"),
-            ("code", ["!pip install torch\n", "%load_ext x\n", USE]),
-            ("code", "%%bash\nFSDP(net)"),
-            ("code", "broken("),
-            ("code", "%%time\nx = 1\nmodel.no_sync()"),
-        )
-    )
-    found = audit(tmp_path)
-    places = [finding.place.rpartition("/")[2] for finding in found.findings]
-    assert places == ["n.ipynb#cell2:3:1", "n.ipynb#cell2:4:9", "n.ipynb#cell5:3:1"]
-    assert [unread.path.rpartition("#")[2] for unread in found.unread] == ["cell4"]
-
-
-@pytest.mark.parametrize("content", ["fsdp", "[1, 'fsdp']", '{"cells": ["fsdp"]}', '{"cells": 3, "fsdp": 1}'])
-def test_what_is_no_notebook_is_said(tmp_path, content):
-    (tmp_path / "n.ipynb").write_text(content)
-    assert "not a notebook" in audit(tmp_path).unread[0].reason
+    assert audit(tmp_path).unread == {str(tmp_path / "pipe.py"): "not a regular file"}
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -132,33 +106,23 @@ def test_a_path_that_is_not_there_is_a_wrong_call(tmp_path, capsys):
     assert "no such file or directory" in capsys.readouterr().err
 
 
-def test_the_text_is_grouped_counted_and_ordered(tmp_path, capsys, monkeypatch):
+def test_the_text_has_places_replacements_and_counts(tmp_path, capsys, monkeypatch):
     (tmp_path / "program.py").write_text(
         "o = Adam(net.parameters())\n" + USE.replace("model", "net") + "net.no_sync()\n"
     )
     monkeypatch.chdir(tmp_path)
     assert main(["audit", "program.py"]) == 1
     text = capsys.readouterr().out
-    assert "program.py:3:7  exact             FSDP(net)\n    -> shard_like_fsdp1(net)\n" in text
-    assert "4 uses of FSDP1 in 1 of 1 files: 3 exact, 0 with a note, 1 needs a decision, 0 not possible" in text
-    assert text.index("1. Build optimizers after sharding") < text.index("2. Shard the model instead")
-
-
-def test_a_file_that_mixes_both_is_named(tmp_path):
-    (tmp_path / "mixed.py").write_text(USE + "from torch.distributed.fsdp import fully_shard\n")
-    (tmp_path / "reached.py").write_text(USE + "import torch\ntorch.distributed.fsdp.fully_shard(net)\n")
-    (tmp_path / "new.py").write_text("from torch.distributed.fsdp import fully_shard\n")
-    found = audit(tmp_path)
-    assert [file.mixes for file in found.files] == [True, True]
-    assert "FSDP1 and FSDP2 in one file" in str(found)
+    assert "program.py:3:7  exact  FSDP(net)\n    -> shard_like_fsdp1(net)\n" in text
+    assert "program.py:4:1  exact, likely  net.no_sync()\n    -> no_sync(net)\n" in text
+    assert "4 uses of FSDP1 in 1 of 1 files: 3 exact, 0 with a note, 1 check by hand, 0 not possible" in text
 
 
 def test_json_holds_the_same(tree, capsys):
     assert main(["audit", str(tree), "--exclude", "b", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["counts"] == {"exact": 2, "note": 0, "decision": 0, "impossible": 0}
+    assert data["counts"] == {"mapped": 2, "noted": 0, "decision": 0, "refused": 0}
     assert [(f["line"], f["column"], f["replacement"]) for f in data["findings"]][1] == (2, 9, "shard_like_fsdp1(net)")
-    assert [step["topic"] for step in data["change_first"]] == ["wrapping", "names"]
     assert data["read"] == 2
 
 
@@ -167,19 +131,3 @@ def test_nothing_of_the_program_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert audit(tmp_path).is_settled
     assert "bomb" not in sys.modules
-
-
-def test_the_progress_counts_every_file(tree):
-    calls = []
-    audit(tree, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-def test_an_error_of_ours_is_not_taken_for_a_broken_file(tmp_path, monkeypatch):  # which LookupError once was
-    def fails(path, text):
-        raise KeyError("ours")
-
-    monkeypatch.setattr("shardkit.fsdp1.audit.files.findings_of", fails)
-    (tmp_path / "a.py").write_text(USE)
-    with pytest.raises(KeyError, match="ours"):
-        audit(tmp_path)

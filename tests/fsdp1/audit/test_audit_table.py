@@ -5,6 +5,7 @@ import inspect
 import re
 import types
 
+import pytest
 import torch.distributed.fsdp as fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 
@@ -13,11 +14,10 @@ import shardkit.fsdp1
 import shardkit.grads
 import shardkit.state
 from shardkit import replacements
-from shardkit.fsdp1.audit import names
-from shardkit.fsdp1.audit.names import MODULES, PACKAGE, is_fsdp2, other_row, public_name
-from shardkit.fsdp1.audit.report import TOPICS
+from shardkit.fsdp1.audit import visit
+from shardkit.fsdp1.audit.visit import MODULES, PACKAGE, row_of
 
-ROWS = replacements.NAMES | replacements.MEMBERS | replacements.ATTRIBUTES | replacements.PRIVATE | names.OTHERS
+ROWS = replacements.NAMES | replacements.MEMBERS | replacements.ATTRIBUTES | replacements.PRIVATE | visit.OTHERS
 INHERITED = {"state_dict", "load_state_dict"}  # of nn.Module; every other member is FSDP1's own
 
 
@@ -49,12 +49,6 @@ def test_every_public_method_of_the_wrapper_has_a_row():
     assert replacements.MEMBERS.keys() == own | INHERITED
 
 
-def test_the_names_of_fsdp2_are_all_known():
-    found = {name for name, value in vars(fsdp).items() if not name.startswith("_") and of_fsdp2(name, value)}
-    assert "fully_shard" in found
-    assert found <= names.FSDP2_NAMES
-
-
 def test_a_module_that_torch_adds_is_noticed():
     found = {name for name, value in vars(fsdp).items() if isinstance(value, types.ModuleType) and name[0] != "_"}
     assert found == set(MODULES)
@@ -62,11 +56,10 @@ def test_a_module_that_torch_adds_is_noticed():
 
 def test_statics_are_called_on_the_class_and_the_rest_on_models():
     statics = {name for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
-    assert {name for name in statics if not name.startswith("_")} == names.STATICS
+    assert {name for name in statics if not name.startswith("_")} == visit.STATICS
 
 
 def test_every_row_says_something():
-    assert {row.topic for row in ROWS.values()} <= TOPICS.keys()
     assert [name for name, row in ROWS.items() if not row.use and not row.sentence] == []
 
 
@@ -88,41 +81,25 @@ def test_what_the_replacements_call_exists():
 
 
 PATHS = [
-    ("torch.distributed.fsdp.FullyShardedDataParallel", ("FullyShardedDataParallel", "")),
-    (f"{PACKAGE}.fully_sharded_data_parallel.{replacements.FSDP}.no_sync", (replacements.FSDP, "no_sync")),
-    ("torch.distributed.fsdp.api.ShardingStrategy.FULL_SHARD.name", ("ShardingStrategy", "FULL_SHARD.name")),
-    ("torch.distributed.fsdp.wrap.wrap", ("wrap", "")),
-    ("torch.distributed.fsdp.wrap", None),
-    ("torch.distributed.fsdp", None),
-    ("torch.distributed.fsdp.fully_shard", None),
-    ("torch.distributed.fsdpx.FullyShardedDataParallel", None),
-    ("fairscale.nn.FullyShardedDataParallel", None),
-]
-
-
-def test_a_dotted_path_is_the_name_that_it_reaches():
-    assert [public_name(dotted) for dotted, _ in PATHS] == [name for _, name in PATHS]
-
-
-OTHERS = [
-    (f"{PACKAGE}.wrap._or_policy", "mapped"),
-    (f"{PACKAGE}._common_utils.FSDP_PREFIX", "mapped"),
-    (f"{PACKAGE}._common_utils.anything", "refused"),
-    (f"{PACKAGE}._flat_param", "refused"),
-    ("fairscale.nn.FullyShardedDataParallel", "decision"),
-    ("accelerate.utils.dataclasses.FullyShardedDataParallelPlugin", "noted"),
-    ("lightning.pytorch.strategies.FSDPStrategy", "noted"),
-    ("torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict", "decision"),
-    *((name, None) for name in ("fairscale.optim.Adam", "lightning.pytorch.Trainer", "torch.distributed.checkpoint")),
-    *((f"{PACKAGE}.{name}", None) for name in ("MixedPrecision", "wrap", "__name__", "fully_shard")),
+    (f"{PACKAGE}.FullyShardedDataParallel", ("FullyShardedDataParallel", "mapped")),
+    (f"{PACKAGE}.fully_sharded_data_parallel.{replacements.FSDP}.no_sync", (f"{replacements.FSDP}.no_sync", "mapped")),
+    (f"{PACKAGE}.{replacements.FSDP}.nonsense", (f"{replacements.FSDP}.nonsense", "decision")),
+    (f"{PACKAGE}.api.ShardingStrategy.FULL_SHARD.name", ("ShardingStrategy", "mapped")),
+    (f"{PACKAGE}.wrap.wrap", ("wrap", "decision")),
+    *((f"{PACKAGE}{name}", None) for name in ("", ".wrap", ".fully_shard", "x.wrap", ".__name__")),
     *((f"{PACKAGE}.{name}", None) for name in ("_fully_shard._fsdp_param.FSDPParam", "FSDPModule.unshard")),
+    (f"{PACKAGE}.wrap._or_policy", (f"{PACKAGE}.wrap._or_policy", "mapped")),
+    (f"{PACKAGE}._common_utils.anything", (f"{PACKAGE}._common_utils.anything", "refused")),
+    ("fairscale.nn.FullyShardedDataParallel", ("fairscale.nn.FullyShardedDataParallel", "decision")),
+    ("lightning.pytorch.strategies.FSDPStrategy", ("lightning.pytorch.strategies.FSDPStrategy", "decision")),
+    *((name, None) for name in ("fairscale.optim.Adam", "lightning.pytorch.Trainer", "torch.distributed.checkpoint")),
 ]
 
 
-def test_private_names_and_other_packages_are_known_by_path():
-    rows = [(dotted, other_row(dotted)) for dotted, _ in OTHERS]
-    assert [(dotted, row and row.support) for dotted, row in rows] == OTHERS
-    assert [is_fsdp2(dotted) for dotted, _ in OTHERS] == [False] * (len(OTHERS) - 3) + [True] * 3
+@pytest.mark.parametrize(("dotted", "expected"), PATHS, ids=[dotted for dotted, _ in PATHS])
+def test_a_dotted_path_is_the_name_that_it_reaches(dotted, expected):
+    found = row_of(dotted)
+    assert (found and (found[0], found[1].support)) == expected
 
 
 def test_the_private_names_are_torchs():

@@ -7,31 +7,31 @@ from typing import Optional, TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed import fsdp  # audit: none
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict  # audit: decision import
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # audit: exact import
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # audit: mapped import
 
 
 class Trainer:
-    model: Optional[FSDP]  # audit: exact FullyShardedDataParallel
+    model: Optional[FSDP]  # audit: mapped FullyShardedDataParallel
 
     def __init__(self, config):
         self.config = config
         self.optimizer = None
         self.build()
         self.ema = self.wrapped(make_ema())
-        self.scaler = fsdp.sharded_grad_scaler.ShardedGradScaler(enabled=config.fp16)  # audit: exact ShardedGradScaler
+        self.scaler = fsdp.sharded_grad_scaler.ShardedGradScaler(enabled=config.fp16)  # audit: mapped ShardedGradScaler
 
     def build(self):
         model = make(self.config)
         self.model = self.wrapped(model).to("cuda")
 
-    def wrapped(self, model) -> "FSDP":  # audit: exact FullyShardedDataParallel
+    def wrapped(self, model) -> "FSDP":
         return fsdp.FullyShardedDataParallel(
             model, use_orig_params=True, sync_module_states=True
-        )  # audit: exact FullyShardedDataParallel
+        )  # audit: mapped FullyShardedDataParallel
 
     @property
     def networks(self):
@@ -39,37 +39,35 @@ class Trainer:
 
     def fit(self, loader):
         for step, batch in enumerate(loader):
-            context = self.model.no_sync() if step % 2 else nullcontext()  # audit: exact no_sync
+            context = self.model.no_sync() if step % 2 else nullcontext()  # audit: mapped likely no_sync
             with context:
                 self.scaler.scale(self.model(batch)).backward()
-            self.model.clip_grad_norm_(self.config.clip, norm_type=2.0)  # audit: exact clip_grad_norm_
-            update_ema(self.ema.module, self.model.module)  # audit: exact module, exact module
+            self.model.clip_grad_norm_(self.config.clip, norm_type=2.0)  # audit: mapped likely clip_grad_norm_
+            update_ema(self.ema.module, self.model.module)  # audit: mapped likely module
 
     def save(self, path):
         with fsdp.FullyShardedDataParallel.state_dict_type(
             self.model, fsdp.StateDictType.SHARDED_STATE_DICT
-        ):  # audit: note state_dict_type
+        ):  # audit: noted state_dict_type
             state = {
-                "model": self.model.state_dict(),  # audit: note state_dict
-                "optimizer": fsdp.FullyShardedDataParallel.optim_state_dict(
-                    self.model, self.optimizer
-                ),  # audit: note optim_state_dict
-            }
+                "model": self.model.state_dict(),
+                "optimizer": fsdp.FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer),
+            }  # audit: noted likely state_dict, noted optim_state_dict
         dcp.save(state, checkpoint_id=path)
 
     def load(self, path):
         state = load_sharded_optimizer_state_dict(
             self.model.state_dict(), "optimizer", reader(path)
-        )  # audit: decision torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict, note state_dict
-        flat = fsdp.FullyShardedDataParallel.optim_state_dict_to_load(  # audit: note optim_state_dict_to_load
+        )  # audit: decision torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict
+        flat = fsdp.FullyShardedDataParallel.optim_state_dict_to_load(
             self.model, self.optimizer, state["optimizer"]
-        )
+        )  # audit: noted optim_state_dict_to_load
         self.optimizer.load_state_dict(flat)
 
     def inspect(self):
         for network in self.networks:
-            for unit in fsdp.FullyShardedDataParallel.fsdp_modules(network):  # audit: exact fsdp_modules
-                print(unit.process_group, unit.mixed_precision)  # audit: note process_group, decision mixed_precision
+            for unit in fsdp.FullyShardedDataParallel.fsdp_modules(network):  # audit: mapped fsdp_modules
+                print(unit.process_group, unit.mixed_precision)
 
 
 class Plain:

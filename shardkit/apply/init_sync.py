@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FakeTensor, has_own_dispatch, local_tensor, plain_attributes
-from shardkit.apply.agree import all_equal
 from shardkit.errors import PlanError, listing, message
-from shardkit.ranks import Groups, gather_by_rank, groups_of, raise_together
+from shardkit.ranks import Groups, all_equal, gather_by_rank, groups_of, raise_together
 
 SAMPLED = 8  # elements of each tensor, evenly from its first to its last
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,9 +36,10 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
     Raises:
         PlanError: ``sync_module_states`` with a tensor that cannot be broadcast.
     """
-    opaque = [fqn for fqn, state in states_of(model).items() if _is_opaque(state)] if sync_module_states else []
+    states = states_of(model)
+    opaque = [fqn for fqn, state in states.items() if sync_module_states and _is_opaque(state)]
     if opaque:
-        problem = f"{listing(opaque, 6)} cannot be broadcast, as a {type(states_of(model)[opaque[0]]).__name__}"
+        problem = f"cannot broadcast {listing(opaque, 6)}, a {type(states[opaque[0]]).__name__}"
         rule = "Only dense tensors are broadcast, and subclasses that name their dense tensors in __tensor_flatten__"
         raise PlanError(message("sync_module_states", problem, rule, "Call torch.manual_seed(0) on every rank instead"))
     buffers = {f"buffer {fqn}": f"{tuple(state.shape)} of {state.dtype}" for fqn, state in model.named_buffers()}
@@ -49,7 +49,7 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
 def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool) -> None:
     """Raise on every rank unless all start from the same values, or can receive the first rank's. Collective, pure.
 
-    A sample of each tensor is compared bit by bit, through one all-gather of 32 bytes; ranks exchange the
+    A sample of each tensor is compared bit by bit, through one all-reduce of 16 bytes; ranks exchange the
     digests only when something differs. Tensors on meta are left out. Ranks on other axes of the model's mesh, such as
     a tensor-parallel one, are not compared.
 
@@ -86,11 +86,30 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
     digests = _digests(states.values())
     if sync_module_states:  # only the place matters, since the values are overwritten
         digests = [None if digest is None else 0 for digest in digests]
-    if all_equal(repr(digests).encode(), groups):
+    if all_equal(digests, groups):
         return None
     by_rank = gather_by_rank(digests, groups)
-    columns = [{rank: column[at] for rank, column in by_rank.items()} for at in range(len(states))]
-    return _on_meta(states, columns) if sync_module_states else _differing(states, columns)
+    columns = {fqn: {rank: column[at] for rank, column in by_rank.items()} for at, fqn in enumerate(states)}
+    if not sync_module_states:  # tensors that are on meta on some ranks are left out
+        columns = {
+            fqn: {rank: each for rank, each in column.items() if each is not None} for fqn, column in columns.items()
+        }
+    found = [fqn for fqn, column in columns.items() if len(set(column.values())) > 1]
+    if not found:
+        return None
+    if sync_module_states:
+        problem = f"needs {listing(found, 6)} on real memory, and some ranks have it on the meta device"
+        rule = "Values are broadcast into memory that every rank has allocated"
+        fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
+        return PlanError(message("sync_module_states", problem, rule, fix))
+    column = columns[found[0]]
+    first = next(iter(column))
+    others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
+    problem = f"has different values on rank {others} than on rank {first}; "
+    problem += f"{len(found)} of {len(columns)} parameters and buffers differ"
+    rule = "Each rank shards its own copy of the model, so all copies must be equal"
+    fix = "Call torch.manual_seed(0) on every rank before the model is built, or pass sync_module_states=True to "
+    return PlanError(message(found[0], problem, rule, fix + "broadcast the first rank's values"))
 
 
 def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
@@ -105,32 +124,6 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
         for state in states:
             for part, group in product(_dense_parts(state), _copied(state, groups)):
                 _broadcast(part, group, device)
-
-
-def _differing(states: Collection[str], columns: list[dict[int, int | None]]) -> PlanError | None:
-    """The error for tensors that differ between ranks, None where ranks only have some on meta."""
-    real = [{rank: digest for rank, digest in column.items() if digest is not None} for column in columns]
-    found = {fqn: column for fqn, column in zip(states, real, strict=True) if len(set(column.values())) > 1}
-    if not found:
-        return None
-    fqn, column = next(iter(found.items()))
-    first = next(iter(column))
-    others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)
-    problem = f"has different values on rank {others} than on rank {first}; "
-    problem += f"{len(found)} of {len(columns)} parameters and buffers differ"
-    rule = "Each rank shards its own copy of the model, so all copies must be equal"
-    fix = "Call torch.manual_seed(0) on every rank before the model is built, or pass sync_module_states=True to "
-    return PlanError(message(fqn, problem, rule, fix + "broadcast the first rank's values"))
-
-
-def _on_meta(states: Collection[str], columns: list[dict[int, int | None]]) -> PlanError | None:
-    found = [fqn for fqn, column in zip(states, columns, strict=True) if len(set(column.values())) > 1]
-    if not found:
-        return None
-    problem = f"{listing(found, 6)} on the meta device on some ranks only"
-    rule = "Values are broadcast into memory that every rank has allocated"
-    fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
-    return PlanError(message("sync_module_states", problem, rule, fix))
 
 
 def _digests(states: Iterable[Tensor]) -> list[int | None]:
@@ -149,11 +142,8 @@ def _digests(states: Iterable[Tensor]) -> list[int | None]:
             flat = iter(torch.cat([sample for _, sample in pairs]).tolist())
             for found, sample in pairs:
                 found.extend(islice(flat, len(sample)))
-    return [None if each is None else _digest(each) for each in values]
-
-
-def _digest(values: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+    hashes = [None if each is None else hashlib.blake2b(repr(each).encode(), digest_size=8) for each in values]
+    return [None if each is None else int.from_bytes(each.digest(), "big") >> 1 for each in hashes]
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -1,0 +1,128 @@
+"""Parameters held outside of nn.Module's registry follow their module's; what cannot is refused before sharding."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from refusals import refused
+from torch import Tensor, nn
+
+from shardkit import init_on_meta, materialize, shard_model
+from shardkit.references import references
+from shardkit.testing import distributed, fake_world
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+# How a module may hold a parameter: what it holds, and how it reads the parameter from that.
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "list": (lambda w: [w], lambda held: held[0]),
+    "dict": (lambda w: collections.OrderedDict(a=w), lambda held: held["a"]),
+    "tuple": (lambda w: (w, w), lambda held: held[1]),
+    "named tuple": (lambda w: Pair(w, 1), lambda held: held.first),
+}
+
+
+class Holding(nn.Module):
+    """A block that uses one of its parameters only through another place."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        make, self.read = FORMS[form]
+        self.held = make(self.a.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.relu(F.linear(x, self.read(self.held), self.a.bias)))
+
+
+def holding(form: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.ModuleList([Holding(form), Holding(form)])[0], Holding(form))
+
+
+def losses(model: nn.Module) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.arange(20.0).view(4, 5).sin()
+    found = []
+    for _ in range(3):
+        found.append(model(x).square().mean())
+        found[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in found]
+
+
+def built(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    return holding(form)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@distributed(world_size=2)
+def test_a_held_parameter_trains(on_meta: bool) -> None:
+    for form in FORMS:
+        expected = losses(built(form))
+        if on_meta:
+            with init_on_meta():
+                model = built(form)
+            materialize(shard_model(model))
+        else:
+            model = shard_model(built(form))
+        assert model[1].read(model[1].held) is model[1].a.weight, form
+        assert torch.equal(torch.stack(losses(model)), torch.stack(expected)), form
+        assert model[1].read(model[1].held) is model[1].a.weight, form
+
+
+def test_what_is_larger_or_deeper_is_not_searched() -> None:
+    """As a tokenizer's tables: searching them took seconds."""
+    model = nn.Linear(2, 2)
+    model.table, model.nested, model.watched = list(range(2_000_000)), [[model.bias]], weakref.ref(model.bias)
+    model.named = collections.OrderedDict(a=model.weight)
+    assert [each.name for each in references(model)] == ["named['a']"]
+
+
+def test_recurrent_modules_keep_their_own_list() -> None:
+    model = nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4))
+    with fake_world(2):
+        shard_model(model)
+    assert [id(each) for each in model[0]._flat_weights] == [id(each) for each in model[0].parameters()]
+
+
+def as_view(model: nn.Module) -> None:
+    model[1].flat = [model[1].a.weight.view(-1)]
+
+
+def as_buffer(model: nn.Module) -> None:
+    model[1].register_buffer("copy", model[1].a.weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("hold", "parts"),
+    [
+        (as_view, ["1.flat[0] shares the memory of the parameter 1.a.weight", "clone it"]),
+        (as_buffer, ["1.copy shares the memory of the parameter 1.a.weight"]),
+    ],
+)
+def test_what_cannot_follow_is_refused(hold: Callable[[nn.Module], None], parts: list[str]) -> None:
+    model = built("list")
+    hold(model)
+    with fake_world(2), refused(model, *parts):
+        shard_model(model)
+    with fake_world(2):
+        shard_model(model, ignored_params=["1.a.weight"])
+
+
+def test_spectral_norm_is_not_taken_for_a_view() -> None:
+    """Its ``weight`` is ``weight_orig.data`` until the first forward computes it."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with fake_world(2):
+        shard_model(model)
