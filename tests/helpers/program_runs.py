@@ -1,4 +1,4 @@
-"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, with its imports changed, or with torch's class replaced.
+"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, or on the drop-in in one of two ways.
 
 The one-import change is what a user does with ``sed``: the package's name in the program's own import lines.
 """

@@ -44,7 +44,8 @@ class _Shard(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """Return a DTensor, or a parameter, with memory of its own."""
         with plain_attributes():
-            copied = memo[id(self)] = _plain(self, local_tensor(self).detach().clone())
+            copied: DTensor = _plain(self, local_tensor(self).detach().clone())
+            memo[id(self)] = copied
             vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
@@ -114,11 +115,12 @@ def _plain(tensor: Any, local: Tensor) -> Any:
 
 def adopt(module: nn.Module) -> None:
     """Make the parameters of one module's units ``Sharded``, and their gradients ``Gradient`` from now on. Local."""
-    for param in own_parameters(module):
+    params: list[Any] = own_parameters(module)
+    for param in params:
         if type(param) is DTensor:
             param.__class__ = Sharded
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_mark)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(_mark)
 
 
 def _mark(param: Any) -> None:
