@@ -344,7 +344,6 @@ PRIVATE: dict[str, Row] = {
     "_get_fsdp_states": _MODULES._replace(support="decision"),
     "_get_fsdp_root_states": _MODULES,
     "_get_fsdp_handles": ATTRIBUTES["params"],
-    "_get_padded_unsharded_flat_param": _HANDLE,
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
