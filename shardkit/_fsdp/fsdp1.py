@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
-from shardkit._fsdp.params import has_gradient
+
+# torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.13 to 2.15).
+TOTAL_NORM = "_get_total_norm"
 
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.
@@ -77,11 +79,6 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
-def use_dtensor(config: Any) -> None:
-    """Set the flag of a ``Sharded...Config`` that FSDP1 returns DTensors; it has no public name. Local; in place."""
-    config._use_dtensor = True
-
-
 def asked_by_checkpoint() -> bool:
     """Return whether ``torch.distributed.checkpoint.state_dict`` is anywhere among the callers.
 
@@ -109,6 +106,13 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
     unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
     original()
+
+
+def has_gradient(param: Any) -> bool:
+    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local, pure."""
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 def is_sharded_tensor(tensor: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from shardkit._fsdp import TOTAL_NORM
+from shardkit._fsdp.fsdp1 import TOTAL_NORM
 from shardkit.errors import message
 from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.errors import Unavailable
