@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,3 +145,18 @@ def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
         with pytest.raises(ShardkitError, match=f"{name}.* rank 1 differs from rank 0 in .*{argument}"):
             call()
     assert_same_state(full_state_dict(model, rank0_only=False), state)
+
+
+def test_a_quantized_weight_without_its_scales_is_refused():
+    """As bitsandbytes keeps them: on the module, and in its state under names of their own."""
+    layer = nn.Linear(4, 4, bias=False)
+    layer.quant_state = object()
+    with pytest.raises(ShardkitError, match=r"^weight has no scales in state_dict"):
+        full_state_dict(layer)
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    layer.state = SimpleNamespace(SCB=None)
+    with pytest.raises(ShardkitError, match=r"0\.weight has no scales in state_dict"):
+        full_state_dict(nn.Sequential(layer))
+    layer.register_buffer("SCB", torch.ones(4))
+    assert set(full_state_dict(nn.Sequential(layer))) == {"0.weight", "0.SCB"}
