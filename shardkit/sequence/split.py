@@ -16,7 +16,7 @@ from shardkit._torch import named_sharded_parameters
 from shardkit.errors import PlanError, message, refuse
 from shardkit.sequence.batch import Attention, SplitSequence
 
-# Modules that carry a state from token to token, or combine neighbors; at first they may do too little to show in logits.
+# Modules that carry a state from token to token, or combine neighbors: too little at first to show in logits.
 _MIXES = re.compile("Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM")
 
 
