@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -48,17 +47,11 @@ class SaveHandle:
                 checkpoint is unchanged.
             TimeoutError: the save is not done in time, and continues.
         """
-        self.finish(timeout)
-
-    def finish(self, timeout: float | None = None, *, keep_group: bool = False) -> None:
-        """As :meth:`wait`; may keep the background's process group for the next save."""
         if self._future is None:
             return
         if wait([self._future], timeout).not_done:
             problem, rule = f"is not done after {timeout} s", "The save continues in the background"
             raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
-        if not keep_group and _pending in (self, None):
-            release_groups()
         future, self._future = self._future, None
         future.result()
 
@@ -71,15 +64,12 @@ class SaveHandle:
 _pending: SaveHandle | None = None
 
 
-def finish_pending(*, keep_group: bool = False) -> None:
-    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local.
-
-    May keep the background's process group for the next save.
-    """
+def finish_pending() -> None:
+    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
-        pending.finish(keep_group=keep_group)
+        pending.wait()
     finish_deletions()
 
 
@@ -115,14 +105,6 @@ def background_groups(groups: Groups) -> Groups:
         ranks = None if base is dist.group.WORLD else dist.get_process_group_ranks(base)
         _groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     return [_groups[base]]
-
-
-def release_groups() -> None:
-    """Destroy the groups of finished background saves, with their threads and descriptors. Local."""
-    for base in list(_groups):
-        group = _groups.pop(base)
-        with contextlib.suppress(ValueError, AssertionError):  # already destroyed, with the world
-            dist.destroy_process_group(group)
 
 
 class HostCopies:
