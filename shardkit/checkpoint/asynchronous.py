@@ -116,7 +116,7 @@ class HostCopies:
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies in CPU memory; ties stay, and memory of names that are gone is freed. Local."""
-        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
         made = {key: self._copy(name, tensors[name]) for key, name in first.items()}
         if any(tensor.device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()

@@ -116,7 +116,7 @@ def laid_out(
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
         raise CheckpointError(message("dtype", f"must be one of {floats}, got {dtype}", "", "Leave it out"))
     # By identity: empty shards of different tensors have the same memory.
-    once = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    once = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     different = {name: tensor for name, tensor in tensors.items() if once[id(tensor)] == name}
     specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in different.items()}
     if unfit := [f"{n} ({reason})" for n, tensor in different.items() for reason in _unfit(tensor, specs[n])]:
