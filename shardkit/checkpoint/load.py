@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import tree_leaves
+from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import connected, world
 from shardkit.checkpoint.asynchronous import finish_pending

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardkit._torch import tree_map
+from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
