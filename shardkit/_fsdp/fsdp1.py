@@ -19,8 +19,11 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
-from shardkit._fsdp.params import has_gradient, post_accumulate_hooks, unsharded_parameter
+from shardkit._fsdp.params import post_accumulate_hooks
 from shardkit._torch import units_of
+
+# torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.13 to 2.15).
+TOTAL_NORM = "_get_total_norm"
 
 # Where this rank's part of a parameter is in a flat parameter; programs read it off FSDP1's (torch 2.11 to 2.15).
 ShardParamInfo = _flat_param._ShardParamInfo
@@ -51,7 +54,7 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
 def gathered_parameters(module: FSDPModule) -> list[nn.Parameter]:
     """Return the full parameters that one module's unit has gathered at present, none while it is sharded. Local."""
     units = [unit for unit in units_of(module._get_fsdp_state()) if not unit.is_sharded]
-    found = [unsharded_parameter(param) for unit in units for param in unit.fsdp_params]
+    found = [getattr(param, "_unsharded_param", None) for unit in units for param in unit.fsdp_params]
     return [each for each in found if each is not None]
 
 
@@ -150,6 +153,13 @@ def reduce_unused_beside_used(model: nn.Module) -> None:
 def _post_backward(unit: FSDPUnit, original: Callable[[], None], *_: object) -> None:
     unit.reduce_scatter_unused_params = any(map(has_gradient, unit.fsdp_params))  # torch 2.13 reads it next
     original()
+
+
+def has_gradient(param: Any) -> bool:
+    """Return whether one of a unit's ``fsdp_params`` has a gradient that is not reduced. Local, pure."""
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 def is_sharded_tensor(tensor: object) -> bool:

@@ -1,6 +1,6 @@
 """The collectives of an FSDP unit without its forward, for a rank that does not call it.
 
-Private names of torch 2.11 to 2.15, like the rest of ``_fsdp``.
+Private names of torch 2.13 to 2.15, like the rest of ``_fsdp``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.params import before_reductions, has_gradient
 from shardkit._torch import units_of
 
 
@@ -99,18 +98,6 @@ def _run_in(context: Callable[[], AbstractContextManager[None]], call: Callable[
 
 
 def reduce_zeros(modules: Iterable[FSDPModule]) -> None:
-    """Reduce trainable parameters of these units without a gradient as zeros. Local, in place.
-
-    Else the sizes of a reduction differ between ranks. torch >= 2.13 has a setting for it.
-    """
-    units = list(dict.fromkeys(unit for module in modules for unit in units_of(module._get_fsdp_state())))
-    for unit in units:
-        unit.reduce_scatter_unused_params = True
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        before_reductions(units, _fill)
-
-
-def _fill(units: list[Any]) -> None:
-    for param in (param for unit in units for param in unit.fsdp_params if hasattr(param, "_unsharded_param")):
-        if param.sharded_param.requires_grad and not has_gradient(param):
-            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+    """Reduce trainable parameters of these units without a gradient as zeros: sizes must not differ between ranks."""
+    for module in modules:
+        module.set_reduce_scatter_unused_params(True, recurse=False)

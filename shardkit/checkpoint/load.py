@@ -32,7 +32,6 @@ from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
-from shardkit.state.place import check_memory
 from shardkit.state.plan import (
     KeyMap,
     Request,
@@ -192,8 +191,6 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, rank: int) -
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         rule = "Values are read into existing memory"
         raise CheckpointError(message(listing(meta), "is on meta", rule, "Call shardkit.materialize(model) first"))
-    refuse_subclasses(state.tensors)
-    check_memory(state)
     if not contents.trainable_only:
         return state
     trains, there = trainable_state(state), {rename(name, request.key_map) for name in contents.model}
@@ -228,6 +225,7 @@ def _model_targets(
     offered = {name: value for name, value in found.items() if is_stored(value) or names[name] in state.others}
     wanted = state.tensors | dict.fromkeys(state.others)
     plan = plan_load(wanted, offered, replace(request, key_map=names.get))
+    refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
     targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
     others = {name: found[key] for name, key in plan.copies.items() if name not in state.tensors}
     return targets, read_values(source, others), partial(check_stored_ties, source, plan, state.tensors, request)

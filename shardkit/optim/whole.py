@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
-from shardkit.optim.owners import Bucket, Cut, Matrix, Ranks, buckets, cut_of
-from shardkit.optim.replace import check_replaceable, replace_class, step_of, stepping_class
-from shardkit.ranks import agree, all_gather_bytes, collective_device, together
-from shardkit.shards import around
-from shardkit.state.wire import Parcel, copy_into, exchange
+from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
+from shardkit.ranks import agree, all_gather_bytes, together
+from shardkit.shards import Box, around, local_box
+from shardkit.state.boxes import Batch, ModelGroup, copy_into, cut, holders, wire_device
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+BUCKET_BYTES = 1 << 26  # of parameters, on each rank
 
 
 def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> AnyOptimizer:
@@ -32,23 +32,19 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     For optimizers whose update of an element needs the rest of its matrix: Muon, Shampoo, SOAP, CAME, Adafactor, LAMB.
     The results are the bits of the same step on the unsharded parameters and gradients, in any world.
 
-    After this call ``step()`` is **collective** over the shard axis of each parameter's mesh. Owners are balanced by
-    cost, ``numel * min(rows, columns)``, so each of W ranks does 1/W of the work. For each bucket of 64 MiB on a rank,
+    After this call ``step()`` is **collective** over the ranks that hold each parameter. Owners are balanced by cost,
+    ``numel * min(rows, columns)``, so each of W ranks does 1/W of the work. For each bucket of 64 MiB on a rank,
     ranks send their shards of parameter, gradient and state to the owners in one exchange, and receive parameter and
     state in another. So a rank sends and receives the bytes of its own shards, and holds whole parameters, gradients
     and state as large as its shards of a bucket. On an HSDP mesh each replica does the same.
-
-    Optimizers that join all parameters by sums and norms, such as Prodigy and D-Adaptation, step their local shards
-    instead. Each sum, norm or extreme over a whole tensor is an all-reduce of one number over its shards. The results
-    are those of the unsharded step up to the order of the sums, and the same on all ranks.
 
     Between steps nothing changes: ``param_groups`` and ``state`` hold sharded DTensors, so state dicts, checkpoints and
     loads at another world work as before. State of another shape than its parameter is sharded on its first dim.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, or joins them by sums. Copies of
-            it step small tensors together, apart and in halves, and the results must agree. Numbers in its groups and
-            attributes, such as a count of steps, must change in the same way whichever parameters it steps.
+        optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this call promises. Numbers
+            in its groups and attributes, such as a count of steps, must change in the same way whichever parameters it
+            steps; the step raises if they do not, as of Prodigy and D-Adaptation, which step DTensors instead.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
             first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
 
@@ -56,9 +52,9 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
         The same object. Its class becomes a subclass of the same name.
 
     Raises:
-        ShardkitError: it is not a ``torch.optim.Optimizer``, joins parameters otherwise, cannot be tried, already
-            steps on local shards, or its ``step`` was replaced. Nothing was changed. In ``step()``, on every rank:
-            a parameter is sharded on two axes, the step of an owner failed, or owners disagree on a number.
+        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, already steps on local shards, or its
+            ``step`` was replaced. Nothing was changed. In ``step()``, on every rank: the step of an owner failed,
+            owners disagree on a number, or state is of a tensor subclass.
 
     Example:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
@@ -83,15 +79,12 @@ def _whole_class(base: Any) -> Any:
         _agree_on_gradients(self)
         with torch.no_grad():
             numbers = Numbers(self)
-            for bucket in buckets(self):
+            for bucket in _buckets(self):
                 _step_bucket(inner, self, bucket, numbers)
             numbers.write()
         return loss
 
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
-
-
-# ---- one bucket --------------------------------------------------------------------------------------------------
 
 
 def _agree_on_gradients(optimizer: Any) -> None:
@@ -104,108 +97,195 @@ def _agree_on_gradients(optimizer: Any) -> None:
     agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
-def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: Bucket, numbers: Numbers) -> None:
+# ---- which rank owns what ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Matrix:
+    """A parameter, or a slice of one along its first dim, in one step."""
+
+    param: Tensor
+    group: int
+    index: int | None
+    owner: int = 0  # a global rank
+    whole: Any = None  # on the owner: the parameter to step
+    state: Any = None  # on the owner: its state
+
+    def held(self, stored: Tensor) -> list[tuple[int, Box]]:
+        """Return the ranks that hold parts of this matrix of a stored tensor, with their boxes in the matrix."""
+        boxes = _holders(stored)
+        if self.index is None:
+            return boxes
+        return [(rank, box[1:]) for rank, box in boxes if box[0][0] <= self.index < sum(box[0])]
+
+    def of_stored(self, stored: Tensor) -> Tensor:
+        """Return the part of this matrix that this rank holds, as a view."""
+        if self.index is None:
+            return _local(stored)
+        return _local(stored)[self.index - (local_box(stored)[0][0] if isinstance(stored, DTensor) else 0)]
+
+
+@dataclass
+class _Bucket:
+    ranks: tuple[int, ...]  # that hold the parameters
+    matrices: list[_Matrix] = field(default_factory=list)
+    bytes: int = 0
+
+
+def _here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _holders(tensor: Tensor) -> list[tuple[int, Box]]:
+    """Return the ranks of this one's replica that hold a tensor, with their boxes; this rank alone if it is plain."""
+    if isinstance(tensor, DTensor):
+        return holders(tensor, tensor.device_mesh.get_coordinate())
+    return [(_here(), tuple((0, size) for size in tensor.shape))]
+
+
+def _buckets(optimizer: Any) -> list[_Bucket]:
+    """Return the matrices that have a gradient, with owners; the same on every rank. Local."""
+    done: list[_Bucket] = []
+    filling: dict[tuple[int, ...], _Bucket] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            ranks = tuple(rank for rank, _ in _holders(param))
+            bucket = filling.setdefault(ranks, _Bucket(ranks))
+            if bucket.bytes > BUCKET_BYTES * len(ranks):
+                done.append(bucket)
+                bucket = filling[ranks] = _Bucket(ranks)
+            sliced = optimizer.slices and param.ndim == 3
+            bucket.matrices += [_Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])]
+            bucket.bytes += param.numel() * param.element_size()
+    loads = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
+    for bucket in (*done, *filling.values()):
+        _choose_owners(bucket, loads[bucket.ranks])
+    return [*done, *filling.values()]
+
+
+def _choose_owners(bucket: _Bucket, loads: dict[int, int]) -> None:
+    """Give each matrix, the most costly first, to the rank with the least work so far."""
+
+    def cost(matrix: _Matrix) -> int:
+        shape = matrix.param.shape if matrix.index is None else matrix.param.shape[1:]
+        return math.prod(shape) * min(shape[-2:], default=1)
+
+    for matrix in sorted(bucket.matrices, key=cost, reverse=True):
+        matrix.owner = min(loads, key=loads.__getitem__)
+        loads[matrix.owner] += cost(matrix)
+
+
+def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
+    """Return the process group of a bucket's ranks. Collective where several axes of the mesh shard."""
+    if len(bucket.ranks) == 1:
+        return None
+    param: Any = bucket.matrices[0].param
+    mesh = param.device_mesh
+    axes = [axis for axis, place in enumerate(param.placements) if hasattr(place, "dim") and mesh.size(axis) > 1]
+    return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, bucket.ranks[0], None).connect()
+
+
+# ---- one bucket --------------------------------------------------------------------------------------------------
+
+
+def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: _Bucket, numbers: Numbers) -> None:
     """Gather to the owners, step, and write what they computed. Collective over the bucket's ranks."""
-    ranks, mesh = bucket.ranks, bucket.ranks.mesh
-    groups = [group for group in mesh.get_all_groups() if group.size() > 1] if mesh is not None else []
-    _gather(optimizer, bucket)
-    mine = [matrix for matrix in bucket.matrices if matrix.owner == ranks.here]
-    with together(groups):
-        changes = _run(inner, optimizer, mine, numbers)
-        described = [tree_map(_described, matrix.state) for matrix in mine]
-    of_ranks = [(described, changes)]
-    if ranks.axis is not None and mesh is not None:
-        gathered = all_gather_bytes(pickle.dumps(of_ranks[0]), mesh.get_group(ranks.axis))
-        of_ranks = [pickle.loads(each) for each in gathered]
-    for _, changes in of_ranks:
-        numbers.add(changes, (matrix.group for matrix in bucket.matrices))
-    owned = [iter(each) for each, _ in of_ranks]
-    _scatter(optimizer, bucket, {matrix: next(owned[matrix.owner]) for matrix in bucket.matrices})
-
-
-def _gather(optimizer: Any, bucket: Bucket) -> None:
-    """Fill the owners' whole parameters, gradients and state."""
-    ranks, here = bucket.ranks, bucket.ranks.here
-    out, into = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
+    group, here = _group_of(bucket), _here()
+    device = wire_device(bucket.matrices[0].param, group)
+    batch = Batch(group, device)
     for matrix in bucket.matrices:
+        _gather(optimizer, matrix, batch)
+    batch.run()
+    mine = [matrix for matrix in bucket.matrices if matrix.owner == here]
+    with together([group] if group is not None else []):
+        changes = _run(inner, optimizer, mine, numbers)
+        said = {here: ([tree_map(_described, matrix.state) for matrix in mine], changes)}
+    if group is not None:
+        found = map(pickle.loads, all_gather_bytes(pickle.dumps(said[here]), group))
+        said = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
+    for _, changes in said.values():
+        numbers.add(changes)
+    states = {rank: iter(described) for rank, (described, _) in said.items()}
+    batch = Batch(group, device)
+    for matrix in bucket.matrices:
+        _scatter(optimizer, matrix, next(states[matrix.owner]), batch)
+    batch.run()
+    for matrix in bucket.matrices:
+        matrix.whole = matrix.state = None
 
-        def whole_of(stored: Any, matrix: Matrix = matrix) -> Any:
-            if not isinstance(stored, Tensor) or not stored.ndim:
-                return stored
-            cut = cut_of(stored, ranks, matrix.index)
-            part = cut.of_stored(_local(stored), here)
-            if matrix.owner != here:
-                out[matrix.owner] += [(part, part.dtype)] * (cut.dim is not None)
-                return None
-            of_slice = slice(matrix.index is not None, None)
-            shape, strides = stored.shape[of_slice], stored.stride()[of_slice]
-            whole = torch.empty_strided(shape, strides, dtype=stored.dtype, device=part.device)
-            copy_into(cut.of_whole(whole, here), part)
-            for peer in range(ranks.size) if cut.dim is not None else ():
-                into[peer] += [(cut.of_whole(whole, peer), whole.dtype)] * (peer != here)
-            return whole
 
-        matrix.whole, grad = whole_of(matrix.param), whole_of(_grad_of(matrix.param))
-        matrix.state = tree_map(whole_of, _by_key(optimizer.state.get(matrix.param, {})))
+def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
+    """Add messages that fill the owner's whole parameter, gradient and state."""
+    here = _here()
+
+    def whole_of(stored: Any) -> Any:
+        if not isinstance(stored, Tensor) or not stored.ndim:
+            return stored.clone() if isinstance(stored, Tensor) else stored  # slices share it
+        whole = None
         if matrix.owner == here:
-            matrix.whole = nn.Parameter(matrix.whole)
-            matrix.whole.grad = grad
-    _exchange(bucket, out, into)
+            skip, device = int(matrix.index is not None), _local(stored).device
+            whole = torch.empty_strided(stored.shape[skip:], stored.stride()[skip:], dtype=stored.dtype, device=device)
+        for rank, box in matrix.held(stored):
+            if whole is not None and rank == here:
+                copy_into(cut(whole, box), matrix.of_stored(stored))
+            elif whole is not None:
+                batch.receive(cut(whole, box), stored.dtype, rank)
+            elif rank == here and matrix.owner in dict(_holders(stored)):  # not of what the owner has too, as replicas
+                batch.send(matrix.of_stored(stored), stored.dtype, matrix.owner)
+        return whole
+
+    grad: Any = matrix.param.grad
+    if isinstance(grad, DTensor) and grad.placements != matrix.param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=matrix.param.placements)  # type: ignore[attr-defined]
+    whole, grad = whole_of(matrix.param), whole_of(grad)
+    matrix.state = tree_map(whole_of, dict(optimizer.state.get(matrix.param, {})))
+    if whole is not None:
+        matrix.whole = nn.Parameter(whole)
+        matrix.whole.grad = grad
 
 
-def _exchange(bucket: Bucket, out: Mapping[int, Parcel], into: Mapping[int, Parcel]) -> None:
-    ranks = bucket.ranks
-    if ranks.axis is not None and ranks.mesh is not None:
-        group, device = ranks.mesh.get_group(ranks.axis), _local(bucket.matrices[0].param).device
-        exchange(out, into, group, device if device.type != "cpu" else torch.device(collective_device(group)))
-
-
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[Matrix], numbers: Numbers) -> Changes:
+def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: Numbers) -> Changes:
     """Step the whole matrices of this rank with the optimizer's options; return the numbers it changed. Local."""
-    numbers.begin()
+    before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    named = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     try:
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
-        optimizer.state.update({matrix.whole: matrix.state for matrix in mine if matrix.state})
+        optimizer.state = defaultdict(dict, named | {each.whole: each.state for each in mine if each.state})
         inner(optimizer)
+        changes = numbers.end({matrix.group for matrix in mine})
         for matrix in mine:
-            matrix.state = _by_key(optimizer.state.get(matrix.whole, {}))
+            matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        changes = numbers.end()
+        numbers.begin()  # for the next part
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
+        optimizer.state = state
     return changes
 
 
-def _scatter(optimizer: Any, bucket: Bucket, found: dict[Matrix, Any]) -> None:
-    """Write parameters and state of all ranks from the owners' results."""
-    ranks, here = bucket.ranks, bucket.ranks.here
-    out, into = defaultdict[int, list[Any]](list), defaultdict[int, list[Any]](list)
-    for matrix in bucket.matrices:
-
-        def write(stored: Tensor, whole: Tensor | None, matrix: Matrix = matrix) -> None:
-            cut = cut_of(stored, ranks, matrix.index)
-            part = cut.of_stored(_local(stored), here)
-            if whole is None:
-                into[matrix.owner].append((part, part.dtype))
-                return
-            copy_into(part, cut.of_whole(whole, here))
-            for peer in range(ranks.size):
-                out[peer] += [(cut.of_whole(whole, peer), whole.dtype)] * (peer != here)
-
-        is_owner = matrix.owner == here
-        write(matrix.param, matrix.whole.detach() if is_owner else None)
-        rooms = tree_leaves(_rooms(optimizer, matrix, ranks, found[matrix]))
-        for room, whole in zip(rooms, tree_leaves(matrix.state) if is_owner else [None] * len(rooms), strict=True):
-            if isinstance(room, Tensor) and room.ndim:
-                write(room, whole)
-    _exchange(bucket, out, into)
-    for matrix in bucket.matrices:
-        matrix.whole = matrix.state = None
+def _scatter(optimizer: Any, matrix: _Matrix, described: Any, batch: Batch) -> None:
+    """Add messages that write the owner's parameter and state on all ranks that hold them."""
+    here = _here()
+    targets = [matrix.param, *tree_leaves(_allocate(optimizer, matrix, described))]
+    is_owner = matrix.owner == here
+    wholes = [matrix.whole.detach(), *tree_leaves(matrix.state)] if is_owner else [None] * len(targets)
+    for stored, whole in zip(targets, wholes, strict=True):
+        for rank, box in matrix.held(stored) if isinstance(stored, Tensor) and stored.ndim else ():
+            if whole is None and rank == here:
+                batch.receive(matrix.of_stored(stored), stored.dtype, matrix.owner)
+            elif whole is not None and rank == here:
+                copy_into(matrix.of_stored(stored), cut(whole, box))
+            elif whole is not None:
+                batch.send(cut(whole, box), stored.dtype, rank)
 
 
 # ---- state between steps -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # a leaf of torch's trees, unlike a named tuple
 class _Described:
     """A tensor of an owner's state; one without dims comes with its value."""
 
@@ -213,74 +293,58 @@ class _Described:
     strides: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    value: Any = None
+    value: Any
 
 
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if is_wrapper(leaf):
-        rule = "State is sent and stored in parts, which a tensor subclass may not have"
-        problem, fix = f"its state is of {type(leaf).__name__}", "Step it on DTensors, as it is"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
+        problem, fix = (
+            f"has state of {type(leaf).__name__}, which has no parts to send",
+            "Step it on DTensors, as it is",
+        )
+        raise ShardkitError(message("optimizer", problem, "", fix))
     strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
     return _Described(leaf.shape, strides, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
 
 
-def _by_key(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: state[key] for key in sorted(state, key=str)}  # in one order on all ranks
+def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
+    """Give a parameter state of the described form, in the memory that it has where that fits; return it. Local."""
+    param, sliced = matrix.param, matrix.index is not None
+    held, leaves = tree_leaves(dict(optimizer.state.get(param, {}))), tree_leaves(described)
+    before = iter(held if len(held) == len(leaves) else [None] * len(leaves))
+    own = param.placements if isinstance(param, DTensor) else ()
 
-
-def _rooms(optimizer: Any, matrix: Matrix, ranks: Ranks, described: Any) -> Any:
-    """Give a parameter state of the described form, in the memory that it has where that fits, and return it. Local."""
-    old, new = tree_leaves(_by_key(optimizer.state.get(matrix.param, {}))), tree_leaves(described)
-    before = iter(old if len(old) == len(new) else [None] * len(new))
-
-    def room(leaf: Any) -> Any:
-        held, home = next(before), _local(matrix.param).device
+    def stored(leaf: Any) -> Any:
+        old = next(before)
         if not isinstance(leaf, _Described):
             return leaf
-        device = torch.device("cpu") if leaf.on_cpu else home
+        device = torch.device("cpu") if leaf.on_cpu else _local(param).device
         if not leaf.shape:
             return torch.tensor(leaf.value, dtype=leaf.dtype, device=device)
-        return _room(matrix, ranks, leaf, held, device)
+        shape = torch.Size([len(param), *leaf.shape]) if sliced else leaf.shape
+        strides = (leaf.shape.numel(), *leaf.strides) if sliced else leaf.strides
+        if sliced and shape != param.shape:
+            problem = f"has state of shape {tuple(leaf.shape)} for a slice of a parameter of shape {tuple(param.shape)}"
+            rule = "State of slices must have their shape, so that it is stored as one tensor"
+            raise ShardkitError(message("optimizer", problem, rule, "Pass slices=False"))
+        wanted = tuple(own if shape == param.shape else [Shard(0) if hasattr(each, "dim") else each for each in own])
+        form = shape, strides, leaf.dtype, wanted
+        if isinstance(old, Tensor) and (old.shape, old.stride(), old.dtype, getattr(old, "placements", ())) == form:
+            return old
+        if not isinstance(param, DTensor):
+            return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
+        # With the strides of the whole: matrix products of another memory order round differently.
+        like = around(torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides)
+        local = torch.empty([length for _, length in local_box(like)], dtype=leaf.dtype, device=device)
+        return around(local, param.device_mesh, wanted, shape, strides)
 
-    made = tree_map(room, described)
-    if old or new:
-        optimizer.state[matrix.param] = made
+    made = tree_map(stored, described)
+    if held or leaves:
+        optimizer.state[param] = made
     return made
 
 
-def _room(matrix: Matrix, ranks: Ranks, leaf: _Described, held: Any, device: torch.device) -> Tensor:
-    param = matrix.param
-    shape = leaf.shape if matrix.index is None else torch.Size([len(param), *leaf.shape])
-    if matrix.index is not None and shape != param.shape:
-        problem = f"state of shape {tuple(leaf.shape)} of a slice of a parameter of shape {tuple(param.shape)}"
-        rule, fix = "State of slices has their shape, so that it is stored as one tensor", "Pass slices=False"
-        raise ShardkitError(message("optimizer", problem, rule, fix))
-    strides = leaf.strides if matrix.index is None else (leaf.shape.numel(), *leaf.strides)
-    own = param.placements if isinstance(param, DTensor) else ()
-    wanted = tuple(own if shape == param.shape else [Shard(0) if each.is_shard() else each for each in own])
-    fits = isinstance(held, Tensor) and (held.shape, held.stride(), held.dtype) == (shape, strides, leaf.dtype)
-    if fits and getattr(held, "placements", ()) == wanted:
-        return held  # type: ignore[no-any-return]
-    if not isinstance(param, DTensor):
-        return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
-    dim = None if ranks.axis is None else wanted[ranks.axis].dim  # type: ignore[attr-defined]
-    like = torch.empty(shape, device="meta")
-    part = Cut(dim, 0 if dim is None else shape[dim], ranks.size).of_whole(like, ranks.here)
-    local = torch.empty(part.shape, dtype=leaf.dtype, device=device)
-    # With the strides of the whole: matrix products of another memory order round differently.
-    return around(local, param.device_mesh, wanted, shape, strides)
-
-
 def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _grad_of(param: Tensor) -> Tensor:
-    """Return the gradient, placed like the parameter. Collective if it is not yet."""
-    grad = param.grad
-    assert grad is not None
-    is_placed = not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements
-    return grad if is_placed else grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return local_tensor(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -142,7 +142,7 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     last = dist.get_rank() == 3
     cases = {
         r"rank 3 differs from rank 0 in keep \(2 instead of 1\)": {"keep": 2 if last else 1},
-        r"rank 3 differs from rank 0 in optimizer \(state\.embed.*absent": {"optimizer": None if last else optimizer},
+        r"rank 3 differs from rank 0 in optimizer \(state\.embed.*missing": {"optimizer": None if last else optimizer},
         r"rank 3 differs from rank 0 in async_ \(true instead of false\)": {"async_": last},
     }
     for said, given in cases.items():

@@ -11,6 +11,7 @@ from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit import (
     full_optimizer_state_dict,
@@ -20,6 +21,7 @@ from shardkit import (
     step_on_whole_matrices,
 )
 from shardkit.errors import ShardkitError
+from shardkit.shards import as_sharded, local_box
 from shardkit.testing import distributed, fake_world
 
 
@@ -228,7 +230,7 @@ def test_counts_of_steps_change_once_a_step():
     net, plain = build((4,)), build(None)
     ours, theirs = step_on_whole_matrices(counting(net)), counting(plain)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardkit.optim.owners.BUCKET_BYTES", 64)  # several buckets, in which most ranks own nothing
+        patch.setattr("shardkit.optim.whole.BUCKET_BYTES", 64)  # several buckets, in which most ranks own nothing
         for step in range(3):
             for each, optimizer in ((net, ours), (plain, theirs)):
                 give_grads(each, step)
@@ -297,6 +299,32 @@ def test_state_of_tensor_subclasses_is_refused_on_every_rank():
     optimizer = step_on_whole_matrices(torchao.AdamW8bit(net.parameters()))
     give_grads(net, 0)
     before = full(net)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(ShardkitError, match="its state is of OptimState8bit"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ShardkitError, match="has state of OptimState8bit"):
         optimizer.step()
     assert same(full(net), before)
+
+
+@distributed(world_size=4, backend="gloo")
+def test_tensor_parallel_parameters():
+    """Sharded on both axes of a mesh, also with strided shards, beside those of one axis."""
+    mesh = mesh_of((2, 2), "dp", "tp")
+    nets = [nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 5, bias=False))]
+    nets.append(copy.deepcopy(nets[0]))
+    sharded, plain = nets
+    parallelize_module(sharded, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(sharded, mesh=mesh["dp"])
+    optimizers = [
+        step_on_whole_matrices(torch.optim.Adafactor(sharded.parameters())),
+        torch.optim.Adafactor(plain.parameters()),
+    ]
+    for step in range(3):
+        for number, (param, like) in enumerate(zip(plain.parameters(), sharded.parameters(), strict=True)):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            part = param.grad.clone()
+            for dim, (start, length) in enumerate(local_box(like)):
+                part = part.narrow(dim, start, length)
+            like.grad = as_sharded(part.contiguous(), like)
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, expected in zip(full(sharded).values(), plain.parameters(), strict=True):
+        assert torch.equal(param, expected)

@@ -1,24 +1,39 @@
 """Translate configuration files of other tools: ``from_config``.
 
-``recognize`` finds the format. The format's tables answer for its keys through a ``reader``, and make a ``target`` of
-them. ``target`` builds the plan of a model; ``write`` writes a file or code.
+A format's tables answer for its keys through a ``reader``, and make a ``target`` of them. ``target`` builds the plan
+of a model; ``write`` writes accelerate's file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
 
-from shardkit.errors import TranslationError, message
+from shardkit.errors import TranslationError, listing, message
+from shardkit.fsdp1.configs import accelerate, axolotl, roll, transformers
 from shardkit.fsdp1.configs.reader import Reader, load
-from shardkit.fsdp1.configs.recognize import FORMATS, recognize
-from shardkit.fsdp1.configs.target import Ranks, Reading, build
+from shardkit.fsdp1.configs.target import Ranks, Reading, Target, build
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import check_ranks
+
+FORMATS: dict[str, Callable[[Reader, Ranks], Target]] = {
+    "accelerate": accelerate.read,
+    "axolotl": axolotl.read,
+    "transformers": transformers.read,
+    "roll": roll.read,
+}
+# Keys that only one tool has. transformers' is recognized last, since axolotl passes its keys on.
+_SIGNS = {
+    "accelerate": "distributed_type compute_environment main_training_function num_machines parallelism_config",
+    "axolotl": "base_model datasets micro_batch_size sequence_len fsdp_version fsdp_final_state_dict_type "
+    "dp_shard_size dp_replicate_size context_parallel_size adapter load_in_8bit load_in_4bit fp32_norms",
+    "roll": "strategy_args strategy_config strategy_name fsdp_size wrap_policy",
+    "transformers": "per_device_train_batch_size num_train_epochs fsdp",
+}
 
 
 def from_config(
@@ -33,12 +48,11 @@ def from_config(
     """Return the plan that a configuration of another tool asks for, and a note for every key of it.
 
     Pure and local: the model does not change, and it may be on the meta device. Formats are recognized by their
-    keys: accelerate, transformers' TrainingArguments, axolotl, ROLL, Lightning, DeepSpeed, and a plain YAML with
-    ``fsdp: True``. Each note says whether its key is mapped, implied, noted, refused, not about sharding, or unknown.
+    keys: accelerate, transformers' TrainingArguments, axolotl and ROLL. Each note says whether its key is mapped,
+    implied, noted, refused, not about sharding, or unknown.
 
     Args:
-        config: the configuration, or the path of a JSON or YAML file, or of a program that calls
-            ``TrainingArguments(fsdp=...)`` or accelerate's ``FullyShardedDataParallelPlugin(...)``. YAML needs PyYAML.
+        config: the configuration, or the path of a JSON or YAML file. YAML needs PyYAML.
         model: the whole model, not sharded yet.
         world_size: ranks to plan for; None takes the process group's or torchrun's, else what the configuration says.
         ranks_per_node: ranks per node, for hybrid strategies; None takes torchrun's, or what the configuration says.
@@ -69,12 +83,36 @@ def read_config(
         if value is not None:
             check_ranks(name, value)
     values = config if isinstance(config, Mapping) else load(config)
-    name, saw = recognize(values, format)
+    if isinstance(values.get("fsdp_config"), str):  # the path of a JSON file, for transformers
+        values = {**values, "fsdp_config": load(values["fsdp_config"])}
+    name, saw = _recognized(values, format)
     reader = Reader(values)
     # The ranks that run come before those in the file, which may have been written for another job.
     if ranks.world_size is None and (dist.is_initialized() or "WORLD_SIZE" in os.environ):
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         ranks = Ranks(world, ranks.per_node or (int(local) if local.isdecimal() else None))
-    target = FORMATS[name].read(reader, ranks)
+    target = FORMATS[name](reader, ranks)
     return Reading(name, saw, target, reader.finish())
+
+
+def _recognized(config: Mapping[Any, Any], name: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the format of a configuration, which ``name`` may say, and the keys that show it."""
+    if name is not None and name not in FORMATS:
+        raise TranslationError(message("format", f"must be one of {listing(FORMATS)}, got {name!r}", "", ""))
+    found = {each: tuple(sign for sign in signs.split() if sign in config) for each, signs in _SIGNS.items()}
+    roles = (key for key, value in config.items() if isinstance(value, Mapping) and "strategy_args" in value)
+    found["roll"] += tuple(f"{key}.strategy_args" for key in roles)
+    if name is not None:
+        return name, found[name]
+    found = {each: keys for each, keys in found.items() if keys}
+    if len(found) > 1:
+        found.pop("transformers", None)
+    if len(found) != 1:
+        problem = "has keys of " + ", and of ".join(f"{each} ({listing(keys, 5)})" for each, keys in found.items())
+        if not found:
+            problem = f"has none of the keys of a known format. Its keys are {listing(map(str, config), 10) or 'none'}"
+        known = "; ".join(f"{each} ({listing(signs.split(), 3)})" for each, signs in _SIGNS.items())
+        rule = f"Formats and some of their keys are {known}"
+        raise TranslationError(message("config", problem, rule, "Name the format with format=, or --format"))
+    return next(iter(found.items()))

@@ -1,4 +1,4 @@
-"""Configuration files of Hugging Face accelerate, ``accelerate config``: FSDP of version 1 and 2, and DeepSpeed.
+"""Configuration files of Hugging Face accelerate, ``accelerate config``: FSDP of version 1 and 2.
 
 Facts from accelerate 0.12 to 1.15: ``commands/launch.py``, ``commands/config``, ``utils/dataclasses.py`` and the
 files in ``examples/config_yaml_templates`` and ``examples/torch_native_parallelism``.
@@ -6,30 +6,26 @@ files in ``examples/config_yaml_templates`` and ``examples/torch_native_parallel
 
 from __future__ import annotations
 
-from shardkit.fsdp1.configs import deepspeed
 from shardkit.fsdp1.configs.keys import VERSION, read_axes, read_fsdp
-from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Reader, Table, one_of
+from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Key, Reader, Table, choice
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_ranks
 
 _OTHER = "noted: With {} accelerate ignores fsdp_config. It is translated here as for FSDP."
-_ENGINE = "refused: {} is not FSDP, so there is nothing to translate."
-_TYPES = {"FSDP": "mapped: As fsdp_config says.", "DEEPSPEED": "mapped: ZeRO, by FSDP2."}
+_TYPES = {"FSDP": "mapped: As fsdp_config says."}
 _TYPES |= dict.fromkeys(["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"], _OTHER)
-_TYPES |= dict.fromkeys(["TP", "XLA", "TPU", "MEGATRON_LM"], _ENGINE)
+_TYPES |= dict.fromkeys(["DEEPSPEED", "TP", "XLA", "TPU", "MEGATRON_LM"], "refused: {} is not FSDP.")
 _KEYS: Table = {
-    "distributed_type": one_of(_TYPES, "FSDP"),
+    "distributed_type": Key(choice(_TYPES), _TYPES, "FSDP"),
     """
     compute_environment machine_rank main_process_ip main_process_port main_training_function rdzv_backend rdzv_conf
     rdzv_timeout same_network gpu_ids command_file commands mpirun_config ipex_config use_cpu use_xpu
     num_cpu_threads_per_process enable_cpu_affinity max_restarts monitor_interval tee log_dir
     """: "elsewhere: For the launcher; torchrun has its own options.",
-    """
-    tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm tpu_cluster tpu_command_file tpu_commands tpu_job_name
-    tpu_downcast_bf16 downcast_bf16
-    """: "elsewhere: For TPUs.",
+    "tpu_* downcast_bf16": "elsewhere: For TPUs.",
     "debug": "elsewhere: For accelerate's own collectives.",
     "fp8_config": "elsewhere: Only used with mixed_precision: fp8, which is refused.",
     "gradient_accumulation_steps": "elsewhere: The training loop accumulates.",
+    "deepspeed_config": "elsewhere: For DeepSpeed, which is not translated.",
 }
 _PRECISION = (
     "mapped: MixedPrecisionPolicy with {{}} for parameters, gradients and {}. accelerate also casts trainable "
@@ -50,22 +46,15 @@ _AXES = {axis: f"{axis}_size" for axis in ("dp_shard", "dp_replicate", "tp", "cp
 
 def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of a whole file."""
-    sharded_by = config.read(_KEYS)["distributed_type"]
+    config.read(_KEYS)
     ranks = _ranks(config, ranks)
-    compiled = _compile(config)
     config.section("megatron_lm_config")  # its keys are unknown, and noted as such
-    if sharded_by == "DEEPSPEED":
-        unread = "elsewhere: accelerate ignores it, since distributed_type is not FSDP."
-        config.section("fsdp_config").read({"*": unread})
-        return deepspeed.read_accelerate(config.section("deepspeed_config"), ranks, _precision(config, 2), compiled)
-    unread = "elsewhere: accelerate ignores it, since distributed_type is not DEEPSPEED."
-    config.section("deepspeed_config").read({"*": unread})
     config.section("tp_config")
     section = config.section("fsdp_config", prefix="fsdp_")
     version = 2 if section.take("version", VERSION) == "2" else 1
     section_of_axes = config.section("parallelism_config", prefix="parallelism_config_")
     mesh, others = read_axes(section_of_axes, version, ranks.world_size, _AXES, rest_shards=False)
-    target = Target(mesh, precision=_precision(config, version), compile=compiled, axes=others)
+    target = Target(mesh, precision=_precision(config, version), compile=_compile(config), axes=others)
     return read_fsdp(section, version, ranks, target)
 
 
@@ -73,7 +62,7 @@ def _precision(config: Reader, version: int) -> Precision:
     answer = _PRECISION.format("buffers" if version == 1 else "outputs")
     off = "mapped: Computes and reduces in the parameters' dtypes."
     answers = {"no": off, "fp16": f"{answer} fp16 needs torch.amp.GradScaler.", "bf16": answer, "fp8": _FP8}
-    name = config.take("mixed_precision", one_of(answers, "no"))
+    name = config.take("mixed_precision", Key(choice(answers), answers, "no"))
     return Precision.of(DTYPE.parse(name) if name in ("fp16", "bf16") else None, version)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, TILES, VERSION, read_axes, read_fsdp
-from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, Key, Reader, Table, choice, given, switch
+from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, SPLIT, TILES, VERSION, read_axes, read_fsdp
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, RANKS, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.transformers import TRAINER, WORDS, read_compile, read_precision, read_strategy
 
@@ -34,9 +34,8 @@ _KEYS: Table = {  # from its schemas (0.16) and its examples
     save_* saves_* sdp_attention seed sequence_len shuffle_* skip_prepare_dataset special_* streaming strict
     test_datasets tokenizer_* tokens torchdistx_path train_on_inputs trainer_* trl trust_* type_of_model unfrozen_*
     unsloth_cross_entropy_loss use_comet use_mlflow use_tensorboard use_wandb val_set_* vllm wandb_* warmup_*
-    weight_decay xformers_*
+    weight_decay xformers_* rl
     """: "elsewhere: For the model, the data or the training loop.",
-    "rl": "elsewhere: For the training loop.",
     "ring_attn_func heads_k_stride": CONTEXT,
     "fp8_enable_fsdp_float8_all_gather": "noted: torchao's Float8 weights all-gather in fp8 on their own.",
     "fp32_norms": switch(
@@ -72,14 +71,9 @@ def read(config: Reader, ranks: Ranks) -> Target:
     words = config.get("fsdp", WORDS, ()) or ()
     beside = version == 1 and section.raw("sharding_strategy") is not None
     later = "noted: fsdp_config.sharding_strategy takes precedence." if beside else None
-    instead = ": set dp_shard_size and dp_replicate_size."
-    strategy = read_strategy(config, words, version, instead, "noted: Names no strategy.", later)
-    context = config.section("context_parallel")  # which newer versions have beside context_parallel_size
-    mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, context=context)
-    context.read({"*": CONTEXT})
-    old = config.raw("sequence_parallel_degree") not in (None, 1)
-    told = "refused: Renamed to context_parallel_size in axolotl 0.12."
-    config.note("sequence_parallel_degree", told if old else "implied: None.")
+    fix = ": set dp_shard_size and dp_replicate_size."
+    strategy = read_strategy(config, words, version, fix, "noted: Names no strategy.", later)
+    mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, known=_context(config))
     _quantized(config, version)
     target = Target(
         mesh,
@@ -92,20 +86,33 @@ def read(config: Reader, ranks: Ranks) -> Target:
     policy = BY_CLASS if version == 2 or "auto_wrap" in words else ROOT_ONLY
     # axolotl hands reshard_after_forward to the root too.
     target = read_fsdp(section, version, ranks, target, strategy, policy, root=True)
-    final = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}.get(
-        inside["final_state_dict_type"] or values["fsdp_final_state_dict_type"]
-    )
-    return replace(target, state_dict_type=final or target.state_dict_type)
+    final = inside["final_state_dict_type"] or values["fsdp_final_state_dict_type"]
+    kept = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}.get(final, target.state_dict_type)
+    return replace(target, state_dict_type=kept)
 
 
 def _version(config: Reader, section: Reader, outside: str | None, inside: str | None) -> int:
     """Return the version given beside ``fsdp_config`` or in it, else 1 if there are keys that only version 1 has."""
     if outside and inside and outside != inside:
-        config.problem("fsdp_version", outside, f"fsdp_config says {inside}", "Remove one of them")
+        config.problem("fsdp_version", f"is {outside}, but fsdp_config says {inside}", "", "Remove one of them")
     if version := outside or inside:
         return int(version)
     old = config.raw("fsdp") or any(key in section for key in ("sharding_strategy", "use_orig_params"))
     return 1 if old or "reshard_after_forward" not in section else 2
+
+
+def _context(config: Reader) -> dict[str, int]:
+    """Read the size of the context axis, and answer for the keys that newer and older versions have for it."""
+    context = config.section("context_parallel")
+    size: int | None = context.get("size", RANKS)
+    if size and (beside := config.get("context_parallel_size", RANKS, size)) != size:
+        context.problem("size", f"is {size}, but context_parallel_size is {beside}", "", "Remove one of them")
+    context.note("size", f"mapped: {SPLIT.format(size)}.")
+    context.read({"*": CONTEXT})
+    old = config.raw("sequence_parallel_degree") not in (None, 1)
+    renamed = "refused: Renamed to context_parallel_size in axolotl 0.12."
+    config.note("sequence_parallel_degree", renamed if old else "implied: None.")
+    return {"cp": size} if size else {}
 
 
 def _tiles(config: Reader) -> int:
@@ -120,10 +127,10 @@ def _tiles(config: Reader) -> int:
 def _quantized(config: Reader, version: int) -> None:
     """Answer for quantized weights and optimizer states, some of which axolotl refuses."""
     preference = str(config.raw("rl") or "").lower()
-    told = "noted: Quantized weights are not floating-point: pass them as ignored_params."
+    answer = "noted: Quantized weights are not floating-point: pass them as ignored_params."
     if version == 2 and preference in ("dpo", "kto", "orpo", "ipo"):
-        told = f"refused: Version 2 does not support quantized weights with rl: {preference}, which needs a copy."
-    config.read(dict.fromkeys(("load_in_8bit", "load_in_4bit"), switch(told)))
+        answer = f"refused: Version 2 does not support quantized weights with rl: {preference}, which needs a copy."
+    config.read(dict.fromkeys(("load_in_8bit", "load_in_4bit"), switch(answer)))
     broken = version == 2 and str(config.raw("optimizer")) in ("adamw_8bit", "adamw_bnb_8bit")
-    told = "refused: bitsandbytes' optimizers do not support DTensors. Use adamw_torch_8bit."
-    config.note("optimizer", told if broken else "elsewhere: Built after sharding.")
+    answer = "refused: bitsandbytes' optimizers do not support DTensors. Use adamw_torch_8bit."
+    config.note("optimizer", answer if broken else "elsewhere: Built after sharding.")

@@ -13,26 +13,12 @@ from typing import Any
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.configs.reader import (
-    BOOLEAN,
-    NAMES,
-    NUMBER,
-    RANKS,
-    Key,
-    Kind,
-    Reader,
-    Table,
-    choice,
-    given,
-    one_of,
-    switch,
-)
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, RANKS, Key, Kind, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target, Wrap
 from shardkit.fsdp1.translate.strategy import parse_strategy, resolve_strategy
 from shardkit.plan import MeshSpec
 
 BY_CLASS, BY_SIZE, ROOT_ONLY = POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-BY_SIZE_REFUSED = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
 VERSION = Key(choice("12"), "mapped: The FSDP version by which the other keys are read.")
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 STRATEGIES = {  # by torch's names without the underscore
@@ -42,8 +28,21 @@ STRATEGIES = {  # by torch's names without the underscore
     "HYBRID_SHARD": "mapped: Replicates across nodes and shards inside, and reshard_after_forward=True.",
     "HYBRID_SHARD_ZERO2": "mapped: Replicates across nodes and shards inside, and reshard_after_forward=False.",
 }
-
-_UNITS: Table = {  # unless the format names units by keys of its own
+_WHOLE = "noted: model.state_dict() is sharded in FSDP2; full_state_dict(model) gathers it."
+_STATE_DICTS = {
+    "FULL_STATE_DICT": _WHOLE,
+    "LOCAL_STATE_DICT": "refused: FSDP2 has no local state dict. Use SHARDED_STATE_DICT, which any world size loads.",
+    "SHARDED_STATE_DICT": "noted: model.state_dict() is sharded: save it with save_checkpoint or "
+    "torch.distributed.checkpoint.",
+}
+_PREFETCHES = {
+    "BACKWARD_PRE": "implied: FSDP2 all-gathers the next unit before the current unit's backward.",
+    **dict.fromkeys(
+        ("BACKWARD_POST", "NO_PREFETCH"),
+        "noted: FSDP2 always prefetches like BACKWARD_PRE: more overlap, one more unit gathered.",
+    ),
+}
+_BOTH: Table = {
     "offload_params cpu_offload": switch(
         "mapped: CPUOffloadPolicy for every unit.", "mapped: Shards stay on the device."
     ),
@@ -52,13 +51,6 @@ _UNITS: Table = {  # unless the format names units by keys of its own
         "gradient_checkpointing off.",
         "mapped: Activations are kept.",
     ),
-}
-_WHOLE = "noted: model.state_dict() is sharded in FSDP2; full_state_dict(model) gathers it."
-_SHARDED = "noted: model.state_dict() is sharded: save it with save_checkpoint or torch.distributed.checkpoint."
-_LOCAL = "refused: FSDP2 has no local state dict. Use SHARDED_STATE_DICT, which any number of ranks can load."
-_STATE_DICTS = {"FULL_STATE_DICT": _WHOLE, "LOCAL_STATE_DICT": _LOCAL, "SHARDED_STATE_DICT": _SHARDED}
-_STATE_DICTS |= {"full": _WHOLE, "sharded": _SHARDED}  # Lightning's
-_BOTH: Table = {
     "cpu_ram_efficient_loading": switch(
         "noted: Only rank 0 read the weights. With shardkit, build the model under init_on_meta, shard it, then "
         "load_checkpoint or load_full_state_dict, which load each rank's shards.",
@@ -67,13 +59,6 @@ _BOTH: Table = {
     "state_dict_type": Key(choice(_STATE_DICTS, numbered=True), {None: _WHOLE, **_STATE_DICTS}),
     "ignored_modules": given("refused: Pass the parameters as ignored_params to plan_model."),
     "mixed_precision_policy": "noted: Taken from mixed_precision, as accelerate does.",
-}
-_PREFETCHES = {
-    "BACKWARD_PRE": "implied: FSDP2 all-gathers the next unit before the current unit's backward.",
-    **dict.fromkeys(
-        ("BACKWARD_POST", "NO_PREFETCH"),
-        "noted: FSDP2 always prefetches like BACKWARD_PRE: more overlap, one more unit gathered.",
-    ),
 }
 _APART = "Parameters keep their names and become DTensors."
 _VERSION_1: Table = {
@@ -88,7 +73,7 @@ _VERSION_1: Table = {
     ),
     "use_orig_params": switch(f"implied: {_APART}", f"noted: {_APART}", default=True),
     # The second until accelerate 0.30.
-    "backward_prefetch backward_prefetch_policy": one_of(_PREFETCHES, "BACKWARD_PRE", numbered=True),
+    "backward_prefetch backward_prefetch_policy": Key(choice(_PREFETCHES, True), _PREFETCHES, "BACKWARD_PRE"),
 }
 _VERSION_2: Table = {
     "forward_prefetch": switch(
@@ -107,11 +92,11 @@ def read_fsdp(
     ranks: Ranks,
     target: Target,
     strategy: ShardingStrategy | None = None,
-    policy: str | None = ROOT_ONLY,
+    policy: str = ROOT_ONLY,
     root: bool = False,
     beside: Reader | None = None,
 ) -> Target:
-    """The target of an ``fsdp_config`` section of a version of FSDP; every key that it knows is answered for.
+    """Return the target of an ``fsdp_config`` section of a version of FSDP, and answer for every key that it knows.
 
     Args:
         section: the section.
@@ -119,24 +104,23 @@ def read_fsdp(
         ranks: what is known of the ranks.
         target: what the format says elsewhere.
         strategy: one that the format names elsewhere, as in transformers' ``fsdp="full_shard"``.
-        policy: the wrap policy if the section names none; None if ``target`` holds the units already.
+        policy: the wrap policy if the section names none.
         root: whether the root reshards when blocks do, in version 2.
         beside: a section that may name units too, by keys that start with ``fsdp_``.
     """
     strategy = _strategy_1(section, strategy) if version == 1 else _strategy_2(section, strategy)
-    values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2), **(_UNITS if policy else {})})
-    offload = target.offload or any(values.get(key) for key in ("offload_params", "cpu_offload"))
+    values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2)})
+    offload = target.offload or values["offload_params"] or values["cpu_offload"]
     kept = (values["state_dict_type"] or "").partition("_")[0].lower()
     return replace(
         target,
         mesh=target.mesh or _mesh(section, ranks, strategy),
         reshard_after_forward=strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
         root_reshards=root and version == 2 and strategy is FULL_SHARD,
-        wrap=_wrap(section, policy, beside) if policy else target.wrap,
-        casts="all" if version == 2 else "root",
+        wrap=_wrap(section, policy, beside),
         offload=offload,
         pin_memory=_pin_memory(section, version, offload),
-        checkpoint_activations=values.get("activation_checkpointing", False),
+        checkpoint_activations=values["activation_checkpointing"],
         prefetch=int(version == 1 and values["forward_prefetch"]),
         sync_module_states=values.get("sync_module_states", False),
         rank0_loads=values["cpu_ram_efficient_loading"],
@@ -151,7 +135,7 @@ def _strategy(value: Any) -> ShardingStrategy:
     return parse_strategy(value)
 
 
-STRATEGY = Kind(f"It must be one of {', '.join(STRATEGIES)}, or their number from 1", "Use FULL_SHARD", _strategy)
+STRATEGY = Kind(f"one of {', '.join(STRATEGIES)}, or their number from 1", "FULL_SHARD", _strategy)
 
 
 def _strategy_1(section: Reader, elsewhere: ShardingStrategy | None) -> ShardingStrategy:
@@ -166,8 +150,8 @@ def _strategy_1(section: Reader, elsewhere: ShardingStrategy | None) -> Sharding
             section.note(key, f"{same} sharding_strategy, which takes precedence in version 1.")
         else:
             if elsewhere not in (None, strategy):
-                problem = f"{strategy.name}, and elsewhere {elsewhere.name}"
-                section.problem(key, problem, "A configuration has one sharding strategy", "Remove one of them")
+                problem = f"is {strategy.name}, but elsewhere the strategy is {elsewhere.name}"
+                section.problem(key, problem, "", "Remove one of them")
             section.note(key, STRATEGIES[strategy.name.lstrip("_")])
             found.append(strategy)
     return found[0] if found else elsewhere or FULL_SHARD
@@ -197,9 +181,8 @@ def _mesh(section: Reader, ranks: Ranks, strategy: ShardingStrategy) -> MeshSpec
         if ranks.world_size is not None:
             return resolve_strategy(strategy, ranks.world_size, ranks.per_node).mesh
         if strategy not in (FULL_SHARD, SHARD_GRAD_OP):
-            problem = f"{strategy.name.lstrip('_')}, and the number of ranks is unknown"
-            rule = "Its mesh has two axes, whose sizes multiply to the number of ranks"
-            raise TranslationError(message("world_size", problem, rule, "Pass world_size=16, or --world 16"))
+            problem = f"needs a known number of ranks for {strategy.name.lstrip('_')}"
+            raise TranslationError(message("sharding_strategy", problem, "", "Pass --world 16, or world_size=16"))
     except TranslationError as error:
         section.problems.append(str(error))
     return None
@@ -216,13 +199,16 @@ def _wrap(section: Reader, policy: str, beside: Reader | None) -> Wrap:
     answer = "noted: The root is the only unit, so the whole model is gathered at once, which is rarely intended."
     if policy == BY_CLASS:
         answer = by_class = f"mapped: A unit {which}."
+    elif policy == BY_SIZE and any(least):
+        by_size = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
     elif policy == BY_SIZE:
         by_size = "mapped: With 0 the root is the only unit."
-        by_size = BY_SIZE_REFUSED if any(least) else by_size
     for reader, prefix in places:
         reader.note(f"{prefix}transformer_layer_cls_to_wrap", by_class)
         reader.note(f"{prefix}min_num_params", by_size)
     section.note("auto_wrap_policy", answer)
+    if policy == ROOT_ONLY and "auto_wrap_policy" not in section:
+        section.note_absent("auto_wrap_policy", answer)
     return Wrap("classes" if classes else "declared" if policy == BY_CLASS else "root", classes)
 
 
@@ -230,10 +216,10 @@ def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
     pin: bool | None = section.get("cpu_offload_pin_memory", BOOLEAN)
     if pin is not False:
         answer = "implied: Offloaded shards are pinned where there is an accelerator."
-    elif not offload:
-        answer = "noted: Without offload_params: true there is nothing to pin."
     elif version == 1:
         answer = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
+    elif not offload:
+        answer = "noted: Without offload_params: true there is nothing to pin."
     else:
         answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
     section.note("cpu_offload_pin_memory", answer)
@@ -259,7 +245,7 @@ def read_axes(
     world: int | None,
     names: Mapping[str, str],
     rest_shards: bool,
-    context: Reader | None = None,
+    known: Mapping[str, int] = {},
 ) -> tuple[MeshSpec | None, dict[str, int]]:
     """Return the data-parallel mesh by the sizes of its axes, None if no size is given; and the sizes of other axes.
 
@@ -271,20 +257,14 @@ def read_axes(
         world: the number of ranks, if known.
         names: the key of each axis.
         rest_shards: whether ``dp_shard`` is all remaining ranks by default, else 1.
-        context: a section whose ``size`` may be that of the context axis.
+        known: sizes of axes that are not in ``config``.
     """
-    places = [(config, key, axis) for axis, key in names.items()] + ([(context, "size", "cp")] if context else [])
-    sizes = {axis: config.get(key, RANKS) for axis, key in names.items() if config.get(key, RANKS) is not None}
-    inner = context.get("size", RANKS) if context else None
-    if context and inner and sizes.setdefault("cp", inner) != inner:
-        context.problem(
-            "size", f"{inner}, and {names['cp']} {sizes['cp']}", "Both are the size of one axis", "Remove one of them"
-        )
+    sizes = {**known} | {axis: size for axis, key in names.items() if (size := config.get(key, RANKS)) is not None}
     mesh = _mesh_of(config, world, sizes, rest_shards) if sizes else None
-    for reader, key, axis in places:
-        if version == 1 and sizes.get(axis, 1) > 1 and key in reader:
-            reader.problem(key, "with fsdp_version 1", "Mesh axes need version 2", "Set fsdp_version: 2")
-        reader.note(key, _answer(axis, sizes.get(axis, 1), mesh))
+    for axis, key in names.items():
+        if version == 1 and sizes.get(axis, 1) > 1:
+            config.problem(key, "needs FSDP version 2", "", "Set fsdp_version: 2")
+        config.note(key, _answer(axis, sizes.get(axis, 1), mesh))
     config.read({"cp_comm_strategy cp_handler cp_backend sp_handler sp_backend": CONTEXT})
     return mesh, {axis: size for axis, size in sizes.items() if axis in _OTHERS and size > 1}
 
@@ -299,10 +279,9 @@ def _mesh_of(config: Reader, world: int | None, sizes: Mapping[str, int], rest_s
         shard = max(1, world // (replicate * context * beside))
     product = replicate * shard * context * beside
     if world is not None and product != world:
-        told = ", ".join(f"{axis}={size}" for axis, size in {**sizes, "dp_shard": shard}.items())
-        problem = f"{told} make {product} ranks, but there are {world}"
-        rule = "The sizes of the axes multiply to the number of ranks"
-        config.problem(next(iter(config), "sizes"), problem, rule, "Change one of them, or the number of ranks")
+        shown = ", ".join(f"{axis}={size}" for axis, size in {**sizes, "dp_shard": shard}.items())
+        problem = f"and the other sizes of axes, {shown}, make {product} ranks, but there are {world}"
+        config.problem(next(iter(config), "sizes"), problem, "", "Change one of them, or the number of ranks")
     return MeshSpec.hybrid(replicate, shard * context) if replicate > 1 else MeshSpec.sharded(shard * context)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.configs.program import read_program
 from shardkit.fsdp1.translate.notes import Note
 from shardkit.replacements import Support
 
@@ -27,10 +26,10 @@ _DTYPES = {
 
 
 class Kind(NamedTuple):
-    """A kind of value: its rule and fix for errors, and a function that parses it or raises ValueError."""
+    """A kind of value: what it is and an example, for errors, and a function that parses it or raises ValueError."""
 
-    rule: str
-    fix: str
+    what: str
+    example: str
     parse: Callable[[Any], Any]
 
 
@@ -41,7 +40,7 @@ def choice(names: Iterable[str], numbered: bool = False) -> Kind:
     by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
     places = f", or their number from 1 to {len(names)}" if numbered else ""
     parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())  # an enum's member by name
-    return Kind(f"It must be one of {', '.join(names)}{places}", f"Use {names[0]}", parse)
+    return Kind(f"one of {', '.join(names)}{places}", names[0], parse)
 
 
 def _lookup(table: Mapping[str, Any], text: Callable[[Any], str]) -> Callable[[Any], Any]:
@@ -62,26 +61,19 @@ def _integer(value: Any, least: int = 0) -> int:
 
 def _names(value: Any) -> tuple[str, ...]:
     items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple, set, frozenset)) or not all(isinstance(item, str) for item in items):
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) and item.strip() for item in items):
         raise ValueError
-    names = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
-    if not names:
-        raise ValueError
-    return names
+    return tuple(dict.fromkeys(item.strip() for item in items))
 
 
-BOOLEAN = Kind("It is true or false", "Use true", _lookup(_BOOLEANS, lambda value: str(value).strip().lower()))
-NUMBER = Kind("It must be a whole number, 0 or more", "Use 100000000", _integer)
-RANKS = Kind("It must be a number of ranks, at least 1", "Use 8", lambda value: _integer(value, 1))
+BOOLEAN = Kind("true or false", "true", _lookup(_BOOLEANS, lambda value: str(value).strip().lower()))
+NUMBER = Kind("a whole number, 0 or more", "100000000", _integer)
+RANKS = Kind("a number of ranks, at least 1", "8", lambda value: _integer(value, 1))
 DTYPE = Kind(
-    f"It must be a dtype: {', '.join(_DTYPES)}",
-    "Use bf16",
-    _lookup(_DTYPES, lambda value: str(value).lower().removeprefix("torch.")),
+    "a dtype such as bf16 or float32", "bf16", _lookup(_DTYPES, lambda v: str(v).lower().removeprefix("torch."))
 )
-NAMES = Kind("It must be a name, names with commas between them, or a list of names", "Use LlamaDecoderLayer", _names)
+NAMES = Kind("a name, names with commas between them, or a list of names", "LlamaDecoderLayer", _names)
 GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
-# A switch, or a section, which is on if it has a key.
-SWITCH = BOOLEAN._replace(parse=lambda value: bool(value) if isinstance(value, dict) else BOOLEAN.parse(value))
 
 # An answer is "support: sentence", where {} stands for the value.
 Answer: TypeAlias = str
@@ -96,11 +88,6 @@ class Key(NamedTuple):
     default: Any = None
 
 
-def one_of(answers: Mapping[str, Answer], default: str, numbered: bool = False) -> Key:
-    """A key that takes one of a few names, each with its answer."""
-    return Key(choice(answers, numbered), answers, default)
-
-
 def switch(on: Answer, off: Answer = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
     """A key that is true or false."""
     return Key(kind, {True: on, False: off}, default)
@@ -111,11 +98,6 @@ def given(on: Answer, off: Answer = "implied: None.") -> Key:
     return switch(on, off, kind=GIVEN)
 
 
-def several(on: Answer, off: Answer = "implied: None.", kind: Kind = RANKS) -> Key:
-    """A size for which only matters whether it is more than 1."""
-    return Key(kind, lambda size: on if size > 1 else off, 1)
-
-
 class Reader:
     """The keys of one section of a configuration.
 
@@ -124,17 +106,16 @@ class Reader:
     """
 
     def __init__(
-        self, section: Mapping[Any, Any], path: str = "", prefix: str = "", problems: list[str] | None = None
+        self, section: Mapping[Any, Any], path: str = "", prefix: str = "", around: Reader | None = None
     ) -> None:
         """Read a section at ``path``, whose keys may start with ``prefix``, as in ``fsdp_offload_params``."""
-        self._path = path
+        self._path, self._prefix = path, prefix
         self._values = {str(key): value for key, value in section.items()}
-        self._prefix = prefix
-        self.problems = [] if problems is None else problems  # what finish raises, of the whole configuration
-        self._asked: dict[str, None] = {}
+        self.problems: list[str] = around.problems if around else []  # what finish raises, of all sections
+        self.absent: list[Note] = around.absent if around else []
+        self._asked: set[str] = set()
         self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
         self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
-        self._beside: list[Reader] = []
 
     def __contains__(self, key: str) -> bool:
         return self._spelling(key) is not None
@@ -145,8 +126,7 @@ class Reader:
 
     def raw(self, key: str) -> Any:
         """Return the value as written, None if the key is absent."""
-        spelling = self._spelling(key)
-        return None if spelling is None else self._values[spelling]
+        return self._values.get(self._spelling(key) or "")
 
     def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """Return the parsed value of a key, or ``default`` if it is absent, null, or invalid, which is a problem."""
@@ -156,7 +136,7 @@ class Reader:
         try:
             return kind.parse(value)
         except ValueError:
-            self.problem(key, repr(value), kind.rule, kind.fix)
+            self.problem(key, f"must be {kind.what}, got {value!r}", "", f"Use {kind.example}")
             return default
 
     def take(self, key: str, row: Key) -> Any:
@@ -186,27 +166,27 @@ class Reader:
     def note(self, key: str, answer: Answer) -> None:
         """Answer for a key, unless it is absent or already a problem."""
         spelling = self._spelling(key)
-        if spelling is None or self._answers.get(spelling, ...) is None:
-            return
-        self._answer(spelling, self._noted(spelling, answer))
+        if spelling is not None and self._answers.get(spelling, ...) is not None:
+            assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"
+            self._answers[spelling] = self._noted(spelling, answer)
+
+    def note_absent(self, key: str, answer: Answer) -> None:
+        """Add a note on what it means that a key is absent."""
+        support, _, sentence = answer.partition(": ")
+        self.absent.append(Note(self._place(f"{self._prefix}{key}"), "not given", cast(Support, support), sentence))
 
     def section(self, key: str, prefix: str = "") -> Reader:
         """Return a reader of the keys below ``key``, an empty one if the section is absent or empty."""
         value = self.raw(key)
         filled = isinstance(value, Mapping) and len(value) > 0
-        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self.problems)
+        inner = Reader(value if filled else {}, self._place(self._spelling(key) or key), prefix, self)
         if filled:
-            self._answer(self._spelling(key) or key, inner)
+            self._answers[self._spelling(key) or key] = inner
         elif value is None or isinstance(value, Mapping):
             self.note(key, "elsewhere: It is empty.")
         else:
-            self.problem(key, repr(value), "It must be a section of keys and values", "Indent its keys below it")
+            self.problem(key, f"must be a section of keys and values, got {value!r}", "", "Indent its keys below it")
         return inner
-
-    def beside(self, values: Mapping[Any, Any], path: str, prefix: str = "") -> Reader:
-        """Return a reader of keys from another file, whose notes follow those of this one."""
-        self._beside.append(Reader(values, path, prefix, self.problems))
-        return self._beside[-1]
 
     def problem(self, key: str, problem: str, rule: str, fix: str) -> None:
         """Record an error for ``finish`` to raise, which answers for the key."""
@@ -219,7 +199,7 @@ class Reader:
         Raises:
             TranslationError: all problems at once.
         """
-        notes = tuple(self.notes())
+        notes = (*self.notes(), *self.absent)
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
         return notes
@@ -239,8 +219,6 @@ class Reader:
                 unknown = f"unknown: shardkit does not know this key and ignores it.{hint}"
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
                 yield self._noted(key, next(begun, unknown))
-        for other in self._beside:
-            yield from other.notes()
 
     def _noted(self, spelling: str, answer: Answer) -> Note:
         support, _, sentence = answer.partition(": ")
@@ -249,28 +227,24 @@ class Reader:
         text = text if len(text) <= 60 else f"{text[:57]}..."
         return Note(self._place(spelling), text, cast(Support, support), sentence)
 
-    def _answer(self, spelling: str, answer: Note | Reader) -> None:
-        assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"
-        self._answers[spelling] = answer
-
     def _place(self, spelling: str) -> str:
         """Return the dotted path of a key in the whole configuration."""
         return f"{self._path}.{spelling}" if self._path else spelling
 
     def _spelling(self, key: str) -> str | None:
         """Return the key as written, with the prefix or without; both at once is a problem."""
-        self._asked[key] = None
+        self._asked.add(key)
         with_prefix = f"{self._prefix}{key}"
         if self._prefix and key in self._values and with_prefix in self._values and with_prefix not in self._answers:
             self._answers[with_prefix] = None
             rule = "Both are the same key, and which one takes precedence differs between versions"
-            subject, fix = self._place(with_prefix), "Leave one of them out"
-            self.problems.append(message(subject, f"given as {key} too", rule, fix))
+            text = message(self._place(with_prefix), f"is given as {key} too", rule, "Leave one of them out")
+            self.problems.append(text)
         return key if key in self._values else with_prefix if with_prefix in self._values else None
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    """Return the keys and values of a JSON or YAML file, or of the call in a program that configures FSDP.
+    """Return the keys and values of a JSON or YAML file.
 
     Raises:
         TranslationError: it cannot be read or parsed, holds no keys, or is YAML and PyYAML is not installed.
@@ -281,15 +255,12 @@ def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give the path of a file")) from None
     if not isinstance(found, Mapping):
-        held = type(found).__name__ if found is not None else "nothing"
-        rule, fix = "A configuration is a mapping of keys to values", "Give the file that the training script reads"
-        raise TranslationError(message(str(file), f"holds {held}", rule, fix))
+        problem = f"must be a mapping of keys to values, got {'nothing' if found is None else type(found).__name__}"
+        raise TranslationError(message(str(file), problem, "", "Give the file that the training script reads"))
     return found
 
 
 def _parse(file: Path, text: str) -> Any:
-    if file.suffix == ".py":
-        return read_program(file, text)
     try:
         return json.loads(text)
     except ValueError as error:
@@ -298,8 +269,8 @@ def _parse(file: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        problem, rule = "is not valid JSON, and PyYAML is not installed", "YAML files need PyYAML"
-        raise TranslationError(message(str(file), problem, rule, "pip install pyyaml, or give JSON")) from None
+        problem = "is not valid JSON, and PyYAML is not installed"
+        raise TranslationError(message(str(file), problem, "", "pip install pyyaml, or give JSON")) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -7,14 +7,12 @@ FSDP2 guide of its docs), 2026-08.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from shardkit.fsdp1.configs.deepspeed import hybrid_mesh
 from shardkit.fsdp1.configs.keys import SPLIT, TILES
-from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, Key, Reader, Table, several, switch
+from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, RANKS, Key, Reader, Table, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec
 
@@ -27,13 +25,11 @@ _ROLE: Table = {
         "elsewhere: For the training loop."
     ),
 }
+_ONE = "implied: An axis of size 1 changes nothing."
 _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
     "compute_dtype": "elsewhere: For the model.",
-    "ulysses_size": several(
-        f"mapped: {SPLIT.format('ulysses_size')}.",
-        "implied: An axis of size 1 changes nothing.",
-    ),
+    "ulysses_size": Key(RANKS, lambda size: f"mapped: {SPLIT.format('ulysses_size')}." if size > 1 else _ONE, 1),
     "disable_gradient_checkpointing": switch(
         "mapped: Activations are kept.",
         "mapped: checkpoint_activations=True. Leave the model's own gradient checkpointing off.",
@@ -71,27 +67,27 @@ def read(config: Reader, ranks: Ranks) -> Target:
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role
     name = strategy.raw("strategy_name")
-    answer = "mapped: FSDP2."
-    strategy.note("strategy_name", answer if name in (None, *_FSDP) else f"refused: {name} is not FSDP.")
+    strategy.note("strategy_name", "mapped: FSDP2." if name in (None, *_FSDP) else f"refused: {name} is not FSDP.")
     section = role.section("model_args")
     model = section.read(_MODEL)
     inside = strategy.section("strategy_config") if "strategy_config" in strategy else strategy
     values = inside.read(_STRATEGY)
-    reshard = values["reshard_after_forward"]
     mesh = _with_experts(inside, _mesh(inside, _world(role, ranks), model["ulysses_size"]))
-    wrap = _wrap(inside.section("wrap_policy"), values["apply_expert_patch"])
+    tiles = inside.get("tiled_num_shards", NUMBER, 4)
+    answer = "mapped: Tiles of each MLP." if values["apply_tiled_mlp"] else "implied: Only with apply_tiled_mlp."
+    inside.note("tiled_num_shards", answer)
     return Target(
         mesh=mesh,
-        reshard_after_forward=reshard is not False,
-        root_reshards=reshard is True,  # ROLL passes it to the root too; None keeps the root gathered
-        wrap=replace(wrap, experts="efsdp" if mesh is not None and "ep" in mesh.axis_names else None),
+        reshard_after_forward=values["reshard_after_forward"] is not False,
+        root_reshards=values["reshard_after_forward"] is True,  # None keeps the root gathered
+        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"], mesh),
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
-        casts="text",
+        vision_casts=False,
         offload=values["offload_policy"],
         checkpoint_activations="disable_gradient_checkpointing" in section
         and not model["disable_gradient_checkpointing"],
         state_dict_type="sharded",
-        tiles=_tiles(inside, values["apply_tiled_mlp"]),
+        tiles=tiles if values["apply_tiled_mlp"] else 1,
         axes={"sp": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},
     )
 
@@ -123,7 +119,9 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
     elif isinstance(value, str) and (match := _RANGE.match(value)):
         found = int(match[2]) - int(match[1] or 0)
     elif value is not None:
-        role.problem("device_mapping", repr(value), "It must be a list, or list(range(0,8))", "Use list(range(0,8))")
+        role.problem(
+            "device_mapping", f"must be a list, or list(range(0,8)), got {value!r}", "", "Use list(range(0,8))"
+        )
     role.note("device_mapping", note_on_ranks("ranks in all", found, ranks.world_size))
     return ranks.world_size or found or None
 
@@ -132,7 +130,15 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
     """Return the mesh: hybrid where ``fsdp_size`` is between 1 and the number of ranks."""
     size = -1 if section.raw("fsdp_size") == -1 else section.get("fsdp_size", NUMBER, 1)
     if size > 1 and (world is None or size < world):
-        return hybrid_mesh(section, "fsdp_size", size, world, "Give device_mapping, or world_size")
+        if world is None:
+            section.problem("fsdp_size", "needs a known number of ranks", "", "Give device_mapping, or --world 16")
+        elif world % size:
+            section.problem("fsdp_size", f"{size} does not divide {world} ranks", "", "Use a divisor")
+        else:
+            mesh = MeshSpec.hybrid(world // size, size)
+            section.note("fsdp_size", f"mapped: A mesh of {mesh.shape}: replicates, and shards over {size} ranks.")
+            return mesh
+        return None
     if sequence > 1 and world is not None and world % sequence == 0 and world > sequence:
         mesh = MeshSpec.hybrid(sequence, world // sequence)
         answer = f"mapped: With ulysses_size {sequence} ROLL shards over {world // sequence} ranks: {mesh}."
@@ -150,8 +156,8 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
         section.note("efsdp_size", "implied: Only with ep_size.")
         return mesh
     if mesh is None or mesh.shard_size % size:
-        known = f"{size} of an unknown number of ranks" if mesh is None else f"{size} of {mesh.shard_size} ranks"
-        section.problem("ep_size", known, "It divides the ranks that shard", "Correct it, or give world_size")
+        of = "an unknown number of" if mesh is None else mesh.shard_size
+        section.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "", "Correct it")
         return mesh
     answer = "mapped: Split experts over the mesh's axis ep first; shard_model shards their modules on efsdp."
     section.note("ep_size", f"{answer} Each is in one parameter: a ModuleList of experts cannot be split.")
@@ -160,22 +166,18 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
     return MeshSpec((*mesh.shape[:-1], *shape), (*mesh.axis_names[:-1], *names), len(shape))
 
 
-def _tiles(section: Reader, apply: bool) -> int:
-    """Return the number of tiles of each MLP."""
-    number = section.get("tiled_num_shards", NUMBER, 4)
-    section.note("tiled_num_shards", "mapped: Tiles of each MLP." if apply else "implied: Only with apply_tiled_mlp.")
-    return number if apply else 1
-
-
-def _wrap(policy: Reader, patched: bool) -> Wrap:
+def _wrap(policy: Reader, patched: bool, mesh: MeshSpec | None) -> Wrap:
     answer = "mapped: Not units, as in ROLL without apply_expert_patch."
-    if patched:
-        answer = "mapped: A unit of each {}, with may_skip=True."
-    experts = policy.take("moe_experts", Key(NAMES, answer, ()))
+    experts = policy.take(
+        "moe_experts", Key(NAMES, "mapped: A unit of each {}, with may_skip=True." if patched else answer, ())
+    )
     values = policy.read(_WRAP)
     classes = values["transformer_layer_cls_to_wrap"]
-    units = (*classes, *experts) if patched else classes
-    by: Literal["classes", "declared"] = "classes" if classes else "declared"
     return Wrap(
-        by, units, values["wrap_embeddings"], values["wrap_lm_output"], skipped=tuple(experts) if patched else ()
+        by="classes" if classes else "declared",
+        classes=(*classes, *experts) if patched else classes,
+        embeddings=values["wrap_embeddings"],
+        head=values["wrap_lm_output"],
+        experts="efsdp" if mesh is not None and "ep" in mesh.axis_names else None,
+        skipped=tuple(experts) if patched else (),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,14 +28,15 @@ from shardkit.planning.rules import Overrides, Rule, by_class, by_name
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import accelerator
 
+_TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")  # names in transformers' models, and in others
+
 
 @dataclass(frozen=True)
 class Wrap:
     """Which modules become units, besides the root."""
 
-    # "classes" that are named, those that the model has "declared" (_no_split_modules), the "default" rule of shardkit,
-    # or none but the "root".
-    by: Literal["classes", "declared", "default", "root"]
+    # "classes" that are named, those that the model has "declared" (_no_split_modules), or none but the "root".
+    by: Literal["classes", "declared", "root"]
     classes: tuple[str, ...] = ()  # names, also beside the declared ones
     embeddings: bool = False  # whether input embeddings are units too
     head: bool = False  # whether the output head is one too
@@ -63,12 +64,11 @@ class Target:
     """An FSDP2 configuration: all of a plan that does not depend on the model."""
 
     mesh: MeshSpec | None  # in ranks; None where nothing says how many ranks there are
-    reshard_after_forward: bool | int = True  # of all units but the root, as for fully_shard
+    reshard_after_forward: bool = True  # of all units but the root
     root_reshards: bool = False
-    wrap: Wrap = Wrap("default")
+    wrap: Wrap = Wrap("root")
     precision: Precision = Precision()
-    # Who casts forward inputs: "all" units, the "root" only, or "text": all but the blocks of a vision encoder.
-    casts: Literal["all", "root", "text"] = "all"
+    vision_casts: bool = True  # whether the blocks of a vision encoder cast their inputs, as other units do
     offload: bool = False  # CPUOffloadPolicy
     pin_memory: bool | None = None  # None pins where there is an accelerator
     checkpoint_activations: bool = False  # of blocks
@@ -81,7 +81,6 @@ class Target:
     # Sizes of further mesh axes, which the user applies: tensor, context, sequence or expert parallel.
     axes: Mapping[str, int] = field(default_factory=dict)
     strategy: ShardingStrategy | None = None  # where the configuration is one of FSDP1
-    mixed: MixedPrecision | None = None  # FSDP1's, where it says more than precision
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,7 @@ def note_on_ranks(what: str, found: int | None, asked: int | None) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """A configuration that was read.
-
-    Attributes:
-        format: the name of its format.
-        saw: the keys by which the format was recognized.
-        target: what it asks for.
-        notes: one for each key, in the order of the file.
-    """
+    """A configuration that was read: its format, the keys that show the format, its target, and notes on its keys."""
 
     format: str
     saw: tuple[str, ...]
@@ -129,19 +121,18 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
         PlanError: the model cannot be sharded as the target says.
     """
     if target.mesh is None:
-        problem = "neither the configuration nor an argument gives the number of ranks"
-        rule = "A plan is made for a known number of ranks"
-        raise TranslationError(message("world_size", problem, rule, "Pass world_size=8, or --world 8"))
+        problem = "is given neither by the configuration nor by an argument"
+        raise TranslationError(message("the number of ranks", problem, "", "Pass --world 8, or world_size=8"))
     if target.strategy is None:
-        return _of_fsdp2(target, model, notes)
+        return Translation(_plan(target, model), notes)
     # Through FSDP1's own arguments, so that units, dtypes and buffers are as in FSDP1.
     precision = target.precision
-    mixed = MixedPrecision(precision.param, precision.reduce, precision.buffer) if precision != Precision() else None
+    mixed = MixedPrecision(precision.param, precision.reduce, precision.buffer)
     arguments: dict[str, Any] = {
         "sharding_strategy": target.strategy,
         "auto_wrap_policy": None if target.wrap.by == "root" else set(_classes_of(target.wrap, model)),
         "cpu_offload": CPUOffload(offload_params=True) if target.offload else None,
-        "mixed_precision": target.mixed or mixed,
+        "mixed_precision": mixed if precision != Precision() else None,
         "sync_module_states": target.sync_module_states,
         "forward_prefetch": target.prefetch > 0,
         "use_orig_params": True,
@@ -149,33 +140,43 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
     per_node = target.mesh.shard_size if target.mesh.replicates and target.mesh.shard_size > 1 else ranks.per_node
     made = translate_fsdp1(model, **arguments, world_size=target.mesh.size, ranks_per_node=per_node)
     more = tuple(note for note in made.notes if note.support == "noted" and note.argument not in arguments)
-    return replace(made, plan=_with_blocks(made.plan, model, target), notes=(*notes, *more))
+
+    def settled(unit: ShardUnit) -> ShardUnit:  # with what FSDP1 has no argument for
+        block = unit.modules != ("",) and any([*model.get_submodule(fqn).children()] for fqn in unit.modules)
+        policy = _offload_policy(target) if unit.offloads else unit.offload_policy
+        checkpoint, compiled = block and target.checkpoint_activations, block and target.compile
+        return replace(unit, checkpoint_activations=checkpoint, compile=compiled, offload_policy=policy)
+
+    plan = replace(made.plan, units=tuple(map(settled, made.plan.units)))
+    return replace(made, plan=plan, notes=(*notes, *more))
 
 
-def _of_fsdp2(target: Target, model: nn.Module, notes: tuple[Note, ...]) -> Translation:
-    reshard = target.reshard_after_forward
+def has_vision_encoder(model: nn.Module) -> bool:
+    """Return whether a module of the model is named as transformers names vision encoders."""
+    return any(fqn.rpartition(".")[2] in _TOWERS for fqn, _ in model.named_modules())
+
+
+def _plan(target: Target, model: nn.Module) -> ShardingPlan:
+    precision = target.precision
     plan = plan_model(
         model,
         units=_rules(target, model),
         mesh=target.mesh,
-        # None lets the default rule keep the last unit gathered, which backward needs first.
-        reshard_after_forward=None if target.wrap.by == "default" and reshard is True else reshard,
-        mp_policy=mp_policy(target),
+        reshard_after_forward=target.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output),
         offload_policy=_offload_policy(target),
         checkpoint_activations=target.checkpoint_activations,
         compile=target.compile,
-        prefetch=target.prefetch,
     )
-    plan = _without_vision_casts(plan, model) if target.casts == "text" else plan
-    dtype = target.precision.buffer
-    buffers = {fqn: dtype for fqn, buffer in model.named_buffers() if buffer.is_floating_point()} if dtype else {}
-    return Translation(plan, notes, sync_module_states=target.sync_module_states, buffer_dtypes=buffers)
+    if target.vision_casts:
+        return plan
+    towers = tuple(f"{fqn}." for fqn, _ in model.named_modules() if fqn.rpartition(".")[2] in _TOWERS)
 
+    def settled(unit: ShardUnit) -> ShardUnit:
+        inside = all(fqn.startswith(towers) for fqn in unit.modules)
+        return replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False)) if inside else unit
 
-def mp_policy(target: Target) -> MixedPrecisionPolicy:
-    """Return torch's policy for the root; other units have no ``output_dtype``."""
-    precision = target.precision
-    return MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output)
+    return replace(plan, units=tuple(map(settled, plan.units)))
 
 
 def _offload_policy(target: Target) -> OffloadPolicy:
@@ -183,13 +184,25 @@ def _offload_policy(target: Target) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=pin) if target.offload else OffloadPolicy()
 
 
-def _rules(target: Target, model: nn.Module) -> list[Rule] | None:
-    wrap, tiles = target.wrap, list(_tiles(target, model))
-    if wrap.by == "default":
-        return tiles or None
-    rules = [*tiles, *_ends(wrap, model)]
-    if wrap.experts is not None:
-        rules.insert(0, _experts_in_one_parameter)
+def _rules(target: Target, model: nn.Module) -> list[Rule]:
+    wrap = target.wrap
+    rules: list[Rule] = [] if wrap.experts is None else [_experts_in_one_parameter]
+    if target.tiles > 1:
+        mlps = find_mlps(ModelTree(model))
+        if not mlps:
+            raise TranslationError(
+                message("tiles", "needs a class of the model that is named as an MLP", "", "Turn it off")
+            )
+        rules.append(by_name(*mlps, tiles=target.tiles))
+    modules = dict(model.named_modules())
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embeddings = [fqn for fqn, module in modules.items() if module is embedding]
+    embeddings += [fqn for fqn, module in modules.items() if isinstance(module, nn.Embedding)]
+    heads = [fqn for head in ("lm_head", "head") for fqn in modules if fqn.rpartition(".")[2] == head]
+    for is_unit, key, found in ((wrap.embeddings, "wrap_embeddings", embeddings), (wrap.head, "wrap_lm_output", heads)):
+        if is_unit and not found:
+            raise TranslationError(message(key, "finds no such module in the model", "", f"Leave {key} out"))
+        rules += [by_name(found[0])] if is_unit else []
     if wrap.skipped:
         rules.append(by_class(*_classes_of(Wrap("classes", wrap.skipped), model), may_skip=True))
     if wrap.by != "root":
@@ -210,64 +223,9 @@ def _classes_of(wrap: Wrap, model: nn.Module) -> tuple[type[nn.Module], ...]:
     declared = tuple(getattr(model, "_no_split_modules", None) or ()) if wrap.by == "declared" else ()
     found = dict.fromkeys(there[name] for name in (*declared, *wrap.classes) if name in there)
     if missing or not found:
-        what = (
-            f"{listing(missing)} not in the model" if missing else "the model's _no_split_modules names no block of it"
+        problem = (
+            f"names {listing(missing)}, not in the model" if missing else "is needed: the model declares no blocks"
         )
         rule, fix = f"Its classes are {listing(sorted(there))}", "Name the class of the repeated blocks"
-        raise TranslationError(message("transformer_layer_cls_to_wrap", what, rule, fix))
+        raise TranslationError(message("transformer_layer_cls_to_wrap", problem, rule, fix))
     return tuple(found)
-
-
-def _with_blocks(plan: ShardingPlan, model: nn.Module, target: Target) -> ShardingPlan:
-    """Return the plan with the settings that FSDP1 has no argument for."""
-
-    def settled(unit: ShardUnit) -> ShardUnit:
-        block = unit.modules != ("",) and any([*model.get_submodule(fqn).children()] for fqn in unit.modules)
-        return replace(
-            unit,
-            checkpoint_activations=block and target.checkpoint_activations,
-            compile=block and target.compile,
-            offload_policy=_offload_policy(target) if unit.offloads else unit.offload_policy,
-        )
-
-    return replace(plan, units=tuple(map(settled, plan.units)))
-
-
-def _without_vision_casts(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """Return the plan in which the units of a vision encoder do not cast their inputs."""
-    names = ("visual", "vision_tower", "vision_model", "vision_encoder")  # of transformers' models, and of others
-    towers = tuple(f"{fqn}." for fqn, _ in model.named_modules() if fqn.rpartition(".")[2] in names)
-
-    def settled(unit: ShardUnit) -> ShardUnit:
-        inside = all(fqn.startswith(towers) for fqn in unit.modules)
-        return replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False)) if inside else unit
-
-    return replace(plan, units=tuple(map(settled, plan.units)))
-
-
-def _tiles(target: Target, model: nn.Module) -> Iterator[Rule]:
-    mlps = find_mlps(ModelTree(model)) if target.tiles > 1 else []
-    if target.tiles > 1 and not mlps:
-        classes = listing(sorted({type(module).__name__ for module in model.modules()}))
-        problem, rule = "no class of the model is named as an MLP", f"Its classes are {classes}"
-        raise TranslationError(message("tiles", problem, rule, "Turn tiles off, and use by_name(..., tiles=4)"))
-    if mlps:
-        yield by_name(*mlps, tiles=target.tiles)
-
-
-def _ends(wrap: Wrap, model: nn.Module) -> Iterator[Rule]:
-    """Yield rules for the input embedding and the output head, where they are units."""
-    modules = dict(model.named_modules())
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    own = [fqn for fqn, module in modules.items() if module is embedding]
-    others = [fqn for fqn, module in modules.items() if isinstance(module, nn.Embedding)]
-    heads = [fqn for head in ("lm_head", "head") for fqn in modules if fqn.rpartition(".")[2] == head]
-    for is_unit, key, what, found in (
-        (wrap.embeddings, "wrap_embeddings", "nn.Embedding", own + others),
-        (wrap.head, "wrap_lm_output", "lm_head", heads),
-    ):
-        if is_unit and not found:
-            rule = f"Its children are {listing(name for name, _ in model.named_children())}"
-            raise TranslationError(message(key, f"the model has no {what}", rule, f"Leave {key} out"))
-        if is_unit:
-            yield by_name(found[0])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
-from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, Answer, Kind, Reader, Table, given, load
+from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, Answer, Kind, Reader, Table, given
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
@@ -51,14 +50,13 @@ _XLA: Table = {  # of fsdp_config
 def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of training arguments with ``fsdp`` and ``fsdp_config``."""
     config.read(_KEYS)
-    section = _section(config)
+    section = config.section("fsdp_config", prefix="fsdp_")
     section.read(_XLA)
     written = section.take("version", VERSION)
     words = config.get("fsdp", WORDS, ())
     version = int(written or ("2" if words is None else "1"))
-    instead = ". Set version: 1 in fsdp_config."
     off = "refused: FSDP is off, so there is nothing to translate."
-    strategy = read_strategy(config, words or (), version, instead, off)
+    strategy = read_strategy(config, words or (), version, ". Set version: 1 in fsdp_config.", off)
     target = Target(
         None,
         precision=read_precision(config, version),
@@ -82,47 +80,33 @@ def _words(value: Any) -> tuple[str, ...] | None:
 
 
 # Of fsdp="full_shard auto_wrap" or a list; None where it only switches FSDP on or off.
-WORDS = Kind("It is true, words such as full_shard auto_wrap, or a list of them", "Use true", _words)
+WORDS = Kind("true, words such as full_shard auto_wrap, or a list of them", "true", _words)
 
 
 def read_strategy(
-    config: Reader, words: tuple[str, ...], version: int, instead: str, off: Answer, later: Answer | None = None
+    config: Reader, words: tuple[str, ...], version: int, fix: str, off: Answer, later: Answer | None = None
 ) -> ShardingStrategy | None:
     """Return the strategy among the words of ``fsdp``, and answer for that key.
 
-    The answer is ``off`` if FSDP is off, ``later`` if another key takes precedence; ``instead`` ends the answer for a
+    The answer is ``off`` if FSDP is off, ``later`` if another key takes precedence; ``fix`` ends the answer for a
     strategy that version 2 does not have.
     """
     named = [word for word in words if word.upper() in STRATEGIES]
     if len(named) > 1 or not {*words} <= {*named, "offload", "auto_wrap"}:
-        rule = f"Its words are one of {', '.join(STRATEGIES).lower()}, and offload and auto_wrap"
-        config.problem("fsdp", " ".join(words), rule, "Use full_shard auto_wrap")
+        known = f"one of {', '.join(STRATEGIES).lower()}, and offload and auto_wrap"
+        config.problem("fsdp", f"must be {known}, got {' '.join(words)}", "", "Use full_shard auto_wrap")
         return None
     if version == 2 and named and named[0] not in ("full_shard", "shard_grad_op"):
-        config.note("fsdp", f"refused: Version 2 has no {named[0]}{instead}")
+        config.note("fsdp", f"refused: Version 2 has no {named[0]}{fix}")
         return None
     if named and later:
         config.note("fsdp", later)
         return None
-    told = STRATEGIES[named[0].upper()] if named else "mapped: FSDP is on; fsdp_config says how."
+    answer = STRATEGIES[named[0].upper()] if named else "mapped: FSDP is on; fsdp_config says how."
     also = " offload: CPUOffloadPolicy." if "offload" in words else ""
     wraps = " auto_wrap: units as fsdp_config says." if "auto_wrap" in words else ""
-    config.note("fsdp", off if config.raw("fsdp") in (False, None, "", []) else told + also + wraps)
+    config.note("fsdp", off if config.raw("fsdp") in (False, None, "", []) else answer + also + wraps)
     return parse_strategy(named[0]) if named else None
-
-
-def _section(config: Reader) -> Reader:
-    """Return a reader of ``fsdp_config``, which may be the path of a JSON file."""
-    path = config.raw("fsdp_config")
-    if not isinstance(path, str):
-        return config.section("fsdp_config", prefix="fsdp_")
-    try:
-        values = load(path)
-    except TranslationError as error:
-        config.problem("fsdp_config", str(error), "It must be a section, or the path of a JSON file", "Use one of them")
-        values = {}
-    config.note("fsdp_config", "mapped: Each key of that file has its own note.")
-    return config.beside(values, path, prefix="fsdp_")
 
 
 def read_precision(config: Reader, version: int) -> Precision:
@@ -132,13 +116,13 @@ def read_precision(config: Reader, version: int) -> Precision:
     for key, found in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if config.raw(key) in ("auto", "full"):
             on = key == "bf16"
-            told = "noted: auto and full depend on the GPU; bf16 is assumed."
+            answer = "noted: auto and full depend on the GPU; bf16 is assumed."
         else:
             on = config.get(key, BOOLEAN, False)
             scaler = " Scale the loss with torch.amp.GradScaler." if key == "fp16" else ""
-            told = f"mapped: MixedPrecisionPolicy with {key} for parameters, gradients and {also}.{scaler}"
-            told = told if on else "mapped: Off."
-        config.note(key, told)
+            answer = f"mapped: MixedPrecisionPolicy with {key} for parameters, gradients and {also}.{scaler}"
+            answer = answer if on else "mapped: Off."
+        config.note(key, answer)
         dtype = found if on else dtype
     return Precision.of(dtype, version)
 
@@ -146,9 +130,9 @@ def read_precision(config: Reader, version: int) -> Precision:
 def read_compile(config: Reader) -> bool:
     """Read ``torch_compile``."""
     compiled = config.raw("torch_compile") != "auto" and config.get("torch_compile", BOOLEAN, False)
-    told = "mapped: compile=True: blocks are compiled in place, before sharding."
-    config.note("torch_compile", told if compiled else "mapped: Nothing is compiled.")
+    on = "mapped: compile=True: blocks are compiled in place, before sharding."
+    config.note("torch_compile", on if compiled else "mapped: Nothing is compiled.")
     inductor = config.raw("torch_compile_backend") in (None, "inductor")
-    told = "noted: shardkit compiles with inductor only; for another backend compile the blocks yourself."
-    config.note("torch_compile_backend", "implied: The default." if inductor else told)
+    other = "noted: shardkit compiles with inductor only; for another backend compile the blocks yourself."
+    config.note("torch_compile_backend", "implied: The default." if inductor else other)
     return compiled and inductor

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import full_precision_classes, reduce_unused_beside_used
+from shardkit._fsdp.undone import as_it_was
 from shardkit.apply.mesh import ensure_process_group
 from shardkit.apply.shard import carry_out
 from shardkit.errors import TranslationError, message
@@ -220,7 +220,7 @@ def _plain(module: nn.Module, memo: dict[int, Any], wrap: Wrap) -> nn.Module:
             return copied(module, memo, wrap)
         memo[id(module)] = new = _plain(inner_of(module), memo, wrap)
         return new
-    kind, attributes = _fsdp.as_it_was(module)
+    kind, attributes = as_it_was(module)
     new = kind.__new__(kind)
     memo[id(module)] = new
     for param in module.parameters(recurse=False):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import TOTAL_NORM
+from shardkit._fsdp.fsdp1 import TOTAL_NORM
 from shardkit.fsdp1.dropin import optimizers, tensors
 
 _STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]

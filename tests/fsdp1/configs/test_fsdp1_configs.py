@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn as nn
 import yaml
-from golden import FILES, REFUSED, WORLD, golden, translated
+from golden import FILES, GOLDEN, REFUSED, WORLD, golden, translated
 from small_models import Block, Decoder
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from shardkit import MeshSpec, apply_plan
 from shardkit.errors import TranslationError
 from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Ranks
-from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate, script
+from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
 from shardkit.testing import comm_counts, fake_world
 
 BF16 = torch.bfloat16
@@ -40,8 +39,8 @@ class MLP(nn.Linear):
 # --- The example files ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [*FILES, *REFUSED], ids=lambda file: golden(file).stem)
-def test_what_the_examples_come_to(file):
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
+def test_what_an_example_of_each_format_comes_to(file):
     assert translated(file) == golden(file).read_text(), "if that was meant: python tests/fsdp1/configs/golden.py"
 
 
@@ -96,11 +95,11 @@ def test_each_strategy_of_version_1_keeps_its_mesh(key):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_what_is_written_for_version_2_reads_as_the_same(name, precision):
     for more in (
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block, Linear"},
-        {"auto_wrap_policy": 2, "min_num_params": "1e2", "offload_params": True, "activation_checkpointing": "true"},
+        {"auto_wrap_policy": 3, "offload_params": True, "activation_checkpointing": "true"},
         {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"},
     ):
         written_and_read(name, precision, more)
@@ -129,7 +128,7 @@ def written_and_read(name, precision, more):
 
 def test_both_spellings_of_a_key_at_once_are_an_error():
     config = {"distributed_type": "FSDP", "fsdp_config": {"offload_params": True, "fsdp_offload_params": False}}
-    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_offload_params: given as offload_params too"):
+    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_offload_params is given as offload_params too"):
         read(config)
 
 
@@ -138,14 +137,14 @@ def test_all_wrong_values_are_said_at_once():
     with pytest.raises(TranslationError) as error:
         read(config)
     lines = str(error.value).splitlines()
-    subjects = [line.partition(":")[0] for line in lines]
+    subjects = [line.partition(" ")[0] for line in lines]
     assert sorted(subjects) == [
         "fsdp_config.fsdp_min_num_params",
         "fsdp_config.fsdp_offload_params",
         "fsdp_config.fsdp_sharding_strategy",
         "mixed_precision",
     ]
-    assert "'perhaps'. It is true or false" in str(error.value)
+    assert "must be true or false, got 'perhaps'. Use true." in str(error.value)
 
 
 def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
@@ -153,12 +152,12 @@ def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
     with pytest.raises(TranslationError, match="ranks_per_node"):
         read(config, 16)
     assert read(config, 16, 4).target.mesh == MeshSpec.hybrid(4, 4)
-    with pytest.raises(TranslationError, match="the number of ranks is unknown"):
+    with pytest.raises(TranslationError, match=r"needs a known number of ranks for HYBRID_SHARD\. Pass --world 16"):
         read(config)
 
 
 def test_an_unknown_key_is_told_what_it_may_have_been():
-    note = read(accelerate(shardign_strategy=1)).notes[-1]
+    note = read(accelerate(shardign_strategy=1)).notes[-2]
     assert note.sentence.endswith("Did you mean sharding_strategy?")
 
 
@@ -177,7 +176,7 @@ def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
 
 def test_a_refused_key_raises_unless_it_is_asked_not_to():
     config = accelerate(state_dict_type="LOCAL_STATE_DICT")
-    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_state_dict_type: LOCAL_STATE_DICT is refused"):
+    with pytest.raises(TranslationError, match=r"fsdp_config\.fsdp_state_dict_type LOCAL_STATE_DICT is refused"):
         from_config(config, Decoder())
     translation = from_config(config, Decoder(), strict=False)
     assert [note.argument for note in translation.refused] == ["fsdp_config.fsdp_state_dict_type"]
@@ -188,7 +187,8 @@ def test_a_refused_key_raises_unless_it_is_asked_not_to():
     [
         ({}, "has none of the keys of a known format. Its keys are none"),
         ({"lr": 1}, "Its keys are lr"),
-        ({"distributed_type": "FSDP", "zero_optimization": {}}, "accelerate .distributed_type., and of deepspeed"),
+        ({"distributed_type": "FSDP", "strategy_args": {}}, "accelerate .distributed_type., and of roll"),
+        ({"zero_optimization": {"stage": 3}}, "has none of the keys"),
         ({"fsdp_config": {"fsdp_offload_params": True}}, "has none of the keys of a known format"),
     ],
 )
@@ -200,7 +200,9 @@ def test_what_is_not_recognized_says_what_was_seen_and_what_is_known(config, sai
 
 def test_a_format_can_be_named():
     assert read({"fsdp_config": {"fsdp_offload_params": True}}, format="axolotl").target.offload
-    with pytest.raises(TranslationError, match="format: 'nemo'"):
+    with pytest.raises(
+        TranslationError, match="format must be one of accelerate, axolotl, transformers, roll, got 'nemo'"
+    ):
         read({}, format="nemo")
 
 
@@ -209,8 +211,8 @@ def test_a_format_can_be_named():
     [
         ("a.json", "{", "is not valid JSON"),
         ("a.yaml", "a: [", "is not valid YAML"),
-        ("a.yaml", "", "holds nothing"),
-        ("a.json", "[1]", "holds list"),
+        ("a.yaml", "", "must be a mapping of keys to values, got nothing"),
+        ("a.json", "[1]", "got list"),
     ],
 )
 def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
@@ -225,10 +227,12 @@ def test_a_file_that_holds_no_keys_is_an_error(name, text, said, tmp_path):
 
 
 def test_a_plan_needs_the_ranks_and_classes_that_are_there():
-    with pytest.raises(TranslationError, match="world_size: neither the configuration"):
+    with pytest.raises(TranslationError, match=r"the number of ranks is given neither by.*Pass --world 8"):
         from_config({"fsdp": "full_shard", "fsdp_config": {}}, Decoder())
     config = accelerate(auto_wrap_policy=1, transformer_layer_cls_to_wrap="LlamaDecoderLayer")
-    with pytest.raises(TranslationError, match=r"LlamaDecoderLayer not in the model\. Its classes are Block, Decoder"):
+    with pytest.raises(
+        TranslationError, match=r"names LlamaDecoderLayer, not in the model\. Its classes are Block, Decoder"
+    ):
         from_config(config, Decoder())
 
 
@@ -248,41 +252,6 @@ def test_buffers_and_the_broadcast_are_of_the_translation():
     translation = from_config(accelerate() | {"mixed_precision": "bf16"}, model)
     assert translation.sync_module_states
     assert translation.buffer_dtypes == {"scale": BF16}
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"auto_wrap_policy": 1, "transformer_layer_cls_to_wrap": "Block"},
-        {},
-    ],
-)
-def test_the_script_for_any_model_shards_as_the_plan_does(strategy, more):
-    config = accelerate(sharding_strategy=strategy, sync_module_states=False, **more) | {"mixed_precision": "bf16"}
-    by_plan, by_script = Decoder(), Decoder()
-    plan = from_config(config, by_plan).plan
-    namespace = {}
-    exec(script(read(config).target), namespace)
-    with fake_world(16):
-        apply_plan(by_plan, plan)
-        assert namespace["shard"](by_script) is by_script
-        assert sharded(by_script) == sharded(by_plan)
-        assert sharded(by_plan)
-        with comm_counts() as counts:
-            by_script(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
-    assert counts == plan.collectives()
-
-
-def sharded(model):
-    """What was sharded, with its policy."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            policy = module._get_fsdp_state()._mp_policy
-            assert isinstance(policy, MixedPrecisionPolicy)
-            found[name] = policy
-    return found
 
 
 def test_the_example_block_is_what_the_files_name():

@@ -9,18 +9,7 @@ from small_models import Decoder
 
 from shardkit import PlanError
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import (
-    accelerate,
-    axolotl,
-    deepspeed,
-    from_config,
-    keys,
-    lightning,
-    plain,
-    read_config,
-    roll,
-    transformers,
-)
+from shardkit.fsdp1.configs import accelerate, axolotl, from_config, keys, read_config, roll, transformers
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
 from shardkit.replacements import SUPPORT
@@ -48,10 +37,10 @@ def test_every_key_is_answered_for_once(name, data):
     config = data.draw(section(KEYS[name])) | unknown
     ranks = Ranks(data.draw(st.sampled_from([None, 16])), data.draw(st.sampled_from([None, 8])))
     try:
-        reading = read_config(config, ranks, format=name.partition(",")[0])
+        reading = read_config(config, ranks, format=name)
     except TranslationError:
         return
-    arguments = [note.argument for note in reading.notes]
+    arguments = [note.argument for note in reading.notes if note.value != "not given"]
     assert sorted(arguments) == sorted(leaves(config, reading.notes))
     assert all(note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes)
     if name != "roll":  # whose pipelines have keys of their own
@@ -66,7 +55,7 @@ def test_every_key_is_answered_for_once(name, data):
 def test_with_a_model_it_is_a_plan_or_an_error(name, data):
     config = data.draw(section(KEYS[name]))
     try:
-        translation = from_config(config, MODEL, world_size=16, ranks_per_node=8, format=name.partition(",")[0])
+        translation = from_config(config, MODEL, world_size=16, ranks_per_node=8, format=name)
     except (TranslationError, PlanError):
         return
     translation.plan.check()
@@ -80,19 +69,19 @@ def test_with_a_model_it_is_a_plan_or_an_error(name, data):
 def test_wrong_values_are_errors_that_name_the_key_or_are_not_looked_at(name, data):
     config = data.draw(section(dict.fromkeys(KEYS[name], WRONG)))
     try:
-        reading = read_config(config, Ranks(16, 8), format=name.partition(",")[0])
+        reading = read_config(config, Ranks(16, 8), format=name)
     except TranslationError as error:
         for line in str(error).splitlines():
-            subject = line.partition(":")[0]
-            assert subject.split(".")[0] in {*config, "sharding_strategy", "world_size"}, line
+            subject = line.partition(" ")[0]
+            assert subject.split(".")[0] in {*config, "sharding_strategy", "nonsense"}, line  # the last a file that is not there
         return
     assert len(reading.notes) >= len([value for value in config.values() if value != {"a": 1}])
 
 
 def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
-    modules = (keys, accelerate, transformers, axolotl, deepspeed, lightning, roll, plain)
+    modules = (keys, accelerate, transformers, axolotl, roll)
     names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
-    assert len(names) > 25
+    assert len(names) > 12
     for module, name in names:
         table = getattr(module, name)
         words = [word for words in table for word in words.split()]

@@ -45,20 +45,16 @@ def test_accelerates_file_of_version_2_is_the_default_and_yaml(capsys):
     notes = [line for line in out.splitlines() if line.startswith("# ")]
     assert len(notes) == 1 + len(keys)
     assert all(f" {key} " in line for key, line in zip(keys, notes[1:], strict=True))
-    assert "# accelerate (distributed_type, compute_environment, main_training_function and 4 more)" in notes[0]
+    assert "# accelerate (distributed_type, compute_environment, main_training_function and 1 more)" in notes[0]
 
 
-@pytest.mark.parametrize("model", [(), ("--model", "small_models:Decoder")])
-def test_torch_code_runs(model, capsys):
-    assert run(FSDP1, "--to", "torch", *model) == 0
-    out = capsys.readouterr().out
-    namespace = {"model": Decoder()}
+def test_torch_code_runs(capsys):
+    assert run(FSDP1, "--to", "torch", "--model", "small_models:Decoder") == 0
+    model = Decoder()
     with fake_world(16):
-        exec(compile(out, "translated", "exec"), namespace)
-        shard = namespace.get("shard", lambda model: model)
-        shard(namespace["model"])
-        namespace["model"](torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
-    assert namespace["model"].layers[0].up.weight.to_local().shape == (2, 8)
+        exec(compile(capsys.readouterr().out, "translated", "exec"), {"model": model})
+        model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
+    assert model.layers[0].up.weight.to_local().shape == (2, 8)
 
 
 def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(tmp_path, capsys, monkeypatch):
@@ -116,24 +112,29 @@ def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
         ({"strategy_config": {"reduce_dtype": "fp32"}}, ("--world", 2), "# refused   --to accelerate2"),
     ],
 )
-def test_what_was_refused_is_printed_and_the_exit_code_is_1(values, arguments, said, tmp_path, capsys):
+def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(values, arguments, said, tmp_path, capsys):
     assert run(config_file(tmp_path, **values), *arguments) == 1
     out = capsys.readouterr().out
     assert said in out
-    assert yaml.safe_load(out)["fsdp_config"]["fsdp_version"] == 2
+    assert all(line.startswith("#") for line in out.splitlines() if line)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         ((FSDP1, "--to", "plan"), 2, "--to plan needs --model"),
+        ((FSDP1, "--to", "torch"), 2, "--to torch needs --model"),
         ((FSDP1, "--world", "0"), 2, "0 is not a number of ranks"),
         ((FSDP1, "--to", "jax"), 2, "invalid choice: 'jax'"),
         ((), 2, "the following arguments are required: file"),
-        (("absent.yaml",), 1, "absent.yaml: cannot be read"),
-        ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model: small_models:Absent cannot be built"),
+        (("absent.yaml",), 1, "absent.yaml cannot be read"),
+        ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model small_models:Absent cannot be built"),
         ((FSDP1, "--to", "plan", "--model", "small_models:Block.forward"), 1, "cannot be built"),
-        ((FSDP1, "--to", "plan", "--model", "builtins:dict"), 1, "model: builtins:dict returns a dict"),
+        (
+            (FSDP1, "--to", "plan", "--model", "builtins:dict"),
+            1,
+            "model builtins:dict must return an nn.Module, got dict",
+        ),
     ],
 )
 def test_the_exit_codes(arguments, code, said, capsys):
@@ -160,7 +161,7 @@ def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, mo
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
     assert run(FSDP1) == 1
-    assert "PyYAML is not installed. YAML files need PyYAML" in capsys.readouterr().err
+    assert "PyYAML is not installed. pip install pyyaml" in capsys.readouterr().err
     assert run(config_file(tmp_path, distributed_type="FSDP")) == 0
 
 
@@ -170,8 +171,8 @@ def test_the_model_is_built_on_meta():
 
 def test_it_is_a_command(tmp_path, monkeypatch, capsys):
     """``python -m shardkit``, without a new process: tests/house/test_demo.py has one."""
-    file = config_file(tmp_path, fsdp=True, sharding_strategy="NO_SHARD", world_size=4)
-    monkeypatch.setattr(sys, "argv", ["shardkit", "translate", str(file)])
+    file = config_file(tmp_path, fsdp="no_shard", num_train_epochs=1)
+    monkeypatch.setattr(sys, "argv", ["shardkit", "translate", str(file), "--world", "4"])
     monkeypatch.delitem(sys.modules, "shardkit.__main__")  # runpy warns of a module that was imported before it runs
     with pytest.raises(SystemExit) as end:
         runpy.run_module("shardkit", run_name="__main__", alter_sys=True)
