@@ -16,7 +16,6 @@ from shardkit._torch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
 from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.format import Spec, lay_out
-from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.native import NativeCheckpoint
@@ -78,12 +77,6 @@ def convert_checkpoint(
         if kind == "safetensors":
             _to_safetensors(source, place, replaces)
             return
-        state = (source.contents.optimizer or {"state": {}})["state"]
-        found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
-        if found:
-            rule = "Its blocks follow the shards that saved it: it has no full tensors, and dcp.load would not find it"
-            fix = "Convert to safetensors, or save the model alone"
-            raise CheckpointError(message("to", f"quantized state of {listing(map(str, found))}", rule, fix))
         if isinstance(source, NativeCheckpoint) and source.manifest.format == "safetensors":
             _to_mapped(source, place, kind, replaces)
             return

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.checkpoint.chunks import covers, full_box
-from shardkit.checkpoint.dcp import Shell
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress
@@ -189,6 +188,18 @@ def _refused(key: str, problem: str) -> CheckpointError:
 # ---- FSDP1 ------------------------------------------------------------------------------------------------------
 
 
+class _Shell:
+    """The attributes of a pickled object, without its class."""
+
+    def __new__(cls, *args: Any) -> _Shell:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
+            state = state[1] if len(state) == 2 else {"dtype": state[0]}
+        self.__dict__.update(state)
+
+
 class _ShardedPieces(Tensor):
     """A ShardedTensor of FSDP1 as its file has it; torch's own class requires the process group that wrote it."""
 
@@ -343,9 +354,9 @@ def _load(file: Path, allow_pickle: bool) -> Mapping[Any, Any]:
     return tree
 
 
-def _attribute(owner: Any, name: str) -> type[Shell]:
+def _attribute(owner: Any, name: str) -> type[_Shell]:
     """Replace ``getattr``, by which nested classes are pickled."""
-    return Shell
+    return _Shell
 
 
 _SHARD = "torch.distributed._shard"
@@ -353,14 +364,14 @@ _SHELLS: list[Any] = [
     (_ShardedPieces, f"{_SHARD}.sharded_tensor.api.ShardedTensor"),
     (_attribute, "builtins.getattr"),
     (_attribute, "__builtin__.getattr"),
-    (Shell, f"{_SHARD}.sharded_tensor.shard.Shard"),
-    (Shell, f"{_SHARD}.metadata.ShardMetadata"),
-    (Shell, f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"),
-    (Shell, f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.TensorProperties"),
-    (Shell, "torch.distributed.remote_device._remote_device"),
+    (_Shell, f"{_SHARD}.sharded_tensor.shard.Shard"),
+    (_Shell, f"{_SHARD}.metadata.ShardMetadata"),
+    (_Shell, f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"),
+    (_Shell, f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.TensorProperties"),
+    (_Shell, "torch.distributed.remote_device._remote_device"),
 ]
 
 
