@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import states_of
 from shardkit._torch import torch_version, units_of
 from shardkit.api import shard_model
-from shardkit.testing.counts import fake_world
+from shardkit.testing import fake_world
 
 
 class Name(NamedTuple):
