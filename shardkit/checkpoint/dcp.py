@@ -104,7 +104,10 @@ class DcpDirectory:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_ALONE)
                 load(tensors, storage_reader=reader, planner=_Planner(self._allow_pickle), no_dist=True)
-        except (Exception, CheckpointException) as error:  # of torch.load, or of a file that is shorter than its metadata says
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # the latter is none of the former
             raise self._damaged(str(error).strip().splitlines()[-1]) from error
 
     def _damaged(self, problem: str) -> CheckpointError:

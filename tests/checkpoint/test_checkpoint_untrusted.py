@@ -95,11 +95,6 @@ def twice(found):
     entry.size = torch.Size([8, 3])
 
 
-def huge(found):
-    entry = found.state_dict_metadata["model.weight"]
-    entry.size = entry.chunks[0].sizes = torch.Size([1 << 40, 1 << 20])
-
-
 def nowhere(found):
     del found.storage_data[MetadataIndex("model.weight", torch.Size([0, 0]))]
 
@@ -120,7 +115,6 @@ def deep(found):
         moved(transform_descriptors=5),
         lost_chunk,
         twice,
-        huge,
         nowhere,
         deep,
         lambda found: found.__setattr__("state_dict_metadata", [1]),

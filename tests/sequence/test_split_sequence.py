@@ -141,7 +141,9 @@ def test_collectives_and_bytes_are_predicted(checkpointed):
     assert counts == dataclasses.replace(plan.collectives(2), all_to_alls=all_to_alls)
     assert sequence.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert sequence.traffic(2 * 14) == 2 * (64 + 32 + 32 + 64) * 8 * 14 // 2  # both ranks get the one key head
-    assert sum(call.args[1].nbytes // 2 for call in sent.call_args_list) == (2 + checkpointed) * sequence.traffic(2 * 30)
+    assert sum(call.args[1].nbytes // 2 for call in sent.call_args_list) == (2 + checkpointed) * sequence.traffic(
+        2 * 30
+    )
 
 
 def test_memory_is_predicted():
