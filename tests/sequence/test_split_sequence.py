@@ -215,10 +215,8 @@ REFUSED = {
         "3 query heads and 3 key and value heads, on 2 ranks",
     ),
     "mamba": (lambda: build("Mamba"), "MambaForCausalLM takes neither position_ids"),
-    "convolution": (
-        lambda: build("Lfm2", layer_types=["full_attention", "conv"], num_key_value_heads=4),
-        "has other logits|does not run",
-    ),
+    "linear": (lambda: build("MiniMax"), "self_attn is a FSDPMiniMaxLightningAttention|self_attn is a MiniMaxL"),
+    "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv.* is a .*Conv"),
     "own attention": (lambda: build("Bloom", n_layer=1), "does not run"),
     "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
     "hidden": (lambda: Neighbors(build("Llama").config).double(), "has other logits"),
