@@ -144,7 +144,6 @@ def test_errors_are_the_same_on_every_rank_and_leave_what_was_there(tmp_path):
         "got Sequential": lambda: save_pretrained(plain, tmp_path / "new"),
         "pass overwrite=True": lambda: save_pretrained(model, tmp_path / "hub"),
         "must not be a checkpoint": lambda: save_pretrained(model, tmp_path / "checkpoint", overwrite=True),
-        "must be a number of bytes, got 0": lambda: save_pretrained(model, tmp_path / "new", max_shard_size=0),
         "differs from rank 0 in path": lambda: save_pretrained(model, tmp_path / f"new{mesh_of((2,)).get_rank()}"),
     }
     for said, call in cases.items():
