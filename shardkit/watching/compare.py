@@ -89,6 +89,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Print the first difference; exit code 1 if there is one."""
-    found = compare_runs(*options.dump, options.tolerance)
+    first, second = options.dump
+    found = compare_runs(first, second, options.tolerance)
     print(found or "no difference")
     return int(found is not None)
