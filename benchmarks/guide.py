@@ -1,11 +1,10 @@
-"""The decision guide of docs/memory.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
+"""The tables of docs/memory.md: what to use for Llamas of three sizes on 1, 8 and 64 ranks of 80 GiB.
 
-Run: ``python -m benchmarks.guide``; ``--write`` puts the tables into the page, and ``test_memory_guide.py`` holds
-that they are what the code says. Each answer is the fastest by the step-time model of what ``plan_for_budget`` chooses
-on every mesh: replicated (DDP), sharded over all ranks (FSDP), and sharded within a node of 8 (HSDP).
+Run: ``python -m benchmarks.guide``; ``--write`` puts them into the page, and ``test_benchmark_guide.py`` holds that
+they are what the code says. Each answer is what ``plan_for_budget`` chooses for sharding over all ranks.
 
 Only models of few blocks are traced: all blocks between the first and the last do the same, so a trace of four blocks
-gives that of eighty. ``test_memory_guide.py`` compares one with a whole trace.
+gives that of eighty. ``test_benchmark_guide.py`` compares one with a whole trace.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,10 +19,9 @@ import torch
 
 from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
-from shardkit.memory import HARDWARE
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, base_plan, strategies
-from shardkit.memory.moments import AFTER_FORWARD, FORWARD, START
+from shardkit.memory.estimate import Measured, base_plan, estimates
+from shardkit.memory.hook_points import AFTER_FORWARD, FORWARD, START
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.memory.trace import Trace, trace
 from shardkit.plan.types import nbytes
@@ -45,52 +42,31 @@ STRATEGIES = {
     "kept gathered (ZeRO-2)": "ZeRO-2",
     "sharded (ZeRO-3)": "ZeRO-3",
     "sharded in a node (HSDP)": "HSDP",
-    "ZeRO-3, blocks recomputed": "ZeRO-3, recomputed",
-    "ZeRO-3, recomputed and offloaded": "ZeRO-3, recomputed, offload",
+    "ZeRO-3, blocks checkpointed": "ZeRO-3, checkpointed",
+    "ZeRO-3, checkpointed and offloaded": "ZeRO-3, checkpointed, offload",
 }
-ANSWER_TITLES = ["Llama", "ranks", "use", "with", "peak of a rank", "its CPU memory", "compute / step"]
+ANSWER_TITLES = ["Llama", "ranks", "use", "with", "peak of a rank", "its CPU memory"]
 PEAKS = "The peak of each strategy, in bold where it fits:"
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def meshes(ranks: int) -> Iterator[MeshSpec]:
-    """What the ranks can be used as."""
-    yield MeshSpec.sharded(ranks)
-    if ranks > 1:
-        yield MeshSpec.hybrid(ranks, 1)
-    if ranks > NODE:
-        yield MeshSpec.hybrid(ranks // NODE, NODE)
-
-
 def strategy(plan: ShardingPlan) -> str:
     """A plan by the name that people choose by."""
-    if plan.mesh.size == 1:
-        name = "one rank"
-    elif plan.mesh.shard_size == 1:
-        name = "DDP"
-    elif plan.mesh.replicates:
-        name = "HSDP"
-    else:
-        gathered = all(unit.reshard_after_forward is False for unit in plan.units)
-        name = "ZeRO-2" if gathered else "ZeRO-3"
+    gathered = all(unit.reshard_after_forward is False for unit in plan.units)
+    name = "one rank" if plan.mesh.size == 1 else "ZeRO-2" if gathered else "ZeRO-3"
     return name + (", offload" if any(unit.offloads for unit in plan.units) else "")
-
-
-def searches() -> Iterator[tuple[str, Search]]:
-    """A search for a budget for each size."""
-    limit = parse_bytes(BUDGET)
-    for size in SIZES:
-        yield size, Search(Stretched(SHAPES[size]), ADAMW, HARDWARE["h100"], limit)
 
 
 class Stretched(Measured):
     """The traces of a Llama, made from those of one with ``TRACED`` blocks."""
 
-    def __init__(self, shape: Shape, tiles: tuple[tuple[str, int], ...] = ()) -> None:
-        model, plan = planned(shape)
-        super().__init__(model, replace(plan, tiles=tiles), None, None)
-        self._trace = partial(stretched, shape, tiles=tiles)
-        self.of = lambda plan: Stretched(shape, plan.tiles)
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        super().__init__(*planned(shape), None, None)
+
+    def measure(self, plan: ShardingPlan, names: Collection[str]) -> Trace:
+        """The trace of a plan's tiles in which the units of these names are checkpointed."""
+        return stretched(self.shape, names, plan.tiles)
 
 
 def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
@@ -124,44 +100,34 @@ def stretched(shape: Shape, checkpointed: Collection[str], tiles: tuple[tuple[st
     return replace(short, intervals=tuple(intervals), grad_bytes=grads)
 
 
-def answers(size: str, search: Search) -> Iterator[list[str]]:
+def answers(size: str, measured: Measured) -> Iterator[list[str]]:
     """What to use on each number of ranks."""
     for ranks in RANKS:
-        plans = [replace(search.measured.plan, mesh=mesh) for mesh in meshes(ranks)]
-        weighed = [candidate for plan in plans for candidate in search.candidates(plan)]
-        fitting = [candidate for candidate in weighed if candidate.peak.total <= search.limit]
-        best = min(fitting, key=lambda candidate: candidate.time.total)  # something fits in each of these cases
-        hidden = f"{best.time.compute / best.time.total:.0%}"
-        on_cpu = nbytes(host_bytes(best.plan))
-        yield [size, str(ranks), strategy(best.plan), best.what, nbytes(best.peak.total), on_cpu, hidden]
+        search = Search(measured, ADAMW, parse_bytes(BUDGET), ranks_per_node=NODE)
+        best = search.weighed(replace(measured.plan, mesh=MeshSpec.sharded(ranks)))[-1]
+        sizes = [unit_bytes(best.plan, unit, ADAMW) for unit in best.plan.units]
+        host = sum(size.shard + size.grads + size.optimizer for size in sizes if size.offloaded)
+        yield [size, str(ranks), strategy(best.plan), best.name, nbytes(best.peak.total), nbytes(host)]
 
 
-def host_bytes(plan: ShardingPlan) -> int:
-    """Bytes of CPU memory that a rank's offloaded shards, gradients and optimizer state take."""
-    sizes = [unit_bytes(plan, unit, ADAMW) for unit in plan.units]
-    return sum(size.shard + size.grads + size.optimizer for size in sizes if size.offloaded)
-
-
-def peaks(size: str, search: Search) -> Iterator[list[str]]:
+def peaks(size: str, measured: Measured) -> Iterator[list[str]]:
     """The peak of each strategy on each number of ranks, in bold where it fits."""
     for ranks in RANKS:
-        plan = replace(search.measured.plan, mesh=MeshSpec.sharded(ranks))
-        found = {each.name: each.plan for each in strategies(plan, ADAMW, NODE)}
-        yield [size, str(ranks), *(_peak(search, found.get(name)) for name in STRATEGIES)]
+        plan = replace(measured.plan, mesh=MeshSpec.sharded(ranks))
+        found = {row.name: row.peak.total for row in estimates(plan, ADAMW, NODE, measured.buffers, measured)}
+        cells = [_peak(found[name]) if name in found else "-" for name in STRATEGIES]
+        yield [size, str(ranks), *cells]
 
 
-def _peak(search: Search, plan: ShardingPlan | None) -> str:
-    if plan is None:
-        return "-"
-    peak = search.weigh("", plan).peak.total
-    return f"**{nbytes(peak)}**" if peak <= search.limit else nbytes(peak)
+def _peak(peak: int) -> str:
+    return f"**{nbytes(peak)}**" if peak <= parse_bytes(BUDGET) else nbytes(peak)
 
 
 def guide() -> str:
     """Both tables in Markdown."""
-    found = list(searches())
-    best = [row for size, search in found for row in answers(size, search)]
-    every = [row for size, search in found for row in peaks(size, search)]
+    measured = {size: Stretched(SHAPES[size]) for size in SIZES}
+    best = [row for size, each in measured.items() for row in answers(size, each)]
+    every = [row for size, each in measured.items() for row in peaks(size, each)]
     return "\n\n".join(
         [_markdown(ANSWER_TITLES, best), PEAKS, _markdown(["Llama", "ranks", *STRATEGIES.values()], every)]
     )

@@ -37,7 +37,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"reshard_after_forward": False},
     "hpZ, 2 ranks": {"reshard_after_forward": 2},
     "HSDP, 2 x 4": {"mesh": MeshSpec.hybrid(2, 4)},
-    "ZeRO-3, recomputed": {"checkpoint_activations": True},
+    "ZeRO-3, checkpointed": {"checkpoint_activations": True},
     "ZeRO-3, float32": {"mp_policy": MixedPrecisionPolicy()},
 }
 SHAPE_OF_BATCH = {"1B": (1, 4096), "8B": (1, 4096), "tiny": (2, 64)}

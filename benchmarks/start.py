@@ -73,7 +73,7 @@ class Clock:
 
 def config_of(model: str) -> Any:
     """The config of a Llama of that size."""
-    from benchmarks.published import llama
+    from benchmarks.scale.published import llama
 
     config = llama(*SHAPES[model], tied=True)
     config.dtype = torch.bfloat16

@@ -162,8 +162,7 @@ def _within(budget: int | str, model: nn.Module, plan: ShardingPlan, request: Re
         raise PlanError(message("memory_budget", problem, "", fix))
     from shardkit.memory import plan_for_budget
 
-    keep_units = request.units is not None
-    choice = plan_for_budget(model, budget, plan=plan, batch=request.example_batch, keep_units=keep_units)
+    choice = plan_for_budget(model, budget, plan=plan, batch=request.example_batch)
     choice.plan.check()
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("%s", choice)

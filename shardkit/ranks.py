@@ -162,6 +162,7 @@ class Poll:
     own: bool = False  # a flag, set by this rank
     any: bool = False  # whether any rank set its own; known after the context
     same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
+    fix: str = "Make them equal"  # what to do if it is not
 
 
 def raise_together(
@@ -194,7 +195,7 @@ def raise_together(
         if highest < 2 and most == -least:
             return
         if highest < 2:
-            raise error(_unequal(same, groups, call))
+            raise error(_unequal(same, groups, call, poll.fix))
         reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem

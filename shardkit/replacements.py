@@ -264,7 +264,7 @@ MEMBERS: dict[str, Row] = {
         "call it before sharding: after it, the function sees this rank's shards, where FSDP1 gathered the parameters",
         "{receiver}.apply({args})",
     ),
-    "check_is_root": Row("decision", "not in FSDP2: the root is the module that was sharded last"),
+    "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last"),
     "register_comm_hook": Row(
         "decision",
         "for each unit, or set_all_reduce_hook for the reduction over replicas; shardkit.set_reduce_precision sends "
@@ -303,7 +303,7 @@ ATTRIBUTES: dict[str, Row] = {
 
 _MODULES = Row("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_modules"].use)
 _HOOK = MEMBERS["register_comm_hook"]._replace(support="refused")
-_HANDLE = Row("refused", _GONE, "full_params({receiver})")
+_HANDLE = Row("refused", "it frees what a forward left gathered; full_params(model) gathers", "module.reshard()")
 
 # Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
 INTERNALS: dict[str, Row] = {
@@ -342,6 +342,8 @@ PRIVATE: dict[str, Row] = {
     "_unshard_param_utils": Row("decision", "or FSDPModule.unshard of each unit", "p.full_tensor()"),
     "_lazy_init": ATTRIBUTES["_lazy_init"],
     "_get_fsdp_states": _MODULES._replace(support="decision"),
+    "_get_fsdp_root_states": _MODULES,
+    "_get_fsdp_handles": ATTRIBUTES["params"],
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks import published, scale
-from benchmarks.published import Run, Series, compare, llama, solved
-from shardkit.memory import HARDWARE
+from benchmarks.scale import published
+from benchmarks.scale import tables as scale
+from benchmarks.scale.flops import step_of
+from benchmarks.scale.published import Run, Series, compare, llama, solved
+from benchmarks.scale.speed import HARDWARE, Traffic, scaling_table
+from shardkit import MeshSpec, plan_model
 
 TINY = llama(64, 128, 4, 4, 4, 100)
 
@@ -40,7 +45,7 @@ def test_the_first_run_of_a_series_is_fitted_and_the_others_are_predicted():
     hardware = replace(HARDWARE["h100"], hook_time=0, latency=0, network_latency=0)  # else a tiny step is all latency
     series = Series("a", "b", "tiny", lambda: TINY, 16, True, hardware, (Run(8, 2, 1e6), Run(64, 2, 9e5)))
     first, second = compare(series)
-    step = series.traced(2, recomputed=True)
+    step = series.traced(2, checkpointed=True)
     reached = replace(hardware, matmul_flops=hardware.matmul_flops * first.share)
     assert series.tokens_per_second(first.run, step, reached) == pytest.approx(1e6, rel=1e-6)
     assert first.fitted is first.fitted_error is None
@@ -75,3 +80,41 @@ def test_a_whole_page(monkeypatch, tmp_path, capsys):
     assert "- a: b" in text
     assert "lost 37%" in text
     assert (tmp_path / "scale.png").stat().st_size > 10_000
+
+
+def test_what_a_rank_sends_in_a_step():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))  # 16,384 bytes, in a unit that is gathered twice
+    plan = plan_model(model, units="0", mesh=MeshSpec.sharded(8), reshard_after_forward=True)
+    hardware = replace(HARDWARE["h100"], ranks_per_node=2)
+    table = scaling_table(model, plan, torch.zeros(1, 64), hardware, worlds=(2, 8))
+    assert [(row.strategy, row.time.traffic) for row in table.rows] == [
+        ("FSDP", Traffic(3, 3 * 8192, 0, 0)),
+        ("FSDP", Traffic(3, 3 * (14336 - 6144), 9, 3 * 6144)),  # 7/8 of all bytes; a node shares 3/4 of them
+        ("HSDP", Traffic(3, 3 * 8192, 2 * 2, 2 * 6144)),  # the half of a rank all-reduced over 4 nodes, as a tree
+        ("hpZ", Traffic(3, 2 * (14336 - 6144) + 8192, 6, 2 * 6144)),  # backward's all-gather stays in the node
+    ]
+    assert all(row.time.total == row.time.hooks > row.time.device > 0 for row in table.of("FSDP")[:1])
+
+
+class Attends(nn.Module):
+    """Attention of 4 heads of width 8, and a grouped matrix product as transformers' experts compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.experts = (
+            nn.Parameter(torch.ones(8)),
+            nn.Parameter(torch.empty(4, 16, 32, dtype=torch.bfloat16)),
+        )
+
+    def forward(self, q, tokens):
+        ends = torch.empty(4, dtype=torch.int32, device=tokens.device)
+        out = nn.functional.scaled_dot_product_attention(q * self.scale, q, q, is_causal=True)
+        return out.mean() + torch._grouped_mm(tokens * self.experts.sum(), self.experts, offs=ends).mean()
+
+
+def test_attention_and_experts_count():
+    """Of fake CPU tensors too, which torch's own formulas leave out before 2.15."""
+    model, heads, tokens = Attends(), torch.empty(2, 4, 16, 8), torch.empty(24, 16, dtype=torch.bfloat16)
+    step = step_of(model, plan_model(model, mesh=MeshSpec.sharded(2)), (heads, tokens))
+    attention = (2 + 5) * 2 * heads.numel() * 16  # products of queries by keys by width, 2 operations each
+    assert sum(step.flops.values()) == attention + 3 * 2 * 24 * 16 * 32

@@ -31,7 +31,7 @@ def main(argv=None, config=CONFIG):
     args = parser.parse_args(argv)
 
     with init_on_meta():
-        model = LlamaForCausalLM(LlamaConfig(**config, use_cache=False))
+        model = LlamaForCausalLM(LlamaConfig(**config))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     fsdp = plan_model(model, mesh=MeshSpec.sharded(args.ranks), mp_policy=policy)
@@ -47,7 +47,7 @@ def main(argv=None, config=CONFIG):
     print("\n", budget, sep="")
 
     print("\nThe same in plain torch:\n")
-    print("\n".join(budget.chosen.plan.to_python().splitlines()[:12]), "\n...")
+    print("\n".join(budget.plan.to_python().splitlines()[:12]), "\n...")
     return budget
 
 

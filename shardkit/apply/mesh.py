@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardkit._torch.meshes import flattened, with_timeout_of_world
+from shardkit._torch import flattened, with_timeout_of_world
 from shardkit.errors import PlanError, listing, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import real_tensors
-from shardkit._torch.meshes import with_timeout_of_world
+from shardkit._torch import real_tensors, with_timeout_of_world
 from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes

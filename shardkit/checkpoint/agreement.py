@@ -1,16 +1,17 @@
-"""Find the process groups of a save or a load."""
+"""The ranks of a save or a load: their process groups, and what they tell each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit.errors import CheckpointError, message
-from shardkit.ranks import Groups
+from shardkit.ranks import Groups, gather_by_rank, raise_together
 
 
 def axes_of(tensors: Iterable[Tensor]) -> Groups:
@@ -24,9 +25,7 @@ def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     ranks = {rank for mesh in {each.device_mesh for each in sharded} for rank in mesh.mesh.flatten().tolist()}
     widest = max(sharded, key=lambda tensor: tensor.device_mesh.size(), default=None)
-    if widest is None or widest.device_mesh.size() < len(ranks):
-        return world()
-    return axes_of([widest])
+    return world() if widest is None or widest.device_mesh.size() < len(ranks) else axes_of([widest])
 
 
 def world(group: dist.ProcessGroup | None = None) -> Groups:
@@ -34,10 +33,40 @@ def world(group: dist.ProcessGroup | None = None) -> Groups:
     if not dist.is_initialized():
         return []
     if group is not None and dist.get_rank(group) < 0:
-        rule = "Only the ranks of the group make this call"
-        problem = f"rank {dist.get_rank()} is not in it"
-        raise CheckpointError(message("group", problem, rule, "Pass each rank a group that it is in"))
+        problem = f"does not have rank {dist.get_rank()}, which makes the call"
+        raise CheckpointError(message("group", problem, "", "Pass each rank a group that it is in"))
     return [group] if dist.get_world_size(group) > 1 else []
+
+
+def own_rank() -> int:
+    """Return this process's global rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks_of(groups: Groups) -> list[int]:
+    """Return the global ranks that the groups reach, ascending. Local for one group, else collective."""
+    if not groups:
+        return [own_rank()]
+    return sorted(dist.get_process_group_ranks(groups[0])) if len(groups) == 1 else [*gather_by_rank(None, groups)]
+
+
+def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
+    """Run a local body, and return its JSON-ready results on all ranks, by global rank. Collective over ``groups``.
+
+    Raises:
+        CheckpointError: on every rank, if the body fails on any, with the reasons.
+    """
+    if not groups:
+        return {own_rank(): body()}
+    own, problem = None, None
+    try:
+        own = body()
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    found = gather_by_rank([problem is not None, own], groups)
+    if any(failed for failed, _ in found.values()):
+        raise_together(problem, groups, CheckpointError)
+    return {rank: own for rank, (_, own) in found.items()}
 
 
 @contextmanager
@@ -50,4 +79,4 @@ def connected(groups: Groups, call: str) -> Iterator[None]:
             raise
         rule = "All ranks must stay in the call until its end"
         fix = "See the first error of the lost rank, and load again: values may be partly loaded"
-        raise CheckpointError(message(call, f"the connection to a rank was lost ({error})", rule, fix)) from error
+        raise CheckpointError(message(call, f"lost the connection to a rank ({error})", rule, fix)) from error

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import process_groups, with_local
-from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes
+from shardkit._torch import with_local
+from shardkit.checkpoint.directory import finish_deletions
+from shardkit.errors import message
+from shardkit.ranks import Groups
+from shardkit.shards import local_value
 
 logger = logging.getLogger("shardkit")
 
@@ -28,15 +30,8 @@ class SaveHandle:
     :meth:`wait` before ``destroy_process_group()``.
     """
 
-    def __init__(self) -> None:
-        self._future: Future[None] | None = None  # None when its error has been raised
-
-    def start(self, write: Callable[[], None]) -> SaveHandle:
-        """Run ``write`` in a thread, for which the exit of the interpreter waits."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
-        self._future = executor.submit(write)
-        executor.shutdown(wait=False)
-        return self
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future  # None when its error has been raised
 
     def done(self) -> bool:
         """Whether the checkpoint is complete, or the save has failed. Local."""
@@ -60,7 +55,7 @@ class SaveHandle:
         if self._future is None:
             return
         if wait([self._future], timeout).not_done:
-            problem, rule = f"not done after {timeout} s", "The save continues in the background"
+            problem, rule = f"is not done after {timeout} s", "The save continues in the background"
             raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
         if not keep_group and _pending in (self, None):
             release_groups()
@@ -77,17 +72,23 @@ _pending: SaveHandle | None = None
 
 
 def finish_pending(*, keep_group: bool = False) -> None:
-    """Wait for the pending save, if any, and raise if it failed; may keep its group for the next one. Local."""
+    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local.
+
+    May keep the background's process group for the next save.
+    """
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
         pending.finish(keep_group=keep_group)
+    finish_deletions()
 
 
 def start_pending(write: Callable[[], None]) -> SaveHandle:
-    """Start a save in the background."""
+    """Run ``write`` in a thread, for which the exit of the interpreter waits."""
     global _pending
-    _pending = SaveHandle().start(write)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="shardkit-save")
+    _pending = SaveHandle(executor.submit(write))
+    executor.shutdown(wait=False)
     return _pending
 
 
@@ -104,26 +105,15 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakr
 def background_groups(groups: Groups) -> Groups:
     """Return a gloo group of the same ranks for background saves; none for one rank. Collective the first time.
 
-    Raises:
-        CheckpointError: on every rank: torch cannot give the group the same name on all of them.
+    torch names the group of some ranks by the number of groups that each has: these must be equal.
     """
     if not groups:
         return []
     base = groups[0] or dist.group.WORLD
     assert base is not None, "ranks that save together are in a group"
-    if base in _groups:
-        return [_groups[base]]
-    if base is dist.group.WORLD:
-        _groups[base] = dist.new_group(backend="gloo")
-        return [_groups[base]]
-    counts = [int(each) for each in all_gather_bytes(str(len(process_groups.pg_names)).encode(), base)]
-    if len(set(counts)) > 1:
-        problem = f"its ranks are in {listing(map(str, counts))} process groups"
-        rule = "async_=True creates a group of these ranks, and torch names it by the number of groups on each rank"
-        fix = "Pass async_=False, or create as many groups on each rank"
-        raise CheckpointError(message("group", problem, rule, fix))
-    ranks = dist.get_process_group_ranks(base)
-    _groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    if base not in _groups:
+        ranks = None if base is dist.group.WORLD else dist.get_process_group_ranks(base)
+        _groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     return [_groups[base]]
 
 
@@ -143,19 +133,17 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors with this rank's part copied; waits for the device. Valid until the next call. Local."""
-        first = {id(tensors[name]): name for name in reversed(list(tensors))}
+        """Return copies in CPU memory; ties stay, and memory of names that are gone is freed. Local."""
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         made = {key: self._copy(name, tensors[name]) for key, name in first.items()}
-        copies = {name: made[id(tensor)] for name, tensor in tensors.items()}  # ties stay
         if any(tensor.device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()
         for name in self._copies.keys() - set(first.values()):
             del self._copies[name]
-        return copies
+        return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        buffer = self._copies.get(name)
+        part, buffer = local_value(tensor), self._copies.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
             pin = part.device.type not in ("cpu", "mps")
             self._copies[name] = buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)

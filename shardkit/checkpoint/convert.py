@@ -24,10 +24,9 @@ from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint, entries_of
 from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.transfer import Meter, ProgressLine
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, write_files, write_parts
+from shardkit.checkpoint.transfer import Meter, ProgressLine, flush_directory, flush_files
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, write_parts
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups
 from shardkit.state.names import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
@@ -104,7 +103,7 @@ def convert_checkpoint(
 def _to_safetensors(source: Source, place: Path, replaces: bool = False) -> None:
     content, names = _plan(source)
 
-    def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
+    def write(temporary: Path) -> dict[str, FileEntry]:
         return {
             file: entry
             for section, tensors in names.items()
@@ -133,7 +132,7 @@ def _plan(source: Source) -> tuple[Content, Names]:
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
     states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
     plain = {"model": others, "optimizer": encoded, **rest, "random": states, "ties": contents.ties}
-    about: Any = {"trainable_only": contents.trainable_only, "config": contents.config}
+    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
     content = Content({}, {}, other_tensors | rest_tensors | state_tensors, plain, **about)
     return content, {"model": model} | ({"optimizer": tensors} if tensors else {})
 
@@ -142,18 +141,18 @@ def _copy(source: Source, temporary: Path, section: str, tensors: dict[str, Any]
     """Write one group of safetensors files, with one tensor in memory at a time; options may be tensors already."""
     specs = {name: each if isinstance(each, Stored) else Spec(each.dtype, each.shape) for name, each in tensors.items()}
     files = lay_out(specs, section, MAX_SHARD_SIZE, {"format": "pt"})
-    write_files(temporary, files, [], [], is_first=True, flush=False)
+    create_files(temporary, files)
     progress, sums = ProgressLine(f"convert {section}"), dict[str, int]()
     meter = Meter(progress, sum(spec.bytes for spec in specs.values()))
     room = torch.empty(max((spec.bytes for spec in specs.values()), default=0), dtype=torch.uint8)
     for name, spec in specs.items():
         full = room[: spec.bytes].view(spec.dtype).view(spec.shape)
         source.read([(spec.key, full)]) if isinstance(spec, Stored) else full.copy_(tensors[name].detach())
-        write_parts(temporary, files, [(name, (full, full_box(spec.shape)))], sums=sums)
+        written = write_parts(temporary, files, [(name, (full, full_box(spec.shape)))])
+        sums[name] = written[name][1]
         meter.add(spec.bytes)
     progress.close()
-    for file in files:
-        directory.flush_file(temporary / file.name)
+    flush_files(temporary / file.name for file in files)
     return entries_of(files, sums)
 
 
@@ -174,8 +173,8 @@ def _to_mapped(source: NativeCheckpoint, place: Path, kind: str, replaces: bool)
         tree["optimizer"] = tree_map(value, {key: contents.optimizer[key] for key in ("state", "param_groups")})
     if kind == "dcp":
 
-        def write(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-            return dcp.write(temporary, tree, groups)
+        def write(temporary: Path) -> dict[str, FileEntry]:
+            return dcp.write(temporary, tree, [])
 
         commit_checkpoint(place, "dcp", _plan(source)[0], [], replaces=replaces, writer=write)
         return
@@ -184,11 +183,11 @@ def _to_mapped(source: NativeCheckpoint, place: Path, kind: str, replaces: bool)
     temporary = directory.sibling_path(place, "tmp", directory.new_token())
     try:
         torch.save(tree, temporary)
-        directory.flush_file(temporary)
+        flush_files([temporary])
         os.replace(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
-    directory.flush_directory(place.parent)
+    flush_directory(place.parent)
 
 
 def _mapped(source: NativeCheckpoint, key: str, maps: dict[Path, mmap.mmap]) -> Tensor:

@@ -3,8 +3,8 @@
 During a save, these may be next to ``runs/step-100``::
 
     .step-100.tmp-<token>        a checkpoint that is being written
-    .step-100.tmp-<token>.lock   locked by every rank that writes; the system unlocks it when they die
-    .step-100.old-<token>        a checkpoint that is being replaced, between two renames
+    .step-100.tmp-<token>.lock   locked by the first rank; the system unlocks it when that dies
+    .step-100.old-<token>        a checkpoint that is being replaced: between two renames, and until it is deleted
     .step-100.gone-<token>       a checkpoint that is being deleted
 
 So a directory with the checkpoint's name is always complete, even if its writers were killed.
@@ -18,19 +18,20 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from shardkit.checkpoint import manifest
-from shardkit.checkpoint.transfer import opened
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of
+from shardkit.checkpoint.transfer import flush_directory, flush_files, opened
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups
 
 _SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-(?P<token>[0-9a-f]{16})(?P<lock>\.lock)?$")
+_deletions: list[threading.Thread] = []
 
 
 def new_token() -> str:
@@ -60,28 +61,32 @@ class Draft(NamedTuple):
 
 
 @contextmanager
-def temporary_directory(path: Path, groups: Groups) -> Iterator[Draft]:
+def temporary_directory(path: Path, groups: Groups, prepare: Callable[[Path], None] | None = None) -> Iterator[Draft]:
     """Make a directory beside ``path`` for all ranks to fill; delete it if any fails. Collective over ``groups``.
+
+    The first rank calls ``prepare`` with it before the others see it.
 
     Raises:
         CheckpointError: on every rank, with the reason of each rank that failed.
     """
-    is_first, token = False, new_token()
+    token, is_first = new_token(), False
+
+    def make() -> str:
+        if is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            clear_stale(path.parent)
+            held.enter_context(locked(lock_of(path, token), create=True))
+            sibling_path(path, "tmp", token).mkdir()
+            if prepare is not None:
+                prepare(sibling_path(path, "tmp", token))
+        return token
+
     try:
-        is_first = not groups or dist.get_rank(groups[0]) == 0
-        token = all_gather_bytes(token.encode(), groups[0])[0].decode() if groups else token
-        temporary, lock = sibling_path(path, "tmp", token), lock_of(path, token)
         with ExitStack() as held:
-            with together(groups, CheckpointError):
-                if is_first:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    clear_stale(path.parent)
-                    held.enter_context(locked(lock, create=True))
-                    temporary.mkdir()
-            with together(groups, CheckpointError):
-                if not is_first:
-                    held.enter_context(locked(lock))
-            yield Draft(temporary, token, is_first)
+            first = ranks_of(groups)[0]
+            is_first = own_rank() == first
+            token = on_each(make, groups)[first]
+            yield Draft(sibling_path(path, "tmp", token), token, is_first)
     except BaseException as error:
         if is_first:
             shutil.rmtree(sibling_path(path, "tmp", token), ignore_errors=True)
@@ -91,15 +96,17 @@ def temporary_directory(path: Path, groups: Groups) -> Iterator[Draft]:
             # From the disk, in a process alone; or from a rank that died, or a group that was destroyed.
             rule = "A checkpoint is complete on all ranks or does not appear; any earlier checkpoint is unchanged"
             fix = "See the cause, and wait() for a save in the background before destroy_process_group()"
-            raise CheckpointError(message("save_checkpoint", f"{type(error).__name__}: {error}", rule, fix)) from error
+            problem = f"failed ({type(error).__name__}: {error})"
+            raise CheckpointError(message("save_checkpoint", problem, rule, fix)) from error
         raise
 
 
-def commit(path: Path, token: str, *, replace: bool = False) -> None:
+def commit(path: Path, token: str, *, replace: bool = False, keep: int | None = None) -> None:
     """Rename the temporary directory, whose files are flushed, to ``path``. Local: the first rank calls it, last.
 
-    With ``replace``, an existing directory is renamed away first and deleted afterwards. After a kill between the two
-    renames, :func:`find` finds it under the other name, and the next save restores it.
+    With ``replace``, an existing directory is renamed away first, and deleted in a thread afterwards, as are the
+    checkpoints that :func:`rotate` deletes. After a kill between the two renames, :func:`find` finds it under the other
+    name, and the next save restores it.
 
     Raises:
         OSError: a directory that must not be replaced has appeared meanwhile.
@@ -115,8 +122,22 @@ def commit(path: Path, token: str, *, replace: bool = False) -> None:
             os.rename(old, path)
         raise
     flush_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)  # files that are not ours were carried over
     _unlink(lock_of(path, token))
+
+    def delete() -> None:
+        shutil.rmtree(old, ignore_errors=True)  # files that are not ours were carried over
+        if keep is not None:
+            rotate(path, keep)
+
+    if keep is not None or old.exists():
+        _deletions.append(threading.Thread(target=delete, name="shardkit-delete"))
+        _deletions[-1].start()
+
+
+def finish_deletions() -> None:
+    """Wait for what saves of this process still delete; so does the exit of the interpreter. Local."""
+    while _deletions:
+        _deletions.pop().join()
 
 
 def carry_over(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
@@ -128,7 +149,7 @@ def carry_over(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
     theirs = [each for each in sorted(old.iterdir()) if not ours(each.name)] if old.is_dir() else []
     if taken := [each.name for each in theirs if os.path.lexists(new / each.name)]:
         rule = "This save writes files of the same names, and shardkit replaces only files that it wrote"
-        raise CheckpointError(message(str(old), f"it has {listing(taken)}", rule, "Move them, or use another path"))
+        raise CheckpointError(message(str(old), f"has {listing(taken)}", rule, "Move them, or use another path"))
     for each in theirs:
         if each.is_dir() and not each.is_symlink():
             shutil.copytree(each, new / each.name, symlinks=True, copy_function=_link)
@@ -144,7 +165,7 @@ def _link(source: str | Path, target: str | Path) -> None:
     except OSError:  # a file system without hard links
         shutil.copy2(source, target, follow_symlinks=False)
         if not os.path.islink(target):
-            flush_file(Path(target))
+            flush_files([Path(target)])
 
 
 def _unlink(file: Path) -> None:
@@ -152,7 +173,7 @@ def _unlink(file: Path) -> None:
         file.unlink()
 
 
-# ---- lock -------------------------------------------------------------------------------------------------------
+# ---- lock, find and clear ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -162,13 +183,8 @@ def locked(file: Path, *, create: bool = False) -> Iterator[None]:
         with opened(file, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) as descriptor:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            try:
-                is_same = os.path.samestat(os.stat(file), os.fstat(descriptor))
-            except FileNotFoundError:
-                if not create:
-                    raise
-                is_same = False
-            if is_same:  # else it was deleted after it was opened and before it was locked
+            # Else it was deleted after it was opened and before it was locked.
+            if not create or (file.exists() and os.path.samestat(os.stat(file), os.fstat(descriptor))):
                 yield
                 return
 
@@ -186,9 +202,6 @@ def _if_unused(file: Path) -> Iterator[bool]:
         yield is_unused
 
 
-# ---- find and clear ---------------------------------------------------------------------------------------------
-
-
 def find(path: Path) -> Path:
     """Return where the checkpoint is: at ``path``, or where a save that was killed had moved it. Local, pure.
 
@@ -201,9 +214,9 @@ def find(path: Path) -> Path:
         if (match["name"], match["kind"]) == (path.name, "old"):
             return sibling
     near = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
-    problem = f"there is nothing at {path}"
-    rule = f"Beside it are {', '.join(near[:10])}" if near else f"{path.parent} is empty or does not exist"
-    raise CheckpointError(message("path", problem, rule, "Pass the path of a checkpoint, or latest_checkpoint()"))
+    rule = f"Beside it are {listing(near, 10)}" if near else f"{path.parent} is empty or does not exist"
+    fix = "Pass the path of a checkpoint, or latest_checkpoint()"
+    raise CheckpointError(message("path", f"{path} does not exist", rule, fix))
 
 
 def _siblings(parent: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -220,7 +233,7 @@ def clear_stale(parent: Path) -> None:
     for sibling, match in _siblings(parent):
         place = parent / match["name"]
         lock = lock_of(place, match["token"])
-        with _if_unused(lock) as unused, contextlib.suppress(OSError, CheckpointError):
+        with _if_unused(lock) as unused, contextlib.suppress(OSError):
             if not unused:
                 continue
             if match["kind"] == "old" and not place.exists():
@@ -256,8 +269,8 @@ def _complete_checkpoints(root: Path) -> list[Path]:
     return [each for _, each in sorted((at, each) for at, each in created if at is not None)]
 
 
-def rotate(path: Path, keep: int) -> list[Path]:
-    """Delete all but the newest ``keep`` complete checkpoints of the family of ``path``, and return them. Local.
+def rotate(path: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints of the family of ``path``. Local.
 
     A family are siblings whose names differ only in numbers, so ``best`` survives the rotation of ``step-100``.
     ``path`` itself is never deleted, nor a checkpoint that is being loaded, since loading holds its lock. Damaged
@@ -269,24 +282,13 @@ def rotate(path: Path, keep: int) -> list[Path]:
         return re.sub(r"\d+", "#", name)
 
     found = [each for each in _complete_checkpoints(path.parent) if family(each.name) == family(path.name)]
-    return [each for each in found[: len(found) - keep] if each != path and _delete(each)]
-
-
-def _delete(path: Path) -> bool:
-    """Delete a checkpoint unless its lock is held: rename it away first, then delete file by file."""
-    if path.is_symlink():  # its target is not ours
-        return False
-    with _if_unused(path / manifest.NAME) as unused:
-        if not unused:
-            return False
-        gone = sibling_path(path, "gone", new_token())
-        try:
-            os.rename(path, gone)
-        except OSError:  # another process rotates too, or we lack the permission; the save itself has succeeded
-            return False
-    with contextlib.suppress(OSError, CheckpointError):
-        _delete_written(gone, path)
-    return True
+    for each in found[: len(found) - keep]:
+        gone = sibling_path(each, "gone", new_token())
+        with _if_unused(each / manifest.NAME) as unused, contextlib.suppress(OSError):  # another process rotates too
+            if unused and each != path and not each.is_symlink():  # the target of a link is not ours
+                os.rename(each, gone)
+        if gone.exists():
+            _delete_written(gone, each)
 
 
 def _delete_written(gone: Path, place: Path) -> None:
@@ -295,35 +297,12 @@ def _delete_written(gone: Path, place: Path) -> None:
     Then the manifest stays with them, so that a later save recognizes the directory. If a listed file cannot be
     deleted, everything stays hidden for :func:`clear_stale`.
     """
-    ours = manifest.written_files(gone) - {manifest.NAME}
-    for name in ours:
-        _unlink(gone / name)
-    left = set(os.listdir(gone))
-    if left <= {manifest.NAME}:
-        _unlink(gone / manifest.NAME)
-        gone.rmdir()
-    elif left.isdisjoint(ours) and not place.exists():
-        os.rename(gone, place)
-
-
-# ---- flush ------------------------------------------------------------------------------------------------------
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and flush it. Local."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush_file(path: Path) -> None:
-    """Flush a file to the disk, including what other processes of this machine wrote. Local."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def flush_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk. Local; some network file systems refuse, and do not need it."""
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor, contextlib.suppress(OSError):
-        os.fsync(descriptor)
+    with contextlib.suppress(OSError, CheckpointError):
+        ours = manifest.written_files(gone) - {manifest.NAME}
+        for name in ours:
+            _unlink(gone / name)
+        left = set(os.listdir(gone))
+        if left <= {manifest.NAME}:
+            shutil.rmtree(gone)
+        elif left.isdisjoint(ours) and not place.exists():
+            os.rename(gone, place)

@@ -6,19 +6,21 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardkit.checkpoint import directory, manifest
-from shardkit.checkpoint.agreement import world
+from shardkit.checkpoint.agreement import on_each, ranks_of, world
 from shardkit.checkpoint.chunks import Part, full_box, inside
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import exported
 from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.owners import check_written, owned
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, checked_layout, described, write_files, write_parts, written_dtype
+from shardkit.checkpoint.owners import check_copies, check_written, copies, owned
+from shardkit.checkpoint.transfer import flush_files
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, described, laid_out, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together
 from shardkit.state.names import model_state
@@ -73,7 +75,7 @@ def save_pretrained(
         tensors = model_state(model).tensors
         export = exported(model, tensors)
         sources = {name: tensors[name] for each in export.tensors.values() for name in each.origins()}
-        checked_layout(sources, export.name, max_shard_size, {}, dtype)
+        laid_out(sources, export.name, max_shard_size, {}, dtype)
         specs = {name: Spec(written_dtype(each, dtype), each.shape) for name, each in export.tensors.items()}
         layout = lay_out(specs, export.name, max_shard_size, {"format": "pt"})
     compared = {
@@ -84,14 +86,12 @@ def save_pretrained(
     }
     compared["model"] = {name: described(tensor) for name, tensor in sources.items()}
     agree(compared, groups, "save_pretrained", CheckpointError)
-    with directory.temporary_directory(place, groups) as draft:
+    with directory.temporary_directory(place, groups, lambda made: create_files(made, layout)) as draft:
         _write(draft, layout, export.tensors, sources, groups)
         with together(groups, CheckpointError):
             if draft.is_first:
                 export.write_configs(draft.directory, dtype)
-                for each in draft.directory.rglob("*"):
-                    if each.is_file():
-                        directory.flush_file(each)
+                flush_files(each for each in draft.directory.rglob("*") if each.is_file())
                 directory.carry_over(place, draft.directory, lambda name: _OURS.fullmatch(name) is not None)
                 directory.commit(place, draft.token, replace=True)
 
@@ -116,19 +116,25 @@ def _write(
     groups: Groups,
 ) -> None:
     """Write all files, each rank what its own parts of the sources become. Collective."""
-    (place, _, is_first), mine = draft, owned(sources, groups)
-    with together(groups, CheckpointError):
+    (place, _, is_first), ranks = draft, ranks_of(groups)
+
+    def write() -> tuple[Any, Any]:
+        mine = owned(sources, ranks)
         parts = [(name, part) for name, tensor in tensors.items() for part in _parts(tensor, mine)]
-        done = [(name, box) for name, (_, box) in parts]
-    write_files(place, files, parts, groups, is_first, flush=True)
+        written = write_parts(place, files, parts)
+        flush_files(place / file.name for file in files)
+        return written, copies(sources, ranks)
+
+    reports = on_each(write, groups).values()
+    check_copies(copied for _, copied in reports)
+    simple = {name: tensor.numel() for name, tensor in tensors.items() if not tensor.is_computed}
+    check_written(simple, (written for written, _ in reports))
     for name, tensor in tensors.items():
         if tensor.is_computed:
             full = tensor.value(lambda source: _gathered(source, sources))
             with together(groups, CheckpointError):
                 if is_first:
-                    write_parts(place, files, [(name, (full, full_box(full.shape)))], flush=True)
-                    done.append((name, full_box(full.shape)))
-    check_written(tensors, done, {}, groups)
+                    write_parts(place, files, [(name, (full, full_box(full.shape)))])
 
 
 def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:

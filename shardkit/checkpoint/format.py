@@ -1,8 +1,7 @@
 """The safetensors format: eight bytes with the header's length, the header in JSON, then the bytes of the tensors.
 
-Everything here is pure: bytes in, bytes out. The rules are those of the reference implementation
-(https://github.com/huggingface/safetensors, ``tensor.rs``), and the tests compare the two. shardkit does not use the
-package because it reads and writes whole tensors through its own memory, and ranks need byte ranges of their shards.
+The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``), and the tests compare
+the two. The package itself reads and writes full tensors, and ranks need byte ranges of their shards.
 """
 
 from __future__ import annotations
@@ -58,18 +57,8 @@ class Entry(Spec):
     start: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """A parsed header."""
-
-    tensors: dict[str, Entry]  # in the order of the file
-    metadata: dict[str, str]  # such as {"format": "pt"}
-    bytes: int  # of everything before the first tensor
-    file_bytes: int  # of the whole file
-
-
-def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the bytes before the first tensor of a file with these tensors, and the header they encode. Pure.
+def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+    """Return the bytes before the first tensor of a file with these tensors, and where each one starts. Pure.
 
     Raises:
         CheckpointError: the header would exceed the format's limit.
@@ -84,13 +73,12 @@ def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tu
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        problem = f"{len(tensors):,} tensors need a header of {len(text):,} bytes"
+        problem = f"need a header of {len(text):,} bytes, as {len(tensors):,} in one file"
         rule = f"A safetensors header has at most {MAX_HEADER:,} bytes"
-        fix = "Pass a smaller max_shard_size, so that there are more files"
-        raise CheckpointError(message("tensors", problem, rule, fix))
+        raise CheckpointError(message("tensors", problem, rule, "Pass a smaller max_shard_size, for more files"))
     begin = LENGTH + len(text)
     entries = {n: Entry(tensors[n].dtype, tensors[n].shape, begin + table[n]["data_offsets"][0]) for n in names}
-    return len(text).to_bytes(LENGTH, "little") + text, Header(entries, dict(metadata), begin, begin + end)
+    return len(text).to_bytes(LENGTH, "little") + text, entries
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
@@ -111,40 +99,40 @@ def header_length(first: bytes, file_bytes: int) -> int:
     return length
 
 
-def parse_header(text: bytes, file_bytes: int) -> Header:
+def parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
     """Parse a header, and check that its tensors cover the rest of the file without gaps or overlaps. Pure.
 
     Args:
         text: the header, without the eight bytes before it.
         file_bytes: the size of the whole file.
 
+    Returns:
+        the tensors, in the order of the file.
+
     Raises:
         ValueError: the header breaks a rule of the format.
     """
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
-    try:
-        table = strict_json(text)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
+    table = strict_json(text)
     metadata = table.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{METADATA} does not map names to strings")
-    begin, end = LENGTH + len(text), 0
+    end = begin = LENGTH + len(text)
     entries = {}
     rows = [(name, *_parse_entry(name, info)) for name, info in table.items()]
     for name, spec, (start, stop) in sorted(rows, key=lambda row: row[2]):
-        if start != end or stop - start != spec.bytes:
+        if begin + start != end or stop - start != spec.bytes:
             raise ValueError(
                 f"{name} of {spec.bytes} bytes is at [{start}, {stop}]: each tensor starts where the previous one "
-                f"ends, here at {end}, and takes the bytes of its shape and dtype"
+                f"ends, here at {end - begin}, and takes the bytes of its shape and dtype"
             )
-        entries[name] = Entry(spec.dtype, spec.shape, begin + start)
-        end = stop
-    if begin + end != file_bytes:
-        raise ValueError(f"its header describes {begin + end:,} bytes, and the file has {file_bytes:,}")
-    return Header(entries, metadata, begin, file_bytes)
+        entries[name] = Entry(spec.dtype, spec.shape, end)
+        end = begin + stop
+    if end != file_bytes:
+        raise ValueError(f"its header describes {end:,} bytes, and the file has {file_bytes:,}")
+    return entries
 
 
 def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
@@ -165,8 +153,7 @@ def strict_json(text: bytes) -> Any:
     """Parse JSON, without Python's extensions and without repeated keys. Pure.
 
     Raises:
-        ValueError: it is not JSON in this sense.
-        RecursionError: it is nested too deeply.
+        ValueError: it is not JSON in this sense, or nested too deeply.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -180,7 +167,10 @@ def strict_json(text: bytes) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 # ---- which tensor goes into which file ---------------------------------------------------------------------------
@@ -210,13 +200,12 @@ def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadat
             filled = 0
         shares[-1][tensor] = spec
         filled += spec.bytes
-    names = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
-    if len(shares) == 1:
-        names = [name + SUFFIX]
+    several = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
+    names = several if len(shares) > 1 else [name + SUFFIX]
     files = []
     for file, share in zip(names, shares, strict=True):
-        head, header = build_header(share, metadata)
-        files.append(File(file, head, header.tensors, header.file_bytes))
+        head, entries = build_header(share, metadata)
+        files.append(File(file, head, entries, len(head) + sum(spec.bytes for spec in share.values())))
     if len(files) > 1:
         weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
         total = {"total_size": sum(spec.bytes for spec in tensors.values())}

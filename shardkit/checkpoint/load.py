@@ -20,9 +20,9 @@ from shardkit._torch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
+from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.inner import Flat, flattened, has_subclass
 from shardkit.checkpoint.load_optimizer import plan_optimizer
 from shardkit.checkpoint.native import NativeCheckpoint, Safetensors
 from shardkit.checkpoint.read import locate
@@ -30,9 +30,8 @@ from shardkit.checkpoint.source import Contents, Source, Stored, check_stored_ti
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import agree, together
+from shardkit.ranks import together
 from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
-from shardkit.state.place import check_memory
 from shardkit.state.plan import (
     KeyMap,
     Request,
@@ -69,8 +68,8 @@ def load_checkpoint(
     by number; a directory of such files from each rank (``*_rank_0.pt``), such as verl's, of DTensors, FSDP1's
     ShardedTensors or its LOCAL_STATE_DICT; a safetensors file, its index, or a directory of either.
 
-    Quantised optimizer state, such as torchao's, comes back exactly in the shards that saved it. In others its values
-    are quantized once more, by the optimizer's own class, and rank 0 logs a warning.
+    Quantized optimizer state, such as torchao's, is quantized from its saved values by the optimizer's own class: each
+    value moves by at most one rounding.
 
     With as many ranks as saved, each rank gets its own random generators back. With another number, a generator that
     was equal on all ranks continues, and others are seeded by rank: different on each rank, and reproducible. The
@@ -109,41 +108,25 @@ def load_checkpoint(
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
             shapes = {name: param.shape for param, name in parameter_names(model).items()}
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)
-            contents = source.contents
-            request = Request(str(path), strict, key_map, among_floats if cast else exactly)
-            state = _wanted(contents, model, request, rank)
-            poll.own = has_subclass(state.tensors.values())
-        compared = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
-        agree(compared | {"what is at path": _described(contents)}, groups, "load_checkpoint", CheckpointError)
-        flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
-        with together(groups, CheckpointError):
-            if optimizer is not None and contents.no_optimizer:
-                raise CheckpointError(contents.no_optimizer)
-            pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
-            absent = [name for name, (given, saved) in pairs.items() if given is not None and saved is None]
-            if absent:
-                rule = "Everything that is passed must be in the checkpoint"
-                problem = f"it has no {' and no '.join(absent)}"
-                raise CheckpointError(message(request.where, problem, rule, "Leave the argument out"))
-            targets, others, check = _model_targets(source, replace(state, tensors=flat.tensors), request)
+            contents, request = source.contents, Request(str(path), strict, key_map, among_floats if cast else exactly)
+            _check_present(contents, optimizer, scheduler, request)
+            targets, others, check = _model_targets(source, _wanted(contents, model, request, rank), request)
             load = None if optimizer is None else plan_optimizer(model, optimizer, source, request)
+            compared = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
+            poll.same = compared | {"what is at path": _described(contents)}
         if verify and isinstance(source, NativeCheckpoint):
             source.verify(groups, rank, world_size)
         with together(groups, CheckpointError), torch.no_grad():
             check()
             progress = ProgressLine("load")
-            # The optimizer first: quantized state in DCP files shows only when it is read, and nothing is changed yet.
-            source.read([*(load.targets if load is not None else []), *targets], progress)
+            source.read([*targets, *(load.targets if load is not None else [])], progress)
             progress.close()
-            if load is not None:
-                load.quantize(source, tells=rank == 0)
             if others:
                 model.load_state_dict(others, strict=False)
             if load is not None:
                 load.apply()
             if scheduler is not None:
                 scheduler.load_state_dict(contents.scheduler)
-            flat.write_back()
             if random:
                 random_state.resume(contents.random, rank, world_size)
     return contents.extra
@@ -164,27 +147,32 @@ def open_checkpoint(
         CheckpointError: it is of no known kind, or damaged.
     """
     path = directory.find(path)
-    if path.is_dir() and (path / manifest.NAME).exists():
+    if (path / manifest.NAME).is_file():
         held.enter_context(directory.locked(path / manifest.NAME))
         return NativeCheckpoint(path, allow_pickle=allow_pickle)
-    if path.is_dir() and (path / dcp.NAME).exists():
+    if (path / dcp.NAME).is_file():
         return DcpDirectory(path, allow_pickle=allow_pickle)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
-    sets = rank_files(path) if path.exists() else {}
-    if not sets and path.suffix in SUFFIXES and path.is_file():
-        sets = {"": [path]}
+    sets = rank_files(path) or ({"": [path]} if path.suffix in SUFFIXES and path.is_file() else {})
     if sets:
         return TorchFiles(path, sets, shapes, allow_pickle=allow_pickle)
-    if inner := [name for name in names if (path / name / manifest.NAME).exists()]:
-        problem, fix = f"it holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
+    problem, fix = f"holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
+    if inner := [name for name in names if (path / name / manifest.NAME).is_file()]:
+        problem, fix = f"holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
     elif files := [name for name in names if name.endswith(SUFFIXES)]:
-        problem, fix = f"it holds {listing(files)}", "Pass one of the files, if it has the whole model"
-    else:
-        problem, fix = f"it holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
+        problem, fix = f"holds {listing(files)}", "Pass one of the files, if it has the full model"
     rule = f"A checkpoint has {manifest.NAME} (shardkit), {dcp.NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
     raise CheckpointError(message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix))
+
+
+def _check_present(contents: Contents, optimizer: Any, scheduler: Any, request: Request) -> None:
+    if optimizer is not None and contents.no_optimizer:
+        raise CheckpointError(contents.no_optimizer)
+    pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
+    if absent := [name for name, (given, saved) in pairs.items() if given is not None and saved is None]:
+        raise CheckpointError(message(request.where, f"has no {' and no '.join(absent)}", "", "Leave the argument out"))
 
 
 def _described(contents: Contents) -> dict[str, Any]:
@@ -202,17 +190,15 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, rank: int) -
     state = model_state(model)
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         rule = "Values are read into existing memory"
-        raise CheckpointError(message(listing(meta), "on meta", rule, "Call shardkit.materialize(model) first"))
-    check_memory(state)
+        raise CheckpointError(message(listing(meta), "is on meta", rule, "Call shardkit.materialize(model) first"))
     if not contents.trainable_only:
         return state
     trains, there = trainable_state(state), {rename(name, request.key_map) for name in contents.model}
-    there |= {name.rpartition(".")[0] for name in there if name is not None}  # subclasses, saved by attribute
     new = [name for name in trains.tensors if name not in there]
     if request.strict and new:
         rule = "Parameters that train now were frozen when it was saved, so they are not in it"
         fix = "Freeze the same parameters, or pass strict=False to leave them unchanged, with new optimizer state"
-        problem = f"it was saved with trainable_only=True, and has no {listing(new)}"
+        problem = f"was saved with trainable_only=True, and has no {listing(new)}"
         raise CheckpointError(message(request.where, problem, rule, fix))
     wanted = {n: t for n, t in state.tensors.items() if n in trains.tensors or n in there}
     if rank == 0:
@@ -239,6 +225,7 @@ def _model_targets(
     offered = {name: value for name, value in found.items() if is_stored(value) or names[name] in state.others}
     wanted = state.tensors | dict.fromkeys(state.others)
     plan = plan_load(wanted, offered, replace(request, key_map=names.get))
+    refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
     targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
     others = {name: found[key] for name, key in plan.copies.items() if name not in state.tensors}
     return targets, read_values(source, others), partial(check_stored_ties, source, plan, state.tensors, request)

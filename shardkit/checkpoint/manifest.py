@@ -8,7 +8,6 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ NAME = "manifest.json"
 VERSION = 1
 CONFIG = "config.json"  # the model's, for other programs; users may edit it, so it has no checks
 FORMATS = ("safetensors", "dcp")
+WAY = "Load an earlier checkpoint: latest_checkpoint() of the directory above returns the newest complete one"
 _BLOCK = 1 << 24  # bytes read at a time
 _MOST = 1 << 30  # bytes of a manifest; a larger one is not a manifest
-_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,11 @@ class FileEntry:
     crc32: int
     sums: dict[str, int] = field(default_factory=dict)  # of a safetensors file, the checksum of each tensor
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for other types, as in a file that was changed."""
+        if not all(type(n) is int for n in (self.bytes, self.head, self.crc32)) or not isinstance(self.sums, dict):
+            raise ValueError("an entry is sizes and checksums")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -43,11 +47,11 @@ class Manifest:
     format: str  # "safetensors" or "dcp"
     world_size: int  # ranks that saved
     meshes: list[dict[str, Any]]  # shape and axis names of the model's meshes
-    layout: str  # digest of every parameter's name, shape, dtype and placements
     files: dict[str, FileEntry]
     created: int = field(default_factory=time.time_ns)  # when it was complete, in nanoseconds since 1970
     torch: str = torch.__version__  # the version that saved
     trainable_only: bool = False  # whether frozen parameters were left out
+    layout: str = ""  # in checkpoints of before, a digest
 
     def to_bytes(self) -> bytes:
         """Return it as JSON; the last entry is a digest of the others."""
@@ -68,48 +72,23 @@ def read_manifest(directory: Path) -> Manifest:
     """
     file = directory / NAME
     try:
-        if file.stat().st_size > _MOST:
-            raise ValueError(f"it is larger than {_MOST:,} bytes")
+        if not file.is_file() or file.stat().st_size > _MOST:  # opening a pipe would wait for its writer
+            raise ValueError("there is no such file" if not file.exists() else "it is not such a file")
         body = json.loads(file.read_bytes())
         if body.pop("digest") != _digest(body):
             raise ValueError("its digest does not match its contents")
-        version = body.pop("shardkit_checkpoint")
-        body.setdefault("trainable_only", False)  # the first saves did not write it
+        if (version := body.pop("shardkit_checkpoint")) != VERSION:
+            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}: upgrade")
+        found = Manifest(**body | {"files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
+        if bad := [n for n in found.files if os.path.basename(n) != n or n in ("", ".", "..", NAME) or "\0" in n]:
+            raise ValueError(f"{bad[0]!r} is not the name of a file beside it")
+        if found.format not in FORMATS or type(found.created) is not int:
+            raise ValueError(f"format is {found.format!r} and created {found.created!r}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         rule = "A complete checkpoint has the manifest that its save wrote last"
-        problem = f"no manifest ({type(error).__name__}: {error})"
-        raise CheckpointError(message(str(file), problem, rule, "Use another checkpoint")) from None
-    if type(version) is int and version > VERSION:
-        rule = f"This version of shardkit reads manifests up to version {VERSION}"
-        raise CheckpointError(message(str(file), f"it has version {version}", rule, "Upgrade shardkit"))
-    if problem := next(_problems(version, body), ""):
-        rule = "save_checkpoint does not write such a manifest: the file was changed"
-        raise CheckpointError(message(str(file), problem, rule, "Use another checkpoint"))
-    files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
-    return Manifest(files=files, **body)
-
-
-_TYPES = {"format": str, "world_size": int, "meshes": list, "layout": str, "files": dict, "created": int, "torch": str}
-_TYPES["trainable_only"] = bool
-_LIMITS = {"bytes": 1 << 63, "head": 1 << 63, "crc32": 1 << 32}
-
-
-def _problems(version: Any, body: dict[str, Any]) -> Iterator[str]:
-    """Yield what a save does not write, for a manifest that was changed together with its digest."""
-    if type(version) is not int or body.keys() != _TYPES.keys():
-        yield f"it has version {version!r} and the entries {listing(body)}"
-        return
-    yield from (f"{name} is {body[name]!r:.100}" for name, kind in _TYPES.items() if type(body[name]) is not kind)
-    if body["format"] not in FORMATS or not 1 <= body["world_size"] <= _MOST_RANKS or body["created"] < 0:
-        yield f"format is {body['format']!r}, world_size {body['world_size']} and created {body['created']}"
-    for name, entry in body["files"].items():
-        if name in ("", ".", "..", NAME) or os.path.basename(name) != name or "\0" in name:
-            yield f"{name!r} is not the name of a file beside it"
-        sums = entry.get("sums") if isinstance(entry, dict) and entry.keys() == {*_LIMITS, "sums"} else None
-        numbers = [(entry[key], limit) for key, limit in _LIMITS.items()] if isinstance(sums, dict) else [(-1, 0)]
-        numbers += [(value, 1 << 64) for value in sums.values()] if isinstance(sums, dict) else []
-        if not all(type(number) is int and 0 <= number < limit for number, limit in numbers):
-            yield f"the entry of {name} is not sizes and checksums"
+        problem = f"is no manifest ({type(error).__name__}: {error})"
+        raise CheckpointError(message(str(file), problem, rule, WAY)) from None
+    return found
 
 
 def written_files(directory: Path) -> set[str]:
@@ -118,14 +97,7 @@ def written_files(directory: Path) -> set[str]:
     Raises:
         CheckpointError: the manifest cannot be read, so it is unknown which they are.
     """
-    if not (directory / NAME).is_file():
-        return set()
-    try:
-        return {NAME, *read_manifest(directory).files}
-    except CheckpointError as error:
-        rule = "shardkit replaces only files that it wrote, and the manifest lists them"
-        problem, fix = f"its manifest cannot be read ({error})", "Delete it, or use another path"
-        raise CheckpointError(message("path", problem, rule, fix)) from None
+    return {NAME, *read_manifest(directory).files} if (directory / NAME).is_file() else set()
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -138,10 +110,9 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         except OSError:
             size = None
         if name != CONFIG and size != entry.bytes:
-            problems.append(f"{name} has {'no file' if size is None else f'{size:,} bytes'}, written {entry.bytes:,}")
+            problems.append(f"{name} ({'no file' if size is None else f'{size:,} bytes'} instead of {entry.bytes:,})")
     if problems:
-        rule = "Every file has the size that the manifest states"
-        raise CheckpointError(message(str(directory), listing(problems), rule, "Use another checkpoint"))
+        raise CheckpointError(message(str(directory), f"has damaged files: {listing(problems)}", "", WAY))
 
 
 def created_if_whole(directory: Path) -> int | None:

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from shardkit import _torch
 from shardkit.checkpoint.agreement import axes_of
-from shardkit.checkpoint.chunks import Part, blocks, common, inside, is_plain_memory, part_of, runs_of
+from shardkit.checkpoint.chunks import (
+    Part,
+    blocks,
+    common,
+    inside,
+    is_plain_memory,
+    part_of,
+    refuse_subclasses,
+    runs_of,
+)
 from shardkit.checkpoint.format import (
     INDEX,
     LENGTH,
@@ -35,10 +44,9 @@ from shardkit.shards import Box, local_value
 from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
 
 _PAGE = 4096  # bytes; the system reads no less, so shorter runs are read together with the bytes between them
-_RULE = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # where it lies in its tensor, and a function that loads it
+Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ def read_tensors(
     """
     groups = axes_of(into.values()) if groups is None else groups
     with together(groups, CheckpointError):
+        refuse_subclasses(into)
         found = locate(path)
         specs = {name: located.entry for name, located in found.items()}
         request = Request(os.fspath(path), strict, key_map, among_floats if cast else exactly)
@@ -140,25 +149,20 @@ def _read_part(descriptor: int, part: Part, entry: Entry, staging: Staging, mete
 
 @torch.no_grad()
 def fill(
-    targets: Iterable[tuple[str, Tensor]], pieces: Callable[[str], Iterable[Chunk]], progress: Progress | None = None
+    targets: Iterable[tuple[str, Tensor]], chunks: Callable[[str], Iterable[Chunk]], progress: Progress | None = None
 ) -> None:
-    """Copy into each target, given with its key, its part of the pieces of that key. Local; one piece at a time.
+    """Copy into each target, given with its key, its part of the chunks of that key. Local; one chunk at a time.
 
-    Raises a CheckpointError for a quantized piece whose target is plain memory.
+    Quantized chunks, such as torchao's optimizer state in DCP files, are copied as their values.
     """
     wanted = [(key, *part_of(target)) for key, target in targets]
     meter = Meter(progress, sum(into.nbytes for _, into, _ in wanted))
     for key, into, box in wanted:
-        for at, load in pieces(key):
-            if (shared := common(box, at)) is None:
-                continue
-            view, values = inside(into, box, shared), inside(local_value(load()), at, shared)
-            if _torch.is_wrapper(values) and not _torch.is_wrapper(view):
-                problem = f"it is stored as {type(values).__name__}, and the tensor that it is loaded into is plain"
-                rule = "Quantised tensors can only be loaded into tensors of the same class"
-                fix = "Load it with torch's dcp.load into an optimizer that has stepped, and save that with "
-                raise CheckpointError(message(key, problem, rule, f"{fix}save_checkpoint"))
-            view.copy_(values)
+        for at, load in chunks(key):
+            if (shared := common(box, at)) is not None:
+                loaded = local_value(load())
+                values = loaded.dequantize() if _torch.is_wrapper(loaded) else loaded
+                inside(into, box, shared).copy_(inside(values, at, shared))
         meter.add(into.nbytes)
 
 
@@ -184,7 +188,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
         return {name: Located(file, entry) for name, entry in _read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
         reason = error.strerror if isinstance(error, OSError) and error.filename == str(start) else None
-        raise _refused(start, reason or f"it cannot be read ({error})") from None
+        raise _refused(start, f"cannot be read ({reason or error})") from None
 
 
 def _choice(directory: Path) -> str:
@@ -197,51 +201,44 @@ def _choice(directory: Path) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        rule = "The directory must have one index, or one file without an index"
-        raise CheckpointError(message(str(directory), f"it has {listing(found)}", rule, "Pass the path of one of them"))
+        rule = "A directory must have one index, or one file without an index"
+        raise CheckpointError(message(str(directory), f"has {listing(found)}", rule, "Pass the path of one of them"))
     pickles = [name for name in names if name.endswith(_PICKLES)]
-    problem = f"it has pickles, {listing(pickles)}, and no safetensors" if pickles else "it has no safetensors"
-    raise CheckpointError(message(str(directory), problem, _RULE, "Convert it, or pass another path"))
+    raise _refused(
+        directory, f"has pickles, {listing(pickles)}, and no safetensors" if pickles else "has no safetensors"
+    )
 
 
 def _by_index(index: Path) -> dict[str, Located]:
-    places = _weight_map(index)
-    files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
-    if absent := [name for name, file in files.items() if not file.exists()]:
-        problem, rule = f"it lists {listing(absent)}, which do not exist", "Files of an index must be in its directory"
-        raise CheckpointError(message(str(index), problem, rule, "Fetch the missing files"))
-    headers = {name: _read_header(file) for name, file in files.items()}
-    if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name]]:
-        problem = f"it lists {listing(lost)}, which these files do not have"
-        rule = "Each tensor is in the file that the index says"
-        raise CheckpointError(message(str(index), problem, rule, "Fetch the index and the files again"))
-    return {key: Located(files[name], headers[name][key]) for key, name in places.items()}
-
-
-def _weight_map(index: Path) -> dict[str, str]:
     size = _checked_size(index)
     if size > MAX_HEADER:
-        raise _refused(index, f"it has {size:,} bytes, and an index may have at most {MAX_HEADER:,}")
+        raise _refused(index, f"has {size:,} bytes, and an index may have at most {MAX_HEADER:,}")
     try:
         table = strict_json(_read(index, 0, size))
-    except (ValueError, RecursionError) as error:
-        raise _refused(index, f"it is not JSON ({error})") from None
-    found: Any = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise _refused(index, "it has no weight_map from tensors to files")
-    return found
+    except ValueError as error:
+        raise _refused(index, f"is not JSON ({error})") from None
+    places: Any = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise _refused(index, "has no weight_map from tensors to files")
+    files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
+    if absent := [name for name, file in files.items() if not file.exists()]:
+        raise _refused(index, f"lists files that do not exist: {listing(absent)}")
+    headers = {name: _read_header(file) for name, file in files.items()}
+    if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name]]:
+        raise _refused(index, f"lists tensors that the files do not have: {listing(lost)}")
+    return {key: Located(files[name], headers[name][key]) for key, name in places.items()}
 
 
 def within(directory: Path, name: str) -> Path:
     """Return the path of a file that is really in the directory, or in the blobs of the hub's cache it belongs to."""
     if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
-        raise _refused(directory, f"{name!r} is not the name of a file in it")
+        raise _refused(directory, f"has no file of the name {name!r}")
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if not file.is_relative_to(root) and not file.is_relative_to(blobs):
         rule = "Files of a directory or an index must be in the same directory, or in the blobs of the hub's cache"
         fix = "Copy it there, or pass the path of the one file"
-        raise CheckpointError(message(str(directory / name), f"it is a link to {file}", rule, fix))
+        raise CheckpointError(message(str(directory / name), f"is a link to {file}", rule, fix))
     return directory / name
 
 
@@ -249,15 +246,15 @@ def _read_header(file: Path) -> dict[str, Entry]:
     size = _checked_size(file)
     try:
         length = header_length(_read(file, 0, min(LENGTH, size)), size)
-        return parse_header(_read(file, LENGTH, length), size).tensors
+        return parse_header(_read(file, LENGTH, length), size)
     except ValueError as error:
-        raise _refused(file, str(error)) from None
+        raise _refused(file, f"is not a safetensors file: {error}") from None
 
 
 def _checked_size(file: Path) -> int:
     found = os.stat(file)
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(file, "it is not a regular file")
+        raise _refused(file, "is not a regular file")
     return found.st_size
 
 
@@ -269,4 +266,5 @@ def _read(file: Path, start: int, count: int) -> bytes:
 
 
 def _refused(file: Path, problem: str) -> CheckpointError:
-    return CheckpointError(message(str(file), problem, _RULE, "Check the path, or fetch the file again"))
+    rule = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
+    return CheckpointError(message(str(file), problem, rule, "Check the path, or fetch the files again"))

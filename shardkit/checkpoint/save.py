@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardkit import _torch
 from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import world
+from shardkit.checkpoint.agreement import on_each, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
@@ -26,20 +25,20 @@ from shardkit.checkpoint.asynchronous import (
     finish_pending,
     start_pending,
 )
+from shardkit.checkpoint.chunks import part_of, refuse_subclasses
 from shardkit.checkpoint.format import File
 from shardkit.checkpoint.hub import config_text
-from shardkit.checkpoint.inner import flattened, flattened_tree, has_subclass
 from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
-from shardkit.checkpoint.owners import owned
+from shardkit.checkpoint.owners import check_copies, check_written, copies
 from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
-from shardkit.checkpoint.transfer import ProgressLine
-from shardkit.checkpoint.write import described, write_shards
-from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, agree, all_gather_bytes, together
-from shardkit.shards import local_value
-from shardkit.state.complete import check_complete
-from shardkit.state.names import ModelState, first_names, model_state, trainable_state
-from shardkit.state.optimizer import sharded_optimizer_state_dict, tensor_leaves
+from shardkit.checkpoint.transfer import ProgressLine, flush_files
+from shardkit.checkpoint.write import Layout, create_files, described, laid_out, write_own, write_parts
+from shardkit.errors import CheckpointError, message
+from shardkit.ranks import Groups, together
+from shardkit.shards import as_sharded, local_value
+from shardkit.state.names import check_scales, first_names, model_state, trainable_state
+from shardkit.state.optimizer import sharded_optimizer_state_dict
+from shardkit.state.quantized import is_quantized
 
 STATE = "state.json"
 
@@ -50,16 +49,28 @@ class Content:
 
     model: dict[str, Tensor]  # by FQN, live or copied; tied ones are one object
     optimizer: dict[str, Tensor]  # by path in the state
-    rest: dict[str, Tensor]  # of the scheduler, of extra and of the random generators; the first rank writes them
+    rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
     plain: dict[str, Any]  # everything else, encoded
-    layout: str = ""  # digest of how the model's tensors lie on the ranks
+    layouts: dict[str, Layout] = field(default_factory=dict)  # of safetensors files: model and optimizer
+    random: dict[str, str] = field(default_factory=dict)  # this rank's generators
+    quantized: bool = False  # whether optimizer state is quantized on this rank
     meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
     trainable_only: bool = False  # whether frozen parameters are left out
     config: str = ""  # the text of the model's config.json
 
+    def compared(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, by argument."""
+        optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
+        return {
+            "model": {name: described(tensor) for name, tensor in self.model.items()},
+            "meshes": self.meshes,
+            "optimizer": optimizer | dict(leaves_of(self.plain["optimizer"])),
+            "scheduler": dict(leaves_of(self.plain["scheduler"])),
+        }
 
-# Writes the tensors of a content into a directory, and returns the entries of its files. Collective.
-Writer: TypeAlias = Callable[[Path, Content, Groups], dict[str, FileEntry]]
+
+# Writes the tensors of a checkpoint into a directory, and returns the entries of its files. Local.
+Writer: TypeAlias = Callable[[Path], dict[str, FileEntry]]
 
 
 def save_checkpoint(
@@ -88,9 +99,10 @@ def save_checkpoint(
     ``safetensors.torch.load_file`` and ``from_pretrained`` read; ``optimizer.safetensors``; ``state.safetensors`` and
     ``state.json`` with the rest; ``config.json`` if the model has a transformers ``config``; and ``manifest.json`` with
     sizes and checksums. None of them is a pickle. With ``format="dcp"`` model and optimizer are in DCP files, for
-    ``torch.distributed.checkpoint.load``; quantized optimizer state, which that would not find, is refused.
+    ``torch.distributed.checkpoint.load``.
 
-    The random generators of Python and torch are saved for every rank.
+    The random generators of Python and torch are saved for every rank. Quantized optimizer state, such as torchao's, is
+    saved as its values.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
@@ -102,9 +114,10 @@ def save_checkpoint(
         format: ``"safetensors"`` or ``"dcp"``.
         async_: return as soon as the state is copied to CPU memory (as much as this rank's shards, reused by the next
             save), and write it in a thread.
-        overwrite: replace the files that shardkit wrote if there is a checkpoint at ``path``. Other files in the
-            directory are carried over; it is an error if the save needs the name of one.
-        keep: after the save, delete all but the newest ``keep`` checkpoints beside this one whose names differ from
+        overwrite: replace the files that shardkit wrote if there is a checkpoint at ``path``; they are deleted in a
+            thread, for which the next save or load waits. Other files in the directory are carried over; it is an error
+            if the save needs the name of one.
+        keep: after the save, likewise, delete all but the newest ``keep`` checkpoints beside this one whose names differ from
             its own only in numbers; never one that is being loaded, nor files that shardkit did not write.
         trainable_only: leave out frozen parameters, such as the base of an adapter: save only parameters with
             ``requires_grad``, the buffers and extra state of the modules that hold them directly, and their optimizer
@@ -127,46 +140,19 @@ def save_checkpoint(
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         replaces = check_destination(place, format, overwrite, keep)
-        state, named = _live_state(model, optimizer, trainable_only)
-        leaves = tensor_leaves(named)
-        checked = leaves if format == "dcp" else {}
-        if quantized := [name for name, tensor in checked.items() if _torch.is_wrapper(local_value(tensor))]:
-            rule = "torch's dcp.load does not find quantized state, since it is saved by its inner tensors"
-            problem, fix = f"quantized optimizer state: {listing(quantized)}", 'Use format="safetensors"'
-            raise CheckpointError(message("format", problem, rule, f"{fix}, and load_checkpoint"))
-        poll.own = has_subclass([*state.tensors.values(), *leaves.values()])
-        content = None if poll.own else _content(state, named, scheduler, extra)
-    if poll.any:
-        state = replace(state, tensors=flattened(state.tensors, groups).tensors)
-        named = flattened_tree(named, groups)
-        with together(groups, CheckpointError):
-            content = _content(state, named, scheduler, extra)
-    assert content is not None, "set by one of the two"
-    content = replace(content, trainable_only=trainable_only, config="" if trainable_only else config_text(model))
-    options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
-    options |= {"trainable_only": trainable_only} | _compared(content)
-    fix = "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
-    agree(options, groups, "save_checkpoint", CheckpointError, fix)
-    content = _with_random_states(content, groups)
+        content = _collected(model, optimizer, scheduler, extra, format, trainable_only)
+        options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
+        poll.same = options | {"trainable_only": trainable_only} | content.compared()
+        poll.fix = (
+            "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
+        )
+        content = _staged(content, model) if async_ else content
+    write = partial(commit_checkpoint, place, format, content, replaces=replaces, keep=keep)
     if not async_:
-        commit_checkpoint(place, format, content, groups, replaces=replaces, keep=keep)
+        write(groups)
         return SaveHandle()
     background = background_groups(groups)
-    with together(groups, CheckpointError):
-        copy = _staged(content, model)
-    return start_pending(lambda: commit_checkpoint(place, format, copy, background, replaces=replaces, keep=keep))
-
-
-def _compared(content: Content) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by argument."""
-    plain = content.plain
-    optimizer = {name: described(tensor) for name, tensor in content.optimizer.items()}
-    return {
-        "model": {name: described(tensor) for name, tensor in content.model.items()},
-        "meshes": content.meshes,
-        "optimizer": optimizer | dict(leaves_of(plain["optimizer"])),
-        "scheduler": dict(leaves_of(plain["scheduler"])),
-    }
+    return start_pending(lambda: write(background))
 
 
 # ---- what is saved ----------------------------------------------------------------------------------------------
@@ -175,13 +161,12 @@ def _compared(content: Content) -> dict[str, Any]:
 def check_destination(path: Path, format: str, overwrite: bool, keep: int | None) -> bool:
     """Raise unless a checkpoint may be written to ``path``; return whether it may replace what is there. Local."""
     if format not in FORMATS:
-        rule = f"It must be one of {', '.join(FORMATS)}"
-        raise CheckpointError(message("format", f"is {format!r}", rule, 'Use format="safetensors"'))
+        raise CheckpointError(message("format", f"must be one of {FORMATS}, got {format!r}", "", "Use 'safetensors'"))
     if keep is not None and (type(keep) is not int or keep < 1):
-        rule = "It must be the number of checkpoints to keep, including this one: 1 or more, or None for all"
-        raise CheckpointError(message("keep", f"is {keep!r}", rule, "Pass keep=3, for example"))
+        problem = f"must be the number of checkpoints to keep, including this one, got {keep!r}"
+        raise CheckpointError(message("keep", problem, "", "Pass keep=3, for example, or None for all"))
     if not path.name:
-        rule = "It must be the directory of this one checkpoint"
+        rule = "A checkpoint needs a directory of its own"
         raise CheckpointError(message("path", f"is {path}", rule, f"Pass {path / 'step-1'}, for example"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return overwrite
@@ -191,13 +176,14 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     written = manifest.written_files(path) - {manifest.NAME}
     # Rotation leaves a manifest alone beside files of others, which are carried over.
     if not overwrite and any(os.path.lexists(path / name) for name in written):
-        rule = "A checkpoint is replaced only on request"
-        raise CheckpointError(message("path", f"{path} exists", rule, "Use another path, or pass overwrite=True"))
+        raise CheckpointError(message("path", f"{path} exists", "", "Use another path, or pass overwrite=True"))
     return True
 
 
-def _live_state(model: nn.Module, optimizer: Any, trainable_only: bool) -> tuple[ModelState, Any]:
-    """Return the live state of the model and of its optimizer, if there is one. Local."""
+def _collected(
+    model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, format: str, trainable_only: bool
+) -> Content:
+    """Collect the current state, as live tensors. Local."""
     state = model_state(model)
     named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
     if trainable_only:
@@ -205,55 +191,55 @@ def _live_state(model: nn.Module, optimizer: Any, trainable_only: bool) -> tuple
         state = trainable_state(state)
         if named is not None:
             named["state"] = {name: entry for name, entry in named["state"].items() if name not in frozen}
-    check_complete(model, state)
-    return state, named
-
-
-def _content(state: ModelState, named: Any, scheduler: Any, extra: Any) -> Content:
-    """Collect the current state, as live tensors without subclasses. Local."""
-    others, other_tensors = encode(state.others, "model")
-    encoded, optimizer_tensors = encode(named, "", sharded=True)
+    check_scales(model, state)
+    others, rest = encode(state.others, "model")
+    encoded, tensors = encode(named, "", sharded=True)
     given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
-    rest, rest_tensors = encode(given, "")
-    opaque = {name: type(local_value(tensor)) for name, tensor in {**state.tensors, **optimizer_tensors}.items()}
-    if unfit := [f"{name} ({cls.__name__})" for name, cls in opaque.items() if _torch.has_own_dispatch(cls)]:
-        rule = "A tensor subclass is saved by its inner tensors, which __tensor_flatten__ names"
-        fix = "Leave it out, or give the class __tensor_flatten__ and __tensor_unflatten__"
-        raise CheckpointError(message("tensors", listing(unfit), rule, fix))
-    found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
-    meshes = [{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found]
-    rows = [
-        [name, str(tensor.dtype), list(tensor.shape), str(getattr(tensor, "placements", "plain"))]
-        for name, tensor in state.tensors.items()
-    ]
-    ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
+    beside, beside_tensors = encode(given, "")
+    quantized = sorted(name for name, tensor in tensors.items() if is_quantized(tensor))
     # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
-    return Content(
+    moments = {name: plain_values(tensor) if name in quantized else tensor.detach() for name, tensor in tensors.items()}
+    refuse_subclasses(state.tensors | moments)
+    found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
+    ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
+    content = Content(
         model=dict(state.tensors),
-        optimizer={name: tensor.detach() for name, tensor in optimizer_tensors.items()},
-        rest={name: tensor.detach() for name, tensor in (other_tensors | rest_tensors).items()},
-        plain={"model": others, "optimizer": encoded, **rest, "ties": ties},
-        layout=hashlib.sha256(json.dumps([meshes, rows]).encode()).hexdigest(),
-        meshes=meshes,
+        optimizer=moments,
+        rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
+        plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
+        quantized=bool(quantized),
+        random={kind: each.hex() for kind, each in random_state.states().items()},
+        meshes=[{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found],
+        trainable_only=trainable_only,
+        config="" if trainable_only else config_text(model),
     )
+    laid_out(content.rest, "state")  # whether they can be written
+    return content if format == "dcp" else replace(content, layouts=_layouts(content))
 
 
-def _with_random_states(content: Content, groups: Groups) -> Content:
-    """Add the random generators of all ranks. Collective."""
-    own = json.dumps({kind: state.hex() for kind, state in random_state.states().items()}).encode()
-    of_ranks = [json.loads(each) for each in (all_gather_bytes(own, groups[0]) if groups else [own])]
-    kinds = [kind for kind in of_ranks[0] if all(kind in each for each in of_ranks)]
-    random = {kind: [bytes.fromhex(each[kind]) for each in of_ranks] for kind in kinds}
-    encoded, tensors = encode(random_state.as_tensors(random), "random")
-    return replace(content, rest=content.rest | tensors, plain=content.plain | {"random": encoded})
+def plain_values(tensor: Tensor) -> Tensor:
+    """Return the values of quantized optimizer state, on the CPU. Local."""
+    values = local_value(tensor).dequantize().to("cpu", tensor.dtype)
+    return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
+
+
+def _layouts(content: Content) -> dict[str, Layout]:
+    sections = {"model": content.model, "optimizer": content.optimizer}
+    return {name: laid_out(part, name) for name, part in sections.items() if part or name == "model"}
 
 
 def _staged(content: Content, model: nn.Module) -> Content:
+    """Return it with copies in CPU memory. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
-    flat = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
-    copies = copies_of(model).copy(flat)
-    copied: Any = {section: {name: copies[f"{section}/{name}"] for name in part} for section, part in sections.items()}
-    return replace(content, **copied)
+    made = copies_of(model).copy(
+        {f"{key}/{name}": each for key, part in sections.items() for name, each in part.items()}
+    )
+    copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
+    layouts = {
+        key: Layout({name: copied[key][name] for name in old.tensors}, old.files)
+        for key, old in content.layouts.items()
+    }
+    return replace(content, layouts=layouts, **copied)
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
@@ -269,41 +255,46 @@ def commit_checkpoint(
     keep: int | None = None,
     writer: Writer | None = None,
 ) -> None:
-    """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``."""
-    if writer is None:
-        writer = _write_dcp if format == "dcp" else _write_safetensors
-    with directory.temporary_directory(path, groups) as draft:
-        files = writer(draft.directory, content, groups)
+    """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
+
+    Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
+    parts, and when it has written the rest, flushed and renamed.
+    """
+
+    def prepare(place: Path) -> None:
+        for layout in content.layouts.values():
+            create_files(place, layout.files)
+
+    def write() -> dict[str, Any]:
+        report: dict[str, Any] = {"random": content.random, "quantized": content.quantized, "written": {}}
+        for section, layout in content.layouts.items():
+            progress = ProgressLine(f"save {section}")
+            report["written"][section] = write_own(draft.directory, layout, ranks, progress, flush=True)
+            progress.close()
+        return report | {"copies": copies(content.model | content.optimizer, ranks)}
+
+    files = dict[str, FileEntry]()
+    with directory.temporary_directory(path, groups, prepare) as draft:
+        ranks = ranks_of(groups)
+        if writer is not None:
+            files = writer(draft.directory)
+        elif format == "dcp":
+            files = dcp.write(draft.directory, _dcp_tree(content), groups)
+        reports = on_each(write, groups)
         with together(groups, CheckpointError):
             if draft.is_first:
-                files |= _write_rest(path, draft.directory, content)
-                world_size = dist.get_world_size(groups[0]) if groups else 1
-                about = (format, world_size, content.meshes, content.layout, files)
+                check_copies(each["copies"] for each in reports.values())
+                for section, layout in content.layouts.items():
+                    written = (each["written"][section] for each in reports.values())
+                    sums = check_written({name: each.numel() for name, each in layout.tensors.items()}, written)
+                    files |= entries_of(layout.files, sums)
+                by_rank = dist.get_process_group_ranks(groups[0]) if groups else ranks
+                rest = _write_rest(path, draft.directory, content, [reports[rank] for rank in by_rank])
+                about = (format, len(ranks), content.meshes, files | rest)
                 found = Manifest(*about, trainable_only=content.trainable_only)
-                directory.write_file(draft.directory / manifest.NAME, found.to_bytes())
-                directory.commit(path, draft.token, replace=replaces)
-    if keep is not None and draft.is_first:
-        directory.rotate(path, keep)
-
-
-def _write_rest(path: Path, temporary: Path, content: Content) -> dict[str, FileEntry]:
-    """Write state and configuration, and carry over files of others from ``path``. Local: the first rank calls it."""
-    files = write_section(temporary, "state", content.rest, []) if content.rest else {}
-    old, written = manifest.written_files(path), [STATE]
-    directory.write_file(temporary / STATE, dumps(content.plain))
-    directory.carry_over(path, temporary, lambda name: name in old)
-    if content.config and not (temporary / manifest.CONFIG).exists():
-        directory.write_file(temporary / manifest.CONFIG, content.config.encode())
-        written.append(manifest.CONFIG)
-    return files | {name: manifest.entry_of(temporary / name) for name in written}
-
-
-def write_section(temporary: Path, name: str, tensors: dict[str, Tensor], groups: Groups) -> dict[str, FileEntry]:
-    """Write one group of safetensors files, and return their entries. Collective."""
-    progress, sums = ProgressLine(f"save {name}"), dict[str, int]()
-    written = write_shards(temporary, tensors, groups, name, flush=True, progress=progress, sums=sums)
-    progress.close()
-    return entries_of(written, sums)
+                (draft.directory / manifest.NAME).write_bytes(found.to_bytes())
+                flush_files(draft.directory / name for name in (*rest, manifest.NAME))
+                directory.commit(path, draft.token, replace=replaces, keep=keep)
 
 
 def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
@@ -316,14 +307,34 @@ def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, File
     }
 
 
-def _write_safetensors(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-    files = write_section(temporary, "model", content.model, groups)
-    return files | (write_section(temporary, "optimizer", content.optimizer, groups) if content.optimizer else {})
+def _write_rest(path: Path, temporary: Path, content: Content, reports: list[dict[str, Any]]) -> dict[str, FileEntry]:
+    """Write the first rank's state, and carry over files of others from ``path``. Local; not flushed."""
+    kinds = [kind for kind in reports[0]["random"] if all(kind in each["random"] for each in reports)]
+    random = {kind: [bytes.fromhex(each["random"][kind]) for each in reports] for kind in kinds}
+    encoded, tensors = encode(random_state.as_tensors(random), "random")
+    plain = {"random": encoded, "quantized": any(each["quantized"] for each in reports)} | content.plain
+    layout = laid_out(content.rest | tensors, "state")
+    create_files(temporary, layout.files)
+    parts = ((name, part_of(tensor)) for name, tensor in layout.tensors.items())
+    sums = {name: total for name, (_, total) in write_parts(temporary, layout.files, parts).items()}
+    small, old = {STATE: dumps(plain)}, manifest.written_files(path)
+    directory.carry_over(path, temporary, lambda name: name in old)
+    if content.config and not (temporary / manifest.CONFIG).exists():
+        small[manifest.CONFIG] = content.config.encode()
+    for name, data in small.items():
+        with open(temporary / name, "xb") as file:
+            file.write(data)
+    return entries_of(layout.files, sums) | {name: manifest.entry_of(temporary / name) for name in small}
 
 
-def _write_dcp(temporary: Path, content: Content, groups: Groups) -> dict[str, FileEntry]:
-    tree: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in content.model.items()}}
+def _dcp_tree(content: Content) -> dict[str, Any]:
+    """Return what ``dcp.save`` is given: tensors without subclasses, in nested dicts."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        local = local_value(tensor)
+        return _torch.with_local(tensor, local) if isinstance(tensor, DTensor) else local
+
+    tree: dict[str, Any] = {"model": {name: bare(tensor) for name, tensor in content.model.items()}}
     if content.plain["optimizer"] is not None:
         tree["optimizer"] = decode(content.plain["optimizer"], content.optimizer)
-    owned(content.model | content.optimizer, groups)  # torch writes one of several copies, so they must be equal
-    return dcp.write(temporary, tree, groups)
+    return tree

@@ -54,6 +54,7 @@ class Contents:
     extra: Any = None  # as passed by the user
     random: dict[str, list[bytes]] = field(default_factory=dict)  # the states of all ranks, by kind of generator
     trainable_only: bool = False  # whether frozen parameters were left out
+    quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
     no_optimizer: str = ""  # why an existing optimizer cannot be read
     ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
     config: str = ""  # the text of the model's config.json

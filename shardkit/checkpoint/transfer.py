@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,14 +21,11 @@ from shardkit import _torch
 # Called with the bytes that this rank has written or read so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
 
-_AT_ONCE = 1 << 26  # bytes in one system call, between two calls of a Progress
+_AT_ONCE = 1 << 26  # bytes in one system call
 
 
 class ProgressLine:
     """A Progress that shows bytes and rate in one line on stderr, if this is rank 0 at a terminal."""
-
-    INTERVAL = 0.2  # seconds between two updates
-    _GIB = 2**30
 
     def __init__(self, title: str) -> None:
         self._title, self._begun = title, False
@@ -36,12 +33,12 @@ class ProgressLine:
         self._visible = sys.stderr.isatty() and (not dist.is_initialized() or dist.get_rank() == 0)
 
     def __call__(self, done: int, total: int) -> None:
-        """Update the line."""
+        """Update the line, five times a second."""
         now = time.monotonic()
-        if self._visible and (now - self._shown >= self.INTERVAL or done >= total):
+        if self._visible and (now - self._shown >= 0.2 or done >= total):
             self._shown, self._begun = now, True
-            rate = done / max(now - self._started, 1e-9) / self._GIB
-            line = f"{self._title}  {done / self._GIB:.2f}/{total / self._GIB:.2f} GiB  {rate:.2f} GiB/s"
+            rate = done / max(now - self._started, 1e-9)
+            line = f"{self._title}  {done / 2**30:.2f}/{total / 2**30:.2f} GiB  {rate / 2**30:.2f} GiB/s"
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -115,3 +112,16 @@ def read_all(descriptor: int, data: memoryview, start: int, meter: Meter | None 
         data, start = data[count:], start + count
         if meter is not None:
             meter.add(count)
+
+
+def flush_files(paths: Iterable[Path]) -> None:
+    """Flush files to the disk, including what other processes of this machine wrote. Local."""
+    for path in paths:
+        with opened(path, os.O_RDWR) as descriptor:
+            os.fsync(descriptor)
+
+
+def flush_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk. Local; some network file systems refuse, and do not need it."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor, contextlib.suppress(OSError):
+        os.fsync(descriptor)

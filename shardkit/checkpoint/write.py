@@ -5,25 +5,37 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.checkpoint.agreement import spanning_axes
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, spanning_axes
 from shardkit.checkpoint.chunks import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.format import METADATA, NAMES, Entry, File, Spec, lay_out
-from shardkit.checkpoint.owners import check_written, meshes_of, owned
-from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, write_all
+from shardkit.checkpoint.owners import check_copies, check_written, copies, owned
+from shardkit.checkpoint.transfer import Meter, Progress, Staging, flush_files, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, agree, together
+from shardkit.ranks import Groups, together
 from shardkit.shards import local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
+
+
+class Layout(NamedTuple):
+    """Different tensors, by their first names, and the files for them."""
+
+    tensors: dict[str, Tensor]
+    files: list[File]
+
+    def described(self) -> dict[str, str]:
+        """Return what must be equal on all ranks."""
+        heads = {file.name: hashlib.sha256(file.head).hexdigest() for file in self.files}
+        return {name: described(tensor) for name, tensor in self.tensors.items()} | heads
 
 
 def write_tensors(
@@ -42,7 +54,7 @@ def write_tensors(
 
     **Collective** over ``groups``. The first rank allocates the files in full size, so that a full disk fails right
     there, and writes headers and plain tensors; each shard is written by its first replica. Nothing is gathered. Ranks
-    check that together they wrote every element exactly once. A shard in CPU memory is written from where it is; one
+    check that together they wrote as many elements as there are. A shard in CPU memory is written from where it is; one
     on another device, of another dtype or not contiguous goes through a buffer of 16 MiB. All ranks must see the
     directory. After an error files are incomplete: write into a new directory, and rename it when this returns.
 
@@ -67,37 +79,22 @@ def write_tensors(
         CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, separate meshes
             have different values of one tensor, or writing failed on some rank, with its reason.
     """
-    groups = spanning_axes(tensors.values()) if groups is None else groups
-    options = (name, max_shard_size, metadata, dtype, flush, progress)
-    return write_shards(Path(directory), tensors, groups, *options)
-
-
-def write_shards(
-    target: Path,
-    tensors: Mapping[str, Tensor],
-    groups: Groups,
-    name: str,
-    max_shard_size: int = MAX_SHARD_SIZE,
-    metadata: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
-    flush: bool = False,
-    progress: Progress | None = None,
-    sums: dict[str, int] | None = None,
-) -> list[File]:
-    """As :func:`write_tensors`; adds the checksums of the tensors to ``sums``."""
+    groups, target = spanning_axes(tensors.values()) if groups is None else groups, Path(directory)
+    with together(groups, CheckpointError, call="write_tensors") as poll:
+        layout = laid_out(tensors, name, max_shard_size, metadata, dtype)
+        poll.same = {"tensors": layout.described()}
+    ranks = ranks_of(groups)
     with together(groups, CheckpointError):
-        once = _by_first_name(tensors)
-        files = checked_layout(once, name, max_shard_size, metadata or {}, dtype)
-    _, number = meshes_of(once)
-    rows = {name: f"{described(tensor)}, mesh {number[name]}" for name, tensor in once.items()}
-    rows |= {file.name: hashlib.sha256(file.head).hexdigest() for file in files}
-    is_first = agree({"tensors": rows}, groups, "write_tensors", CheckpointError)
-    mine, own = owned(once, groups), None if sums is None else dict[str, int]()
-    write_files(target, files, mine.items(), groups, is_first, flush, progress, own)
-    found = check_written(once, [(name, box) for name, (_, box) in mine.items()], own or {}, groups)
-    if sums is not None:
-        sums.update(found)
-    return files
+        if own_rank() == ranks[0]:
+            create_files(target, layout.files)
+
+    def write() -> tuple[Any, Any]:
+        return write_own(target, layout, ranks, progress, flush=flush), copies(layout.tensors, ranks)
+
+    reports = on_each(write, groups).values()
+    check_copies(copied for _, copied in reports)
+    check_written({name: each.numel() for name, each in layout.tensors.items()}, (written for written, _ in reports))
+    return layout.files
 
 
 def described(tensor: Tensor) -> str:
@@ -105,38 +102,45 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {getattr(tensor, 'placements', 'plain')}"
 
 
-def _by_first_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # By identity: empty shards of different tensors have the same memory.
-    first = {id(tensors[name]): name for name in reversed(list(tensors))}
-    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
-
-
 # ---- what is written ------------------------------------------------------------------------------------------
 
 
-def checked_layout(
-    tensors: Mapping[str, Tensor], name: str, most: int, metadata: Mapping[str, str], dtype: torch.dtype | None
-) -> list[File]:
-    """Assign different tensors to files, after checking the arguments and that safetensors can hold them. Local."""
+def laid_out(
+    tensors: Mapping[str, Tensor],
+    name: str,
+    most: int = MAX_SHARD_SIZE,
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Layout:
+    """Assign different tensors to files, after checking that safetensors can hold them. Local; :func:`write_tensors`'s
+    arguments and errors.
+    """
     if os.path.basename(name) != name or not name:
-        raise CheckpointError(message("name", f"is {name!r}", "It must be the start of file names", "Use 'model'"))
+        raise CheckpointError(message("name", f"must be the start of file names, got {name!r}", "", "Use 'model'"))
     if not isinstance(most, int) or most <= 0:
-        rule = "It must be a positive number of bytes"
-        raise CheckpointError(message("max_shard_size", f"is {most!r}", rule, "Use 5 * 10**9"))
+        raise CheckpointError(
+            message("max_shard_size", f"must be a number of bytes, got {most!r}", "", "Use 5 * 10**9")
+        )
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
-        raise CheckpointError(message("dtype", f"is {dtype}", f"It must be one of {floats}", "Leave it out"))
-    specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
-    if unfit := [f"{name} ({reason})" for name in tensors for reason in _unfit(name, tensors[name], specs[name])]:
+        raise CheckpointError(message("dtype", f"must be one of {floats}, got {dtype}", "", "Leave it out"))
+    # By identity: empty shards of different tensors have the same memory.
+    once = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    different = {name: tensor for name, tensor in tensors.items() if once[id(tensor)] == name}
+    specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in different.items()}
+    if unfit := [f"{n} ({reason})" for n, tensor in different.items() for reason in _unfit(n, tensor, specs[n])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
         fix = "Leave them out, or convert them"
-        if any(local_value(tensor).is_meta for tensor in tensors.values()):
+        if any(local_value(tensor).is_meta for tensor in different.values()):
             fix = "Call shardkit.materialize(model), or load_pretrained, before saving"
-        raise CheckpointError(message("tensors", listing(unfit), rule, fix))
-    if unfit := [key for key, text in metadata.items() if not isinstance(key, str) or not isinstance(text, str)]:
-        rule = "Metadata maps strings to strings"
-        raise CheckpointError(message("metadata", f"{unfit} are not strings", rule, "Use str()"))
-    return lay_out(specs, name, most, {"format": "pt", **metadata})
+        raise CheckpointError(message("tensors", f"cannot be written: {listing(unfit)}", rule, fix))
+    if unfit := [
+        key for key, text in (metadata or {}).items() if not isinstance(key, str) or not isinstance(text, str)
+    ]:
+        raise CheckpointError(
+            message("metadata", f"must map strings to strings, and {unfit} are others", "", "Use str()")
+        )
+    return Layout(different, lay_out(specs, name, most, {"format": "pt", **(metadata or {})}))
 
 
 def written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -163,49 +167,40 @@ def _unfit(name: str, tensor: Tensor, spec: Spec) -> Iterator[str]:
 # ---- how it is written ----------------------------------------------------------------------------------------
 
 
-def write_files(
-    place: Path,
-    files: list[File],
-    parts: Iterable[tuple[str, Part]],
-    groups: Groups,
-    is_first: bool,
-    flush: bool,
-    progress: Progress | None = None,
-    sums: dict[str, int] | None = None,
-) -> None:
-    """Create files on the first rank, then write this rank's parts, as :func:`write_parts`. Collective."""
-    with together(groups, CheckpointError):
-        for file in files if is_first else []:
-            with opened(place / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-                _allocate(descriptor, file.bytes)
-                write_all(descriptor, memoryview(file.head), 0)
-                if flush:
-                    os.fsync(descriptor)
-    with together(groups, CheckpointError):
-        write_parts(place, files, parts, flush, progress, sums)
+def create_files(directory: Path, files: Iterable[File]) -> None:
+    """Create files in full size, with their headers. Local: the first rank calls it."""
+    for file in files:
+        with opened(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+            try:  # have the disk reserve all blocks, so that a full disk fails before anything is copied
+                os.posix_fallocate(descriptor, 0, file.bytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                os.ftruncate(descriptor, file.bytes)  # on file systems without it a full disk fails in the copy
+            write_all(descriptor, memoryview(file.head), 0)
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    """Have the disk reserve all blocks, so that a full disk fails before anything is copied."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)  # on file systems without it a full disk fails in the copy
+def write_own(
+    directory: Path, layout: Layout, ranks: Sequence[int], progress: Progress | None = None, *, flush: bool
+) -> dict[str, tuple[int, int]]:
+    """Write this rank's parts into the files, as :func:`write_parts`. Local."""
+    parts = owned(layout.tensors, ranks)
+    written = write_parts(directory, layout.files, parts.items(), progress)
+    if flush:
+        is_first = own_rank() == ranks[0]  # which wrote the headers
+        flush_files(directory / f.name for f in layout.files if is_first or not f.tensors.keys().isdisjoint(parts))
+    return written
 
 
 def write_parts(
-    directory: Path,
-    files: list[File],
-    parts: Iterable[tuple[str, Part]],
-    flush: bool = False,
-    progress: Progress | None = None,
-    sums: dict[str, int] | None = None,
-) -> None:
+    directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]], progress: Progress | None = None
+) -> dict[str, tuple[int, int]]:
     """Write parts of tensors, given with the tensors' names, to their places in existing files. Local.
 
-    Adds what they add to the checksums of their tensors to ``sums``. Raises OSError where the system refuses.
+    Returns:
+        by name, the elements that were written, and what they add to the checksum of the tensor.
+
+    Raises OSError where the system refuses.
     """
     places = {name: (file.name, entry) for file in files for name, entry in file.tensors.items()}
     jobs: dict[str, list[tuple[str, Part, Entry]]] = {file.name: [] for file in files}
@@ -213,10 +208,10 @@ def write_parts(
         file, entry = places[name]
         jobs[file].append((name, part, entry))
     total = sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for _, (part, _), entry in job)
-    meter, staging = Meter(progress, total), Staging()
+    meter, staging, written = Meter(progress, total), Staging(), dict[str, tuple[int, int]]()
     busy = [file for file, job in jobs.items() if job]
     # Each rank starts with another file: ext4 and XFS lock a file for each write, so ranks would wait for each other.
-    first = dist.get_rank() * len(busy) // dist.get_world_size() if dist.is_initialized() else 0
+    first = own_rank() % max(len(busy), 1)
     for target in busy[first:] + busy[:first]:
         with opened(directory / target, os.O_WRONLY) as descriptor:
             for name, part, entry in jobs[target]:
@@ -224,10 +219,9 @@ def write_parts(
                     data = raw(values)
                     for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
                         write_all(descriptor, data[low:high], entry.start + start, meter)
-                    if sums is not None:
-                        sums[name] = (sums.get(name, 0) + part_sum(values, box, entry.shape)) & MASK
-            if flush:
-                os.fsync(descriptor)
+                    count, known = written.get(name, (0, 0))
+                    written[name] = count + values.numel(), (known + part_sum(values, box, entry.shape)) & MASK
+    return written
 
 
 def _as_stored(part: Part, entry: Entry, staging: Staging) -> Iterator[Part]:

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import (
+from shardkit._fsdp import fsdp_units
+from shardkit._fsdp.accumulation import (
+    drop_unreduced_gradients,
     fsdp_roots,
-    fsdp_units,
     gathered_until_backward,
     modules_of_other_roots,
     reset_iteration,
     units_gathered_until_backward,
 )
-from shardkit._fsdp.params import drop_unreduced_gradients
 from shardkit._torch import named_sharded_parameters, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, note

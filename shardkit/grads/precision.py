@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import fsdp_units, reduce_dtype
+from shardkit._fsdp import fsdp_units
+from shardkit._fsdp.accumulation import reduce_dtype
 from shardkit.errors import ShardkitError, listing, message
 
 WIRE = (torch.bfloat16, torch.float16)

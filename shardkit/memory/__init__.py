@@ -8,8 +8,4 @@ from shardkit.memory.estimate import estimate as estimate
 from shardkit.memory.report import MemoryReport as MemoryReport
 from shardkit.memory.report import memory_report as memory_report
 from shardkit.memory.report import plot_timeline as plot_timeline
-from shardkit.memory.speed import HARDWARE as HARDWARE
-from shardkit.memory.speed import Hardware as Hardware
-from shardkit.memory.speed import ScalingTable as ScalingTable
-from shardkit.memory.speed import scaling_table as scaling_table
 from shardkit.memory.timeline import OPTIMIZERS as OPTIMIZERS

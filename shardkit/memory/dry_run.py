@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -11,8 +11,8 @@ from torch import nn
 
 from shardkit._torch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.moments import cast_inputs, cast_output
-from shardkit.memory.trace import fake_tensors
+from shardkit.memory.hook_points import cast_inputs, cast_output, hook_unit
+from shardkit.memory.trace import fake_copy
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -23,7 +23,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     Args:
         tree: the model; modules whose parameters are used without calling them are added to ``tree.uncalled``.
         make: makes a plan of ``tree``; called again after modules were added to ``tree.uncalled``.
-        batch: one rank's micro-batch, as ``fake_tensors`` takes it; values are not read.
+        batch: one rank's micro-batch, as ``fake_copy`` takes it; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 
     Raises:
@@ -50,34 +50,34 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run ``model`` on fake tensors, in the dtypes that ``plan`` computes in. Local; the model does not change.
+    """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in. Local; the model is unchanged.
 
     Raises:
         PlanError: the model does not run on fake tensors.
     """
-    # The real parameters are watched too: a list that holds them still passes them to operators.
-    owned = {id(param): fqn for fqn, param in model.named_parameters()}
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    with fake_tensors(model, plan, batch) as (fakes, args, kwargs):
-        owned.update((id(param), fqn) for fqn, param in fakes.items())
-        uses = Uses({key: (fqn, units[fqn]) for key, fqn in owned.items() if fqn in units})
+    with fake_copy(model, plan, batch) as (copied, args, kwargs):
+        # The real parameters are watched too: a function that was not copied may still pass them to operators.
+        params = [(id(param), fqn) for each in (model, copied) for fqn, param in each.named_parameters()]
+        uses = Uses({key: (fqn, units[fqn]) for key, fqn in params if fqn in units})
         for unit in plan.units:
-            uses.attach(unit, [model.get_submodule(fqn) for fqn in unit.modules])
+            uses.attach(copied, unit)
         for name in plan.forward_methods:
-            uses.attach_method(model, name, plan)
+            uses.attach_method(copied, name, plan)
         try:
             with uses:
-                model(*args, **kwargs)
+                copied(*args, **kwargs)
         except Exception as error:
-            problem = f"the model's forward fails on fake tensors: {type(error).__name__}: {error}"
-            rule = "example_batch is checked by one forward on tensors that have shapes but no values"
-            fix = "Pass a batch that the model accepts, or leave example_batch out: the first forward checks the same"
+            problem = f"fails in the model's forward on fake tensors: {type(error).__name__}: {error}"
+            rule = "It is checked by one forward on tensors that have shapes but no values"
+            fix = "Pass a batch that the model accepts, or leave example_batch out"
             raise PlanError(message("example_batch", problem, rule, fix)) from error
     return uses
 
 
 def _problem(unit: str, params: Mapping[str, str]) -> str:
-    problem = f"used in {listing(dict.fromkeys(params.values()))} while its unit, {unit}, is not gathered"
+    verb = "is" if len(params) == 1 else "are"
+    problem = f"{verb} used in {listing(dict.fromkeys(params.values()))} while the unit {unit} is not gathered"
     rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
     fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
     return message(listing(params), problem, rule, fix)
@@ -100,25 +100,18 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: list[str] = []
         self._kept: set[str] = set()
 
-    def attach(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
+    def attach(self, model: nn.Module, unit: ShardUnit) -> None:
         """Watch a unit: it is gathered from before its first module runs until all have run, as with FSDP2's hooks."""
-        waiting: set[nn.Module] = set()
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not waiting:
-                waiting.update(modules)
-                self._enter(unit)
-            return cast_inputs(unit, args), cast_inputs(unit, kwargs)
+        def before(inputs: Any) -> Any:
+            self._enter(unit)
+            return inputs
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            waiting.discard(module)
-            if not waiting:
-                self._running.remove(unit.name)
-            return cast_output(unit, output)
+        def after(output: Any) -> Any:
+            self._running.remove(unit.name)
+            return output
 
-        for module in modules:
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after)
+        hook_unit(unit, [model.get_submodule(fqn) for fqn in unit.modules], before, after)
 
     def attach_method(self, model: nn.Module, name: str, plan: ShardingPlan) -> None:
         """Watch a method that gathers the unit of its module."""
@@ -134,7 +127,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._running.remove(unit.name)
             return cast_output(unit, result)
 
-        setattr(module, attribute, gathering)  # fake_tensors restores the model
+        setattr(module, attribute, gathering)
 
     def _enter(self, unit: ShardUnit) -> None:
         self._running.append(unit.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import gathered_tensors
+from shardkit._fsdp.undone import gathered_tensors
 from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
-from shardkit.errors import PlanError, ShardkitError, message
+from shardkit.errors import ShardkitError, message
 from shardkit.memory.budget import parse_bytes
-from shardkit.memory.moments import BACKWARD
-from shardkit.memory.timeline import CATEGORIES, STEP, Point, Predicted
+from shardkit.memory.hook_points import BACKWARD
+from shardkit.memory.timeline import CATEGORIES, STEP, Point, Prediction
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes
 
-HELD = ("parameters", "gradients", "optimizer", "unsharded")
+_HELD = ("parameters", "gradients", "optimizer", "unsharded")
+_COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")  # Okabe and Ito's, for color-blind readers
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [["bytes on this rank", "predicted", "measured", "off by"]]
-        for name in (*HELD, "on the CPU", "allocated", "reserved", "peak"):
+        for name in (*_HELD, "on the CPU", "allocated", "reserved", "peak"):
             predicted, measured = self.predicted.get(name), self.measured.get(name)
             if predicted is None or measured is None or predicted == measured == 0:
                 off = "-"
@@ -52,7 +54,7 @@ class MemoryReport:
 
 
 def memory_report(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, predicted: Predicted | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, predicted: Prediction | None = None
 ) -> MemoryReport:
     """Report what this rank holds of ``model`` and ``optimizer``, beside a prediction. Local; changes nothing.
 
@@ -77,11 +79,18 @@ def memory_report(
         "optimizer": [leaf for entry in state for leaf in tree_leaves(entry)],
         "unsharded": gathered_tensors(model),
     }
-    storages = {name: set(_storages(found)) for name, found in tensors.items()}
+    storages = {name: _storages(found) for name, found in tensors.items()}
     measured = {name: sum(s.nbytes() for s in found if s.device.type == device) for name, found in storages.items()}
     away = sum(s.nbytes() for found in storages.values() for s in found if s.device.type != device)
-    measured |= {"on the CPU": away} | _allocator(device)
-    return MemoryReport(measured, _after_step(predicted), predicted.peak if predicted else None)
+    expected = {}
+    if predicted is not None:
+        last = predicted.timeline[-1]
+        expected = {name: getattr(last, name) for name in _HELD}
+        expected["optimizer"] = predicted.timeline[0].optimizer  # without what the step itself makes and frees
+        expected |= {"allocated": sum(expected.values()), "peak": predicted.peak.total}
+    return MemoryReport(
+        measured | {"on the CPU": away} | _allocator(device), expected, predicted.peak if predicted else None
+    )
 
 
 def _device_type(params: list[nn.Parameter]) -> str:
@@ -91,10 +100,9 @@ def _device_type(params: list[nn.Parameter]) -> str:
     return "cpu"
 
 
-def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-            yield (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def _storages(tensors: Iterable[Any]) -> set[torch.UntypedStorage]:
+    found = [each for each in tensors if isinstance(each, Tensor) and each.device.type != "meta"]
+    return {(local_tensor(each) if isinstance(each, DTensor) else each).untyped_storage() for each in found}
 
 
 def _allocator(device: str) -> dict[str, int]:
@@ -103,25 +111,11 @@ def _allocator(device: str) -> dict[str, int]:
     return {} if device == "cpu" else {name: count() for name, count in counted.items()}
 
 
-def _after_step(predicted: Predicted | None) -> dict[str, int]:
-    if predicted is None or predicted.peak is None:
-        return {}
-    last = predicted.timeline[-1]
-    held = {name: getattr(last, name) for name in HELD}
-    held["optimizer"] = predicted.timeline[0].optimizer  # without what the step itself makes and frees
-    return held | {"allocated": sum(held.values()), "peak": predicted.peak.total}
-
-
-# Okabe and Ito's palette, distinguishable for color-blind readers.
-_COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")
-_GIB = 2**30
-
-
-def plot_timeline(predicted: Predicted, path: str | Path, *, budget: int | str | None = None) -> None:
+def plot_timeline(predicted: Prediction, path: str | Path, *, budget: int | str | None = None) -> None:
     """Plot what is alive on one rank through one step, by category, into a file. Local; needs matplotlib.
 
-    The horizontal axis is the order of events, from one moment of FSDP2 to the next, not time: every stretch has the
-    same width. The height of a stretch is its peak.
+    The horizontal axis is the order of events, from one hook of FSDP2 to the next, not time: every stretch has the same
+    width. The height of a stretch is its peak.
 
     Args:
         predicted: a row of :func:`shardkit.memory.estimate`, or the result of :func:`shardkit.memory.plan_for_budget`.
@@ -130,23 +124,18 @@ def plot_timeline(predicted: Predicted, path: str | Path, *, budget: int | str |
 
     Raises:
         ShardkitError: matplotlib is not installed.
-        PlanError: the strategy has no timeline, such as one that FSDP2 does not support, or ``budget`` is not bytes.
+        PlanError: ``budget`` is not bytes.
     """
-    if predicted.peak is None:
-        rule = "FSDP2 does not support this strategy, so there is no step to draw"
-        raise PlanError(message("predicted", "has no timeline", rule, "Pass another row"))
     limit = 0 if budget is None else parse_bytes(budget)
     try:
         from matplotlib.figure import Figure  # not pyplot, whose current figure and backend belong to the user
     except ImportError as error:
-        problem, rule = "is not installed", "plot_timeline needs it"
-        raise ShardkitError(message("matplotlib", problem, rule, "pip install matplotlib")) from error
+        raise ShardkitError(message("matplotlib", "is not installed", "", "pip install matplotlib")) from error
     points, highest = predicted.timeline, predicted.peak
     figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     sizes = [[getattr(point, category) / _GIB for point in (*points, points[-1])] for category in CATEGORIES]
-    edges = range(len(points) + 1)
-    axes.stackplot(edges, *sizes, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
+    axes.stackplot(range(len(points) + 1), *sizes, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
     moments = [point.moment for point in points]
     starts = [0, moments.index(BACKWARD), moments.index(STEP)]
     axes.set_xticks(starts, ["forward", "backward", "step"], ha="left")
@@ -156,7 +145,7 @@ def plot_timeline(predicted: Predicted, path: str | Path, *, budget: int | str |
     axes.set_title(f"peak {nbytes(highest.total)}, {highest.where}")
     if limit:
         axes.axhline(limit / _GIB, color="#D55E00", linestyle="--", label=f"budget, {nbytes(limit)}")
-    axes.set(ylabel="GiB on one rank", xlabel="one step, from moment to moment (not time)")
+    axes.set(ylabel="GiB on one rank", xlabel="one step, from hook to hook (not time)")
     axes.margins(x=0)
     axes.set_ylim(0, 1.1 * max(highest.total, limit) / _GIB)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)

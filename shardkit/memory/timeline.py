@@ -7,16 +7,14 @@ holds the most, so rank 0 is counted. The replay follows ``FSDPParamGroup``, ``f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.moments import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD
+from shardkit.memory.hook_points import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD
 from shardkit.memory.trace import Trace
 from shardkit.plan import ParamSpec, ShardingPlan, ShardUnit
 
@@ -56,16 +54,13 @@ class OptimizerBytes:
         Raises:
             PlanError: the name is unknown, or the bytes are negative.
         """
-        fix = "Pass the bytes of its state for each element, such as 8 for two float32 moments"
-        if not isinstance(optimizer, str):
-            if optimizer < 0:
-                raise PlanError(message("optimizer", f"is {optimizer:g} bytes", "Bytes cannot be negative", fix))
-            return cls(per_element=optimizer)
-        if optimizer not in OPTIMIZERS:
-            rule = f"It must be one of {', '.join(OPTIMIZERS)}"
-            raise PlanError(message("optimizer", f"is {optimizer!r}", rule, fix))
-        per_byte, temporary = OPTIMIZERS[optimizer]
-        return cls(per_byte, temporary=temporary)
+        if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+            per_byte, temporary = OPTIMIZERS[optimizer]
+            return cls(per_byte, temporary=temporary)
+        if isinstance(optimizer, str) or optimizer < 0:
+            problem = f"must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, got {optimizer!r}"
+            raise PlanError(message("optimizer", problem, "", "Pass, for example, 8 for two float32 moments"))
+        return cls(per_element=optimizer)
 
     def state_bytes(self, elements: int, nbytes: int) -> int:
         """Return the bytes of state for that many elements of that many bytes."""
@@ -92,53 +87,32 @@ class UnitBytes:
 
 def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -> UnitBytes:
     """Return what one unit of a plan holds and moves on a rank."""
-    return _unit_bytes(
-        tuple(plan.split_specs(unit)),
-        unit.shard_dims,
-        plan.mesh_of(unit).shard_size,
-        unit.mp_policy,
-        unit.offloads,
-        optimizer,
-    )
-
-
-@lru_cache(maxsize=4096)  # a search for a budget repeats the same calls
-def _unit_bytes(
-    specs: tuple[ParamSpec, ...],
-    shard_dims: tuple[tuple[str, int], ...],
-    ranks: int,
-    policy: MixedPrecisionPolicy,
-    offloads: bool,
-    optimizer: OptimizerBytes,
-) -> UnitBytes:
-    dims = dict(shard_dims)
-
-    def numel(spec: ParamSpec) -> int:
-        return spec.shard_numel(ranks, dims.get(spec.fqn, 0))
+    specs, dims, ranks = plan.split_specs(unit), dict(unit.shard_dims), plan.mesh_of(unit).shard_size
+    compute, reduce_dtype = unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype or unit.mp_policy.param_dtype
 
     def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
-        return sum(spec.nbytes_of(numel(spec), dtype) for spec in specs)
+        return sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0)), dtype) for spec in specs)
 
     trained = [spec for spec in specs if spec.trainable]
-    compute, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-    grads = shard_bytes(trained, None)
-    unsharded = ranks * shard_bytes(specs, compute)
-    reduced = shard_bytes(trained, reduce_dtype)
     others = [spec for spec in specs if spec.fqn in dims]
-    casts_in = any(compute not in (None, spec.dtype) for spec in specs if not spec.element_bytes) or offloads
+    elements = sum(spec.shard_numel(ranks, dims.get(spec.fqn, 0)) for spec in trained)
+    grads, reduced = shard_bytes(trained, None), shard_bytes(trained, reduce_dtype)
+    unsharded = ranks * shard_bytes(specs, compute)
+    casts = any(compute not in (None, spec.dtype) for spec in specs if not spec.element_bytes)
+    several = ranks > 1
     return UnitBytes(
         shard=shard_bytes(specs, None),
         grads=grads,
-        optimizer=optimizer.state_bytes(sum(map(numel, trained)), grads),
+        optimizer=optimizer.state_bytes(elements, grads),
         unsharded=unsharded,
-        gather=unsharded if ranks > 1 else 0,
-        copy_out=ranks * shard_bytes(others, compute) if ranks > 1 else 0,
-        copy_in=unsharded // ranks if casts_in and ranks > 1 else 0,
+        gather=several * unsharded,
+        copy_out=several * ranks * shard_bytes(others, compute),
+        copy_in=unsharded // ranks if several and (casts or unit.offloads) else 0,
         reduce=ranks * reduced,
-        kept_grad=ranks * shard_bytes([spec for spec in others if spec.trainable][-1:], compute) if ranks > 1 else 0,
+        kept_grad=several * ranks * shard_bytes([spec for spec in others if spec.trainable][-1:], compute),
         reduced=reduced,
         casts_reduced=any((reduce_dtype or spec.dtype) != spec.dtype for spec in trained),
-        offloaded=offloads,
+        offloaded=unit.offloads,
     )
 
 
@@ -177,154 +151,141 @@ class Point:
         return f"{self.moment} of {self.unit}" if self.unit else self.moment
 
 
-class Predicted(Protocol):
-    """A prediction of one step: a row of an estimate, or the choice for a budget."""
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of one step under a plan.
 
-    @property
-    def timeline(self) -> Sequence[Point]:
-        """Every stretch of the step, in order."""
+    Attributes:
+        name: how the plan differs from the one that was estimated.
+        plan: to shard by.
+        timeline: every stretch of the step, in order.
+    """
 
-    @property
-    def peak(self) -> Point | None:
+    name: str
+    plan: ShardingPlan
+    timeline: tuple[Point, ...]
+
+    @cached_property
+    def peak(self) -> Point:
         """The stretch with the most bytes alive."""
+        return max(self.timeline, key=lambda point: point.total)
 
 
-def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> list[Point]:
+def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> tuple[Point, ...]:
     """Return every stretch of one steady step of ``plan``, in order: the second step or a later one.
 
     Args:
         plan: of the same units as the trace.
-        trace: of the model with the plan's recomputation.
+        trace: of the model with the plan's checkpointed units.
         optimizer: its bytes of state.
         buffers: bytes of the model's buffers.
     """
-    sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
-    here = [size for size in sizes.values() if not size.offloaded]
-    whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
-    trained = [spec for spec in whole if spec.trainable]
-    of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
-    rank = _Rank(
-        plan,
-        trace.grad_bytes,
-        sizes,
-        optimizer.in_backward,
-        parameters=sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers,
-        states=sum(size.optimizer for size in here) + of_whole,
-        activations=trace.batch_bytes,
-    )
+    rank = _Rank(plan, trace, optimizer, buffers)
     units = {unit.name: unit for unit in plan.units}
-    points: list[Point] = []
+    hooks = {FORWARD: rank.forward, AFTER_FORWARD: rank.after_forward}
+    hooks |= {BACKWARD: rank.backward, AFTER_BACKWARD: rank.after_backward}
     for interval in trace.intervals:
-        if interval.moment in _AT:
-            points += _AT[interval.moment](rank, units[interval.unit])
-        points.append(rank.point(interval.moment, interval.unit, activations=interval.peak))
+        if interval.moment in hooks:
+            hooks[interval.moment](units[interval.unit])
+        rank.record(interval.moment, interval.unit, activations=interval.peak)
         rank.activations += interval.delta
     rank.reduce_input = rank.held_reduced = 0
     rank.gathers.clear()
     rank.gradients += trace.other_grad_bytes  # made by the model itself, so counted as activations until here
     rank.activations -= trace.other_grad_bytes
     rank.states += 0 if optimizer.in_backward else round(optimizer.temporary * rank.gradients)
-    return [*points, rank.point(STEP, "")]
-
-
-@dataclass
-class _Rank:
-    """What FSDP2 holds on one rank right now, in bytes."""
-
-    plan: ShardingPlan
-    grad_bytes: Mapping[str, int]  # of the unsharded gradients of each unit
-    sizes: dict[str, UnitBytes]
-    in_backward: bool
-    parameters: int
-    states: int
-    activations: int
-    gradients: int = 0
-    unsharded: dict[str, int] = field(default_factory=dict)
-    gathers: dict[str, int] = field(default_factory=dict)  # flat buffers in flight or kept
-    last_forward_gather: str | None = None
-    reduce_input: int = 0
-    held_reduced: int = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
-    ran: list[ShardUnit] = field(default_factory=list)  # in the order of forward, for the prefetch of backward
-
-    def point(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> Point:
-        """Return what is alive, plus these short-lived bytes."""
-        communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
-        unsharded, activations = sum(self.unsharded.values()), self.activations + activations
-        return Point(moment, unit, self.parameters, self.gradients, self.states, unsharded, communication, activations)
-
-    def free_last_forward_gather(self) -> None:
-        self.gathers.pop(self.last_forward_gather or "", None)
-        self.last_forward_gather = None
+    rank.record(STEP, "")
+    return tuple(rank.points)
 
 
 _ON_FEWER_RANKS = " on fewer ranks"  # after a unit's name: its shards over that many ranks
 
 
-def _forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
-    size = rank.sizes[unit.name]
-    if unit.name not in rank.unsharded and size.unsharded:
-        yield from _gather(rank, unit, FORWARD)
-        rank.free_last_forward_gather()
-        rank.unsharded[unit.name] = size.unsharded
-        yield rank.point(FORWARD, unit.name, communication=size.copy_out)
-        rank.last_forward_gather = unit.name  # kept until the next unit's copy-out, so that both may overlap
-    if rank.plan.prefetch:
-        order = rank.plan.execution_order()
-        for each in order[order.index(unit) + 1 :][: rank.plan.prefetch]:
-            yield from _gather(rank, each, FORWARD)
+class _Rank:
+    """What FSDP2 holds on one rank right now, in bytes, and all that was recorded of it."""
 
+    def __init__(self, plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int) -> None:
+        self.points: list[Point] = []
+        self.unsharded: dict[str, int] = {}
+        self.gathers: dict[str, int] = {}  # flat buffers in flight or kept
+        self.reduce_input = self.gradients = 0
+        self.held_reduced = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
+        self.activations = trace.batch_bytes
+        self._plan, self._trace, self._in_backward = plan, trace, optimizer.in_backward
+        self._sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
+        self._last_forward_gather = ""
+        self._ran: list[ShardUnit] = []  # in the order of forward, for the prefetch of backward
+        here = [size for size in self._sizes.values() if not size.offloaded]
+        whole = [plan.specs[fqn] for fqn in plan.unsharded if fqn in plan.specs]
+        trained = [spec for spec in whole if spec.trainable]
+        of_whole = optimizer.state_bytes(sum(spec.numel for spec in trained), sum(spec.nbytes for spec in trained))
+        self.parameters = sum(size.shard for size in here) + sum(spec.nbytes for spec in whole) + buffers
+        self.states = sum(size.optimizer for size in here) + of_whole
 
-def _gather(rank: _Rank, unit: ShardUnit, moment: str) -> Iterator[Point]:
-    """Allocate the flat buffer of a unit's all-gather, unless it exists or the unit is gathered already."""
-    size = rank.sizes[unit.name]
-    if size.gather and unit.name not in rank.gathers and unit.name not in rank.unsharded:
-        rank.gathers[unit.name] = size.gather
-        yield rank.point(moment, unit.name, communication=size.copy_in)
+    def record(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> None:
+        """Record what is alive, plus these short-lived bytes."""
+        communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
+        kept = self.parameters, self.gradients, self.states, sum(self.unsharded.values())
+        self.points.append(Point(moment, unit, *kept, communication, self.activations + activations))
 
+    def forward(self, unit: ShardUnit) -> None:
+        size = self._sizes[unit.name]
+        if unit.name not in self.unsharded and size.unsharded:
+            self._gather(unit, FORWARD)
+            self.gathers.pop(self._last_forward_gather, None)
+            self.unsharded[unit.name] = size.unsharded
+            self.record(FORWARD, unit.name, communication=size.copy_out)
+            self._last_forward_gather = unit.name  # kept until the next unit's copy-out, so that both may overlap
+        if self._plan.prefetch:
+            order = self._plan.execution_order()
+            for each in order[order.index(unit) + 1 :][: self._plan.prefetch]:
+                self._gather(each, FORWARD)
 
-def _after_forward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
-    rank.ran.append(unit)
-    reshard = unit.reshard_after_forward
-    if reshard is True:
-        rank.unsharded.pop(unit.name, None)
-    elif reshard is not False and unit.name in rank.unsharded:
-        kept = rank.unsharded[unit.name] // reshard
-        yield rank.point(AFTER_FORWARD, unit.name, communication=kept)
-        rank.unsharded[unit.name + _ON_FEWER_RANKS] = kept
-        del rank.unsharded[unit.name]
-    if unit.modules == ("",):
-        rank.free_last_forward_gather()
+    def _gather(self, unit: ShardUnit, moment: str) -> None:
+        """Allocate the flat buffer of a unit's all-gather, unless it exists or the unit is gathered already."""
+        size = self._sizes[unit.name]
+        if size.gather and unit.name not in self.gathers and unit.name not in self.unsharded:
+            self.gathers[unit.name] = size.gather
+            self.record(moment, unit.name, communication=size.copy_in)
 
+    def after_forward(self, unit: ShardUnit) -> None:
+        self._ran.append(unit)
+        reshard = unit.reshard_after_forward
+        if reshard is True:
+            self.unsharded.pop(unit.name, None)
+        elif reshard is not False and unit.name in self.unsharded:
+            kept = self.unsharded[unit.name] // reshard
+            self.record(AFTER_FORWARD, unit.name, communication=kept)
+            self.unsharded[unit.name + _ON_FEWER_RANKS] = kept
+            del self.unsharded[unit.name]
+        if unit.modules == ("",):
+            self.gathers.pop(self._last_forward_gather, None)
+            self._last_forward_gather = ""
 
-def _backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
-    size = rank.sizes[unit.name]
-    if unit.name not in rank.unsharded and size.unsharded:
-        yield from _gather(rank, unit, BACKWARD)
-        rank.unsharded[unit.name] = size.unsharded
-        yield rank.point(BACKWARD, unit.name, communication=size.copy_out)
-        rank.gathers.pop(unit.name, None)
-        rank.unsharded.pop(unit.name + _ON_FEWER_RANKS, None)
-    places = [place for place, each in enumerate(rank.ran) if each is unit]
-    if places:
-        for each in rank.ran[max(0, places[-1] - max(1, rank.plan.prefetch)) : places[-1]][::-1]:
-            yield from _gather(rank, each, BACKWARD)
+    def backward(self, unit: ShardUnit) -> None:
+        size = self._sizes[unit.name]
+        if unit.name not in self.unsharded and size.unsharded:
+            self._gather(unit, BACKWARD)
+            self.unsharded[unit.name] = size.unsharded
+            self.record(BACKWARD, unit.name, communication=size.copy_out)
+            self.gathers.pop(unit.name, None)
+            self.unsharded.pop(unit.name + _ON_FEWER_RANKS, None)
+        places = [place for place, each in enumerate(self._ran) if each is unit]
+        if places:
+            for each in self._ran[max(0, places[-1] - max(1, self._plan.prefetch)) : places[-1]][::-1]:
+                self._gather(each, BACKWARD)
 
-
-def _after_backward(rank: _Rank, unit: ShardUnit) -> Iterator[Point]:
-    size, unsharded_grads = rank.sizes[unit.name], rank.grad_bytes[unit.name]
-    rank.unsharded.pop(unit.name, None)
-    rank.reduce_input = 0
-    if not unsharded_grads:
-        return
-    rank.reduce_input = size.reduce
-    yield rank.point(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
-    rank.activations -= unsharded_grads
-    made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)
-    yield rank.point(AFTER_BACKWARD, unit.name, communication=made)
-    if rank.plan.mesh.replicates and size.casts_reduced:
-        rank.held_reduced += size.reduced
-    if not size.offloaded and not rank.in_backward:
-        rank.gradients += size.grads
-
-
-_AT = {FORWARD: _forward, AFTER_FORWARD: _after_forward, BACKWARD: _backward, AFTER_BACKWARD: _after_backward}
+    def after_backward(self, unit: ShardUnit) -> None:
+        size, unsharded_grads = self._sizes[unit.name], self._trace.grad_bytes[unit.name]
+        self.unsharded.pop(unit.name, None)
+        self.reduce_input = size.reduce if unsharded_grads else 0
+        if not unsharded_grads:
+            return
+        self.record(AFTER_BACKWARD, unit.name, communication=size.kept_grad)
+        self.activations -= unsharded_grads
+        made = size.kept_grad + size.reduced + (size.grads if size.casts_reduced else 0)
+        self.record(AFTER_BACKWARD, unit.name, communication=made)
+        if self._plan.mesh.replicates and size.casts_reduced:
+            self.held_reduced += size.reduced
+        if not size.offloaded and not self._in_backward:
+            self.gradients += size.grads

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parameter import is_lazy
 
-from shardkit import _torch
+from shardkit._torch import dispatch, has_own_dispatch
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.record import FakeDeviceMode, Recorder
 from shardkit.meta.tape import Tape, View, open_tape
@@ -43,7 +40,8 @@ def recording() -> Iterator[Recorder]:
     global _current, _thread
     if _current is not None:
         if _thread != threading.get_ident():
-            raise _second_thread("init_on_meta", "is entered")
+            rule, fix = "It records one thread at a time", "Build the models one after another"
+            raise ShardkitError(message("init_on_meta", "is entered by a second thread", rule, fix))
         yield _current
         return
     device = torch.get_default_device()
@@ -51,8 +49,7 @@ def recording() -> Iterator[Recorder]:
     recorder = _current = Recorder(open_tape(), device)
     _thread = threading.get_ident()
     try:
-        sampled = _torch.recorded_samplers(recorder.record_sampler)
-        with _refused_elsewhere(), sampled, FakeDeviceMode(recorder, device), recorder:
+        with dispatch.recorded_samplers(recorder.record_sampler), FakeDeviceMode(recorder, device), recorder:
             yield recorder
     except BaseException:
         recorder.close(failed=True)
@@ -60,33 +57,6 @@ def recording() -> Iterator[Recorder]:
     finally:
         _current = None
     recorder.close(failed=False)
-
-
-@contextmanager
-def _refused_elsewhere() -> Iterator[None]:
-    """Raise for parameters and buffers that other threads make, which are neither on meta nor recorded."""
-    refused: list[ShardkitError] = []
-
-    def check(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        if threading.get_ident() != _thread:
-            refused.append(_second_thread(f"{type(module).__name__}.{name}", "is made"))
-            raise refused[-1]
-
-    # torch's public hooks for all modules; its modes, which record, are of one thread only.
-    hooks = [register_module_parameter_registration_hook(check), register_module_buffer_registration_hook(check)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if refused:  # also where nobody saw the thread fail
-        raise refused[0]
-
-
-def _second_thread(subject: str, problem: str) -> ShardkitError:
-    rule = "init_on_meta records one thread; tensors of others would be real and unrecorded"
-    fix = "Build the whole model in the thread that entered init_on_meta, and other models before or after"
-    return ShardkitError(message(subject, f"{problem} in a second thread", rule, fix))
 
 
 @contextmanager
@@ -104,7 +74,7 @@ def init_on_meta() -> Iterator[None]:
     state that ordinary construction leaves, unless they were seeded since.
 
     Raises:
-        ShardkitError: another thread builds a module at the same time; raised there, and here on exit.
+        ShardkitError: another thread is inside, or the code uses a DTensor.
 
     Example::
 
@@ -115,17 +85,13 @@ def init_on_meta() -> Iterator[None]:
     """
     with recording() as recorder:
         yield
-    remember(recorder.tape)
-
-
-def remember(tape: Tape) -> None:
-    """Record, for every module alive, which of its tensors are on the tape."""
-    # Through the garbage collector, because modules and parameters come about in too many ways to hook: deep
-    # copies, unpickling, writes to module._parameters.
+    # Which tensors of each module alive are on the tape. Through the garbage collector, because modules and parameters
+    # come about in too many ways to hook: deep copies, unpickling, writes to module._parameters.
+    tape = recorder.tape
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module) and "_parameters" in vars(module):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                tensor = local_value(tensor) if isinstance(tensor, Tensor) and _torch.is_wrapper(tensor) else tensor
+                tensor = local_value(tensor) if isinstance(tensor, Tensor) and is_wrapper(tensor) else tensor
                 view = tape.find(tensor) if is_plain_meta(tensor) else None
                 if view is not None:
                     records.setdefault(module, Record(tape, {})).views[name] = view
@@ -135,7 +101,7 @@ def is_plain_meta(tensor: Any) -> bool:
     """Return whether this is a meta tensor with its own storage: not a wrapper subclass such as DTensor, not lazy."""
     if not isinstance(tensor, Tensor) or is_lazy(tensor):
         return False
-    return tensor.is_meta and not _torch.has_own_dispatch(type(tensor))
+    return tensor.is_meta and not has_own_dispatch(type(tensor))
 
 
 def is_recorded(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
 from shardkit._fsdp.params import tensor_hooks
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import is_plain_meta, is_recorded, records
 from shardkit.meta.module_init import Initializer, record_initializers
@@ -22,12 +22,6 @@ from shardkit.meta.tape import Definedness, View, open_tape
 from shardkit.ranks import agree, groups_of, together
 from shardkit.references import references
 from shardkit.shards import local_value
-
-
-_ALIKE = (
-    "Build the same model on all ranks. Call torch.manual_seed with one number on all ranks before init_on_meta(), or "
-)
-_ALIKE += "pass one to materialize(model, seed=...); seed the data by rank afterwards"
 
 
 def materialize(
@@ -74,13 +68,21 @@ def materialize(
 
     Example: see :func:`init_on_meta`.
     """
-    targets = _checked_targets(model)
-    groups = groups_of(model)
+    groups, targets = groups_of(model), find_targets(model)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        rule, fix = "materialize computes only this rank's shards", "Call shard_model(model) or fully_shard first"
+        raise ShardkitError(message("model", "is not sharded", rule, fix))
+    if not targets:
+        problem = "has no parameters or buffers on the meta device"
+        rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
+        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
     replay = None
     try:
         with together(groups, call="materialize"):
             replay = Replay(model, targets, init=init, device=device, seed=seed)
-        agree({**replay.digest, "seed": seed}, groups, "materialize", fix=_ALIKE)
+        fix = "Build the same model on all ranks, and call torch.manual_seed with one number before init_on_meta() or "
+        fix += "pass materialize(model, seed=...); seed the data by rank afterwards"
+        agree({**replay.digest, "seed": seed}, groups, "materialize", fix=fix)
     except ShardkitError:
         if replay is not None:
             replay.undo()
@@ -96,26 +98,6 @@ def forget(model: nn.Module) -> None:
     """Drop what was recorded of the model, once all its values are in place."""
     for module in model.modules():
         records.pop(module, None)
-
-
-# ---- what is to be computed -----------------------------------------------------------------------------------
-
-
-def _checked_targets(model: nn.Module) -> list[Target]:
-    if not isinstance(model, nn.Module):
-        raise ShardkitError(
-            message("model", f"must be an nn.Module, got {type(model).__name__}", "", "Pass the model itself")
-        )
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        rule = "materialize computes only this rank's shards of the model"
-        fix = "Call shard_model(model) or fully_shard first"
-        raise ShardkitError(message("model", "is not sharded", rule, fix))
-    targets = find_targets(model)
-    if not targets:
-        problem = "has no parameters or buffers on the meta device"
-        rule = "materialize is called once, on a model that was built under init_on_meta() or torch.device('meta')"
-        raise ShardkitError(message("model", problem, rule, "Remove the call if the model has its values already"))
-    return targets
 
 
 def is_on_meta(tensor: Tensor) -> bool:
@@ -173,12 +155,7 @@ class Replay:
             _check_targets(targets, Definedness(self._tape.ops))
             cutter = Cutter(model)
             finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
-            on = torch.device(device) if device is not None else None
-            self._player = Player(self._tape, finals, device=on, seed=seed, draw_all=draw_all)
-            if stale := self._player.num_stale():
-                problem = f"was built from {stale} real tensors that have changed since"
-                rule = "init_on_meta records real tensors by reference, so they must not change before materialize"
-                raise ShardkitError(message("model", problem, rule, "Change clones of them instead"))
+            self._player = Player(self._tape, finals, device=device, seed=seed, draw_all=draw_all)
         except BaseException:
             self.undo()
             raise
@@ -204,16 +181,16 @@ def _record_missing(model: nn.Module, targets: list[Target], init: Initializer |
     """Find what was recorded for each target, and record the initializers of what was not."""
     for target in targets:
         target.view = _recorded(target)
-    missing = {id(target.tensor) for target in targets if target.view is None and target.slots}
-    if missing and init is None and is_recorded(model):
+    missing = [target for target in targets if target.view is None and target.slots]
+    if init is None and is_recorded(model):
         # PEFT's adapters, put on after init_on_meta: reset_parameters of nn.Linear would not give lora_B its zeros.
         problem = "was made on the meta device outside init_on_meta(), so its initial values were not recorded"
         rule = "The rest of the model was recorded, and materialize does not guess values"
         fix = "Make it inside init_on_meta() too (get_peft_model as well), or pass materialize(model, init=...)"
-        raise _error([target for target in targets if id(target.tensor) in missing], problem, rule, fix)
+        _refuse(missing, problem, rule, fix)
     if missing or init is not None:
         known = {id(target.tensor): target.view for target in targets if target.view is not None}
-        recorded = record_initializers(model, known, missing, init)
+        recorded = record_initializers(model, known, {id(target.tensor) for target in missing}, init)
         for target in targets:
             target.view = recorded.get(id(target.tensor), target.view)
 
@@ -224,48 +201,40 @@ def _recorded(target: Target) -> View | None:
     if found is not None:
         return found
     views = [records[module].views.get(name) for module, name in target.slots if module in records]
-    by_place = [view for view in views if view is not None]
-    if any(view != by_place[0] for view in by_place):
-        problem = f"was tied to {listing(target.fqns[1:])} after init_on_meta"
-        rule = "Each was recorded with its own value"
-        raise ShardkitError(message(target.fqns[0], problem, rule, "Tie them inside init_on_meta()"))
-    return by_place[0] if by_place else None
+    known = list(dict.fromkeys(view for view in views if view is not None))
+    rule, fix = "Each was recorded with its own value", "Tie them inside init_on_meta()"
+    _refuse([target] if len(known) > 1 else [], "became one tensor after init_on_meta", rule, fix)
+    return known[0] if known else None
 
 
-def _error(targets: Iterable[Target], problem: str, rule: str, fix: str) -> ShardkitError:
-    names = [fqn for target in targets for fqn in target.fqns]
-    return ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
+def _refuse(targets: list[Target], problem: str, rule: str, fix: str) -> None:
+    if targets:
+        names = [fqn for target in targets for fqn in target.fqns]
+        raise ShardkitError(message(listing(names, most=len(names)), problem, rule, fix))
 
 
 def _check_targets(targets: list[Target], is_defined: Callable[[View], bool]) -> None:
-    quantized = [t for t in targets if _torch.is_wrapper(local_value(t.tensor))]
-    if quantized:
-        rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
-        raise _error(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
-    undefined = [t for t in targets if t.view is None or not is_defined(t.view)]
-    if undefined:
-        problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
-        fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
-        raise _error(undefined, problem, "materialize never leaves values uninitialized", fix)
+    rule = "The recorded initial values are plain tensors, and this class stores quantized ones"
+    quantized = [target for target in targets if is_wrapper(local_value(target.tensor))]
+    _refuse(quantized, "is quantized on the meta device", rule, "Quantize after materialize")
+    problem = "would stay uninitialized: neither the construction nor an initializer of the model writes all of it"
+    fix = "Build the model under init_on_meta(), or pass materialize(model, init=...), which writes them"
+    undefined = [target for target in targets if target.view is None or not is_defined(target.view)]
+    _refuse(undefined, problem, "", fix)
     # A parameter from before fully_shard would get values of its own, and never train.
-    registered = [t.view for t in targets if t.slots]
-    stale = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
-    if stale:
-        rule = "It would stay a full tensor that does not train"
-        fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
-        raise _error(stale, "is a parameter that fully_shard has replaced in its module", rule, fix)
-    changed = [t for t in targets if t.view is not None and t.view.size != tuple(t.tensor.shape)]
-    if changed:
-        rule = "Shapes and initial values are recorded inside init_on_meta()"
-        raise _error(changed, "has another shape than was recorded", rule, "Move the change there")
+    registered = [target.view for target in targets if target.slots]
+    old = [t for t in targets if not t.slots and isinstance(t.tensor, nn.Parameter) and t.view in registered]
+    fix = "Shard with shard_model, which updates such references, or remove the reference before sharding"
+    _refuse(old, "is a parameter that fully_shard has replaced in its module, and would not train", "", fix)
+    changed = [target for target in targets if target.view and target.view.size != tuple(target.tensor.shape)]
+    _refuse(changed, "has another shape than was recorded", "", "Change the shape inside init_on_meta()")
     check_unbound(targets)
 
 
 def check_unbound(targets: list[Target]) -> None:
     """Raise if ``install`` would lose a gradient hook, or be refused because of a weak reference."""
-    bound = [t for t in targets if isinstance(t.tensor, DTensor)]
-    bound = [t for t in bound if weakref.getweakrefs(t.tensor) or tensor_hooks(t.tensor)]
-    if bound:
-        problem = "has a hook of register_hook, or a weak reference to it exists"
-        rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
-        raise _error(bound, problem, rule, "Register the hook, or create the reference, after materialize")
+    sharded = [target for target in targets if isinstance(target.tensor, DTensor)]
+    bound = [target for target in sharded if weakref.getweakrefs(target.tensor) or tensor_hooks(target.tensor)]
+    rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
+    fix = "Register the hook, or create the reference, after materialize"
+    _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)

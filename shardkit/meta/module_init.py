@@ -7,8 +7,7 @@ and the tape records what happens to them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import recording
 from shardkit.meta.tape import View
 
-# A parameter or buffer: the dict of its module that holds it, its name there, and the tensor.
-Slot = tuple[dict[str, Any], str, Tensor]
 Initializer = Callable[[nn.Module], Any]
 
 _RESET = ("reset_parameters", "_reset_parameters")
@@ -34,26 +31,30 @@ def record_initializers(
     ``known`` is what was recorded, by ``id`` of the model's tensor: ``init`` starts from these values, as
     ``model.apply(init)`` does after construction. ``missing`` has the ``id`` of each meta tensor without a recording.
     """
-    slots = list(_slots(model))
-    wanted = missing | known.keys() if init is not None else missing
-    with recording() as recorder:
-        stand_ins = {id(t): _like(t, torch.empty(t.shape, dtype=t.dtype)) for _, _, t in slots}
-        for tensor in (t for _, _, t in slots if init is not None and id(t) in known):
+    registries = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    before = [(tensors, dict(tensors)) for tensors in registries]
+    slots = [(tensors, name, tensor) for tensors, old in before for name, tensor in old.items() if tensor is not None]
+    with recording() as recorder, torch.no_grad():
+        storages = recorder.tape.storages
+        stand_ins = {id(tensor): _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype)) for _, _, tensor in slots}
+        for tensor in (each for _, _, each in slots if init is not None and id(each) in known):
             view = known[id(tensor)]
-            stand_ins[id(tensor)] = _like(tensor, view.of(recorder.tape.storages[view.storage]).to(tensor.dtype))
-        with _swapped_in(model, slots, stand_ins), torch.no_grad():
+            stand_ins[id(tensor)] = _like(tensor, view.of(storages[view.storage]).to(tensor.dtype))
+        try:
+            for tensors, name, tensor in slots:
+                tensors[name] = stand_ins[id(tensor)]
             if init is not None:
                 model.apply(init)
             else:
-                _run_native(model, missing, slots)
+                _run_native(model, {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing})
             # By place, not by stand-in: an initializer may assign a new tensor.
-            places = [(id(t), tensors[name]) for tensors, name, t in reversed(slots) if id(t) in wanted]
+            wanted = missing | known.keys() if init is not None else missing
+            places = [(id(tensor), tensors[name]) for tensors, name, tensor in reversed(slots) if id(tensor) in wanted]
             return {key: recorder.view(tensor) for key, tensor in places}
-
-
-def _slots(model: nn.Module) -> Iterator[Slot]:
-    registries = (tensors for module in model.modules() for tensors in (module._parameters, module._buffers))
-    yield from ((each, name, tensor) for each in registries for name, tensor in each.items() if tensor is not None)
+        finally:
+            for tensors, old in before:
+                tensors.clear()
+                tensors.update(old)
 
 
 def _like(tensor: Tensor, stand_in: Tensor) -> Tensor:
@@ -63,24 +64,8 @@ def _like(tensor: Tensor, stand_in: Tensor) -> Tensor:
     return stand_in
 
 
-@contextmanager
-def _swapped_in(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor]) -> Iterator[None]:
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (tensors, dict(tensors)) for m in model.modules() for tensors in (m._parameters, m._buffers)
-    ]
-    try:
-        for tensors, name, tensor in slots:
-            tensors[name] = stand_ins[id(tensor)]
-        yield
-    finally:
-        for tensors, old in before:
-            tensors.clear()
-            tensors.update(old)
-
-
-def _run_native(model: nn.Module, missing: set[int], slots: list[Slot]) -> None:
-    """Call ``reset_parameters`` of modules that own missing tensors, then initializers of whole models."""
-    registries = {id(tensors) for tensors, _, tensor in slots if id(tensor) in missing}
+def _run_native(model: nn.Module, registries: set[int]) -> None:
+    """Call ``reset_parameters`` of modules that own these dicts of tensors, then initializers of whole models."""
     owners = {each for each in model.modules() if {id(each._parameters), id(each._buffers)} & registries}
     _check_resets(model, owners)
 
@@ -102,9 +87,8 @@ def _check_resets(model: nn.Module, owners: set[nn.Module]) -> None:
         if method is not None and not owners.isdisjoint(module.modules()):
             unknown[name or "(root)"] = method
     if unknown:
-        problem = f"is initialized by {listing(dict.fromkeys(unknown.values()))}, which takes arguments"
-        rule = "What was built under torch.device('meta') gets its values from methods without arguments; PEFT's "
-        rule += "adapters have others, and materialize does not guess values"
+        problem = f"is initialized by {listing(dict.fromkeys(unknown.values()))}, which takes arguments, as in PEFT"
+        rule = "Its values under torch.device('meta') are lost, and materialize does not guess values"
         fix = "Build model and adapters inside init_on_meta(), or pass materialize(model, init=...)"
         raise ShardkitError(message(listing(unknown), problem, rule, fix))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from shardkit import _torch
+from shardkit._torch import dispatch, has_own_dispatch
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
 from shardkit.meta.rng import Stream
@@ -28,7 +27,7 @@ _FILLS = {
 _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 
 
-class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends every aten call to its tape and runs it on the meta device only.
 
     Tensors made while it is active are meta tensors. Real tensors that were made before stay real, and ops on real
@@ -38,7 +37,6 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
-        self._constants: dict[int, _Constant] = {}  # by identity of the real storage
         self._before: dict[Stream, Tensor] = {}  # the state of each generator at its first use
         default = self._stream(torch.default_generator)
         self._recording = Recording(len(tape.ops), device, default.enter())
@@ -47,27 +45,17 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one aten call: recorded and on meta, or for real where only real tensors take part."""
-        with _torch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
-            return self._dispatch(func, args, kwargs or {})
-
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             rule = "A model is built with plain tensors, and sharded afterwards"
             raise ShardkitError(message("a DTensor", "is used inside init_on_meta", rule, "Call shard_model after it"))
-        if any(_torch.has_own_dispatch(type(tensor)) for tensor in tensors):
+        if any(has_own_dispatch(type(tensor)) for tensor in tensors):
             return NotImplemented  # a wrapper subclass: it calls aten on the plain tensors inside
-        if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
-            return args[0] if args[0].is_meta else self._stand_in(args[0])
-        if _makes_tensor(func, tensors):
-            return self._record(func, args, kwargs)
-        for argument, value in zip(_torch.schema(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in leaves(value):
-                    self._forget(tensor)
-        return func(*args, **kwargs)
-
-    # ---- recording one call -------------------------------------------------------------------------------
+        with dispatch.no_torch_function():  # FakeDeviceMode is for the model's code, not for ours
+            if func is aten.lift_fresh.default:  # torch.tensor, from_numpy, ...: memory that nobody else knows yet
+                return args[0] if args[0].is_meta else self._stand_in(args[0])
+            return self._record(func, args, kwargs) if _makes_tensor(func, tensors) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append a call to the tape, run it on meta, and return what it returns."""
@@ -81,20 +69,18 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return stand_in
 
         args, kwargs = map_leaves(on_meta, (args, kwargs))
-        if _torch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
+        if dispatch.has_tag(func, "data_dependent_output"):  # item(), equal(): the value decides what comes next
             return self._run_on_values(func, args, kwargs)
         op = self._describe(func, args, kwargs)
         out = self._run_on_meta(func, args, kwargs)
         op.outs = tuple(None if self.tape.find(tensor) else self._add(tensor) for tensor in tensors_of(out))
-        random = _torch.has_tag(func, "nondeterministic_seeded")
+        random = dispatch.has_tag(func, "nondeterministic_seeded")
         if op.writes or random or any(op.outs):  # else a view, or a change of sizes and strides
             self._append(op, kwargs.get("generator") or torch.default_generator if random else None)
             written = {view for view, _ in op.writes}
             for stand_in in tensors_of((args, kwargs)):
                 if id(stand_in) in real_of and self.view(stand_in) in written:  # real.normal_()
-                    real, value = real_of[id(stand_in)], self.value(stand_in)
-                    self._forget(real)
-                    real.detach().copy_(value)
+                    real_of[id(stand_in)].detach().copy_(self.value(stand_in))
         return map_leaves(lambda leaf: real_of.get(id(leaf), leaf), out)
 
     def record_sampler(self, func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -110,8 +96,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.tape.find(tensor)
         if found is None:  # made where no mode sees it (by a storage's own methods), or on meta before recording began
             found = self._add(tensor)
-            whole = View(found.storage, (self.tape.num_bytes(found.storage),), (1,), 0, torch.uint8)
-            self._append(Op(None, outs=(whole,), undefined=True))
+            self._append(Op(None, outs=(found,), undefined=True))
         return found
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -127,8 +112,6 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._recording.ends[stream] = stream.leave()
         if not failed:
             self.tape.recordings.append(self._recording)
-
-    # ---- parts of record ----------------------------------------------------------------------------------
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         reads, writes = self._accesses(func, args, kwargs)
@@ -150,7 +133,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what the call reads, and what it writes and how."""
         reads: list[View] = []
         written: list[tuple[View, bool]] = []
-        arguments = _torch.schema(func).arguments
+        arguments = dispatch.schema(func).arguments
         given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         for argument, value in given:
             views = [self.view(tensor) for tensor in tensors_of(value)]
@@ -158,35 +141,30 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += [(view, argument.is_out or _name(func) in _FILLS) for view in views]
             elif not (_name(func) in _EMPTY or _name(func).endswith("_like") or _name(func).startswith("new_")):
                 reads += views  # the others look at sizes only
-        if _torch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
+        if dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
             return [], []
         return reads, [(view, self._kind(view, overwrites, reads)) for view, overwrites in written]
 
     def _kind(self, view: View, overwrites: bool, reads: list[View]) -> str:
         if not overwrites or any(read.storage == view.storage for read in reads):
             return UPDATE
-        return WHOLE if view.covers(self.tape.num_bytes(view.storage)) else PART
+        return WHOLE if view.covers(self.tape.storages[view.storage].nbytes()) else PART
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "device" in _argument_names(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
         # Some meta kernels raise for a generator of the CPU: exponential_, geometric_ (torch 2.13).
         kwargs = {n: None if n == "generator" else value for n, value in kwargs.items() if n != "pin_memory"}
-        if not _torch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
+        if not dispatch.has_tag(func, "dynamic_output_shape") or _name(func) == "index":
             try:
                 return func(*args, **kwargs)
             except NotImplementedError:
                 pass  # no meta kernel, or an index by mask
         # The shapes follow from values: compute the call for real, once, and keep the shapes.
         kwargs.pop("device", None)
-
-        def meta_like(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-
         with torch.random.fork_rng(devices=[]):
-            return map_leaves(meta_like, self._run_on_values(func, args, kwargs))
+            out = self._run_on_values(func, args, kwargs)
+        return map_leaves(lambda leaf: _meta_like(leaf) if isinstance(leaf, Tensor) else leaf, out)
 
     def _append(self, op: Op, generator: torch.Generator | None = None) -> None:
         if generator is not None:
@@ -205,55 +183,17 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._before[stream] = generator.get_state()
         return stream
 
-    # ---- real tensors -------------------------------------------------------------------------------------
-
     def _run_on_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call for real, on the values that its meta tensors have at this point."""
-
-        def real(leaf: Any) -> Any:
-            return self.value(leaf) if isinstance(leaf, Tensor) else leaf
-
-        return func(*map_leaves(real, args), **map_leaves(real, kwargs))
+        args, kwargs = map_leaves(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _stand_in(self, real: Tensor) -> Tensor:
-        """Return a meta tensor for a real one, its storage recorded as a constant."""
-        storage = real.untyped_storage()
-        if id(storage) not in self._constants:
-            self._constants[id(storage)] = self._constant(real, storage)
-        constant = self._constants[id(storage)]
-        return view_of(real, constant.number).of(constant.meta)
-
-    def _constant(self, real: Tensor, storage: torch.UntypedStorage) -> _Constant:
-        num_bytes = storage.nbytes()
-        meta = torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
-        number = self.tape.add(meta)
-        whole = View(number, (num_bytes,), (1,), 0, torch.uint8)
-        # By reference, so that a checkpoint loaded here is not held twice; but not memory that torch does not
-        # own (numpy's), or whose changes it does not count (inference tensors).
-        if storage.resizable() and not real.is_inference():
-            op = Op(None, outs=(whole,), value=whole.of(storage), source=real, version=_torch.version_of(real))
-        else:
-            op = Op(None, outs=(whole,), value=whole.of(storage).clone())
-        self.tape.ops.append(op)
-        return _Constant(number, meta, storage, op)
-
-    def _forget(self, real: Tensor) -> None:
-        """Copy a constant whose real tensor is about to change; its next use records it again."""
-        constant = self._constants.pop(id(real.untyped_storage()), None)
-        if constant is not None and constant.op.source is not None:
-            assert constant.op.value is not None
-            constant.op.value, constant.op.source = constant.op.value.clone(), None
-
-
-@dataclass(slots=True)
-class _Constant:
-    number: int
-    meta: torch.UntypedStorage
-    storage: torch.UntypedStorage  # kept alive, so that its identity stays its own
-    op: Op
-
-
-# ---- the model's code sees ordinary tensors --------------------------------------------------------------------
+        """Return a meta tensor for a real one, whose present value is recorded as a constant."""
+        value = real.detach().clone()  # it may change later, and so may memory that torch does not own, as numpy's
+        meta = _meta_like(value)
+        self._append(Op(None, outs=(self._add(meta),), value=value))
+        return meta
 
 
 class FakeDeviceMode(TorchFunctionMode):
@@ -266,13 +206,10 @@ class FakeDeviceMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         super().__init__()
         self._recorder = recorder
-        self._answers: dict[Any, Callable[[Tensor], Any]] = {
-            _getter("device"): lambda tensor: device,
-            _getter("is_meta"): lambda tensor: False,
-            _getter("is_cpu"): lambda tensor: device.type == "cpu",
-            _getter("is_cuda"): lambda tensor: device.type == "cuda",
-        }
         self._device = device
+        answers = {"device": device, "is_meta": False, "is_cpu": device.type == "cpu", "is_cuda": device.type == "cuda"}
+        # By the function that a mode sees when an attribute of a tensor is read.
+        self._answers = {getattr(Tensor, name).__get__: answer for name, answer in answers.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -284,7 +221,7 @@ class FakeDeviceMode(TorchFunctionMode):
         if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
             return func(*args, **kwargs)
         if func in self._answers:
-            return self._answers[func](args[0])
+            return self._answers[func]
         if func in _VALUES:
             return func(self._recorder.value(args[0]), *args[1:], **kwargs)
         if func is Tensor.cpu and self._device.type == "cpu":
@@ -309,24 +246,20 @@ class FakeDeviceMode(TorchFunctionMode):
 _VALUES = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 
 
-def _getter(name: str) -> Any:
-    """Return the function that a mode sees when an attribute of a tensor is read."""
-    return getattr(Tensor, name).__get__
-
-
-# ---- facts about aten calls -----------------------------------------------------------------------------------
+def _meta_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _name(func: Any) -> str:
-    return str(_torch.schema(func).name).rpartition("::")[2]
+    return str(dispatch.schema(func).name).rpartition("::")[2]
 
 
 def _argument_names(func: Any) -> set[str]:
-    return {argument.name for argument in _torch.schema(func).arguments}
+    return {argument.name for argument in dispatch.schema(func).arguments}
 
 
 def _makes_tensor(func: Any, tensors: list[Tensor]) -> bool:
     """Return whether a call belongs on the tape: it uses meta tensors, draws random numbers, or allocates."""
-    if any(tensor.is_meta for tensor in tensors) or _torch.has_tag(func, "nondeterministic_seeded"):
+    if any(tensor.is_meta for tensor in tensors) or dispatch.has_tag(func, "nondeterministic_seeded"):
         return True
     return (not tensors or _name(func) in _EMPTY) and "device" in _argument_names(func)

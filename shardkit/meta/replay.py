@@ -7,9 +7,9 @@ memory that is freed at once, if a later one begins in the state that it leaves.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import dispatch
 from shardkit.meta.rng import State, Stream, hash_bytes
 from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
 
@@ -40,12 +40,13 @@ class Step(NamedTuple):
     op: Op
     computes: bool  # False: only its random numbers are needed
     before: State | int | None  # the state of its generator: as someone set it, or as the op of that index leaves it
+    saves: bool  # a step that is not the next one begins with the state that it leaves
     finals: list[Final]  # taken after it
-    frees: list[int]  # storages that no later step uses
+    frees: set[int]  # storages that no later step uses
 
 
 def plan(
-    ops: list[Op], finals: list[Final], states: Mapping[Stream, list[State | int]], ends: list[State | int]
+    ops: list[Op], finals: list[Final], states: Mapping[Stream, list[State | int]], ends: Mapping[Stream, State | int]
 ) -> list[Step]:
     """Return the steps that lead to the finals and to the generators' states ``ends``.
 
@@ -58,24 +59,26 @@ def plan(
         due[last_change[final.view.storage]].append(final)
     steps: list[Step] = []
     read: set[int] = set()  # by later steps
-    begun = {end for end in ends if isinstance(end, int)}  # ops with whose state a later step begins
+    following = dict(ends)  # what the next step of each stream begins with
+    begun = {end for end in ends.values() if isinstance(end, int)}  # the ops whose states later steps begin with
+    saved: set[int] = set()
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
-        changed = op.changed()
-        draws = index in begun
         # How many numbers it draws may follow from the values that it reads.
-        by_value = draws and bool(op.reads or any(kind == UPDATE for _, kind in op.writes))
-        computes = index in due or by_value or not read.isdisjoint(changed)
-        if not (computes or draws):
+        by_value = index in begun and bool(op.reads or any(kind == UPDATE for _, kind in op.writes))
+        computes = index in due or by_value or not read.isdisjoint(op.changed())
+        if not (computes or index in begun):
             continue
-        before = states[op.stream][op.at] if op.stream is not None else None
-        if isinstance(before, int):
-            begun.add(before)
-        used = {*changed, *(view.storage for view in op.reads)} if computes else set()
-        steps.append(Step(index, op, computes, before, due.get(index, []), sorted(used - read)))
-        if computes:
-            read.update(used)
-            read.difference_update(op.made())
+        before = None
+        if op.stream is not None:
+            before, then = states[op.stream][op.at], following.get(op.stream)
+            following[op.stream] = before
+            begun.update([before] if isinstance(before, int) else [])
+            saved.update([then] if isinstance(then, int) and then != index else [])
+        used = {*op.changed(), *(view.storage for view in op.reads)} if computes else set()
+        steps.append(Step(index, op, computes, before, index in saved, due.get(index, []), used - read))
+        read.update(used)
+        read.difference_update(op.made() if computes else ())
     return steps[::-1]
 
 
@@ -97,69 +100,55 @@ class Player:
         tape: Tape,
         finals: list[Final],
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         seed: int | None = None,
         draw_all: bool = True,
     ) -> None:
+        recordings = self._recordings(tape, finals)
         self._tape, self._seed = tape, seed
+        self.device = torch.device(device or (recordings[0].device if recordings else "cpu"))
+        states = {stream: list(stream.states) for stream in tape.streams.values()}
+        if seed is not None and recordings:
+            default = tape.streams[id(torch.default_generator)]
+            states[default][recordings[0].entry] = State(torch.Generator().manual_seed(seed).get_state())
+            for one, following in pairwise(recordings):
+                if isinstance(states[default][following.entry], State):  # seeded between the two
+                    states[default][following.entry] = states[default][one.ends[default]]
+        self._marks = recordings[-1].ends if draw_all and recordings else {}
+        self._ends = {stream: states[stream][end] for stream, end in self._marks.items()}
+        self._steps = plan(tape.ops, finals, states, self._ends)
+        on_device = dispatch.default_generator(self.device)
+        self._generators = {s: on_device if s.is_default else torch.Generator(s.generator.device) for s in states}
+        self._drew: dict[Stream, int] = {}  # the last op that drew
+        self._saved: dict[int, Tensor] = {}  # states after ops, by index
+        self._left: dict[Stream, Tensor] = {}  # states at the end
         self._real: dict[int, torch.UntypedStorage] = {}
         # Memory that was just freed: models have many tensors of one size, and new memory costs page faults.
         self._spare: torch.UntypedStorage | None = None
-        self._generators: dict[Stream, torch.Generator] = {}
-        self._drew: dict[Stream, int] = {}  # the last op that drew
-        self._saved: dict[int, Tensor] = {}  # states after ops, by index
-        self._left: dict[Stream, Tensor] = {}  # at the end
-        recordings = self._recordings(finals)
-        self.device = device or (recordings[0].device if recordings else torch.device("cpu"))
-        self._states = {stream: list(stream.states) for stream in tape.streams.values()}
-        if seed is not None and recordings:
-            self._begin_with(seed, recordings)
-        self._ends = recordings[-1].ends if draw_all and recordings else {}
-        wanted = [self._states[stream][end] for stream, end in self._ends.items()]
-        self.steps = plan(tape.ops, finals, self._states, wanted)
-        self._kept = self._returned_to(wanted)
 
-    def _recordings(self, finals: list[Final]) -> list[Recording]:
+    @staticmethod
+    def _recordings(tape: Tape, finals: list[Final]) -> list[Recording]:
         """Return the recordings from the first one that made memory of a wanted value to the last that changed any."""
         storages = {final.view.storage for final in finals}
-        changes = [i for i, op in enumerate(self._tape.ops) if not storages.isdisjoint(op.changed())]
-        starts = [recording.start for recording in self._tape.recordings]
-        first, last = (
-            (sum(start <= at for start in starts) - 1 for at in (changes[0], changes[-1])) if changes else (0, -1)
-        )
-        return self._tape.recordings[first : last + 1]
-
-    def _begin_with(self, seed: int, recordings: list[Recording]) -> None:
-        default = next(stream for stream in self._states if stream.is_default)
-        states = self._states[default]
-        states[recordings[0].entry] = State(torch.Generator().manual_seed(seed).get_state())
-        for one, following in pairwise(recordings):
-            if isinstance(states[following.entry], State):  # seeded between the two
-                states[following.entry] = states[one.ends[default]]
-
-    def _returned_to(self, wanted: list[State | int]) -> set[int]:
-        """Return the ops whose state a step begins with after others have drawn."""
-        kept = {end for end in wanted if isinstance(end, int)}
-        drew: dict[Stream, int] = {}
-        for step in self.steps:
-            if step.op.stream is not None:
-                if isinstance(step.before, int) and step.before != drew.get(step.op.stream):
-                    kept.add(step.before)
-                drew[step.op.stream] = step.index
-        return kept
-
-    def num_stale(self) -> int:
-        """Return how many constants are needed, but were changed since they were recorded."""
-        return sum(step.op.is_stale() for step in self.steps)
+        changes = [index for index, op in enumerate(tape.ops) if not storages.isdisjoint(op.changed())]
+        starts = [recording.start for recording in tape.recordings]
+        ends = [bisect(starts, index) for index in (*changes[:1], *changes[-1:])] or [1, 0]
+        return tape.recordings[ends[0] - 1 : ends[1]]
 
     def run(self) -> None:
-        """Replay. The default generator is used, and put back to its state at the end."""
-        with _defaults_kept(self.device), torch.no_grad():
-            for step in self.steps:
-                self._run(step)
+        """Replay. The default generator is used, and put back to its state at the end, as is the default dtype."""
+        generator, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
+        state = generator.get_state()
+        try:
+            with torch.no_grad():
+                for step in self._steps:
+                    self._run(step)
             for stream, end in self._ends.items():
-                self._go_to(stream, self._states[stream][end])
-                self._left[stream] = self._generator(stream).get_state()
+                self._go_to(stream, end)
+                self._left[stream] = self._generators[stream].get_state()
+        finally:
+            generator.set_state(state)
+            torch.set_default_dtype(dtype)
 
     def settle(self) -> None:
         """Put generators where ordinary construction leaves them, unless someone seeded them or drew since.
@@ -167,15 +156,15 @@ class Player:
         Where the user gave a seed, torch's default one is put there in any case; of the device, where it is another.
         """
         for stream, state in self._left.items():
-            if stream.marked() == self._ends[stream] or (self._seed is not None and stream.is_default):
-                generator = _torch.default_generator(self.device) if stream.is_default else stream.generator
+            if stream.marked() == self._marks[stream] or (self._seed is not None and stream.is_default):
+                generator = dispatch.default_generator(self.device) if stream.is_default else stream.generator
                 generator.set_state(state)
 
     def digest(self) -> dict[str, str]:
-        """Return what decides the values, as two hashes: of the construction, and of the random states it began with."""
+        """Return hashes of what decides the values: the construction, and the random states that it began with."""
         construction, random = hashlib.sha256(), hashlib.sha256()
         numbers: dict[int, int] = {}  # of storages and ops, which other recordings on the tape would shift
-        orders = {step.index: order for order, step in enumerate(self.steps)}
+        orders = {step.index: order for order, step in enumerate(self._steps)}
 
         def plain(leaf: Any) -> Any:
             if isinstance(leaf, View):
@@ -183,7 +172,7 @@ class Player:
                 return (number, leaf.size, leaf.stride, leaf.offset, leaf.dtype, leaf.conj, leaf.neg)
             return "generator" if isinstance(leaf, torch.Generator) else leaf
 
-        for step in self.steps:
+        for step in self._steps:
             op, before = step.op, orders.get(step.before) if isinstance(step.before, int) else None
             name = getattr(op.func, "__name__", None)
             call = (name, *map_leaves(plain, (op.args, op.kwargs, op.outs)), op.default_dtype, step.computes, before)
@@ -194,43 +183,27 @@ class Player:
                 hash_bytes(random, step.before.value)
         return {"the construction": construction.hexdigest()[:16], "the random state": random.hexdigest()[:16]}
 
-    # ---- generators ---------------------------------------------------------------------------------------
-
-    def _generator(self, stream: Stream) -> torch.Generator:
-        if stream not in self._generators:
-            own = _torch.default_generator(self.device) if stream.is_default else None
-            self._generators[stream] = own or torch.Generator(stream.generator.device)
-        return self._generators[stream]
-
     def _go_to(self, stream: Stream, state: State | int) -> None:
         if isinstance(state, State):
-            state.restore(self._generator(stream))
+            state.restore(self._generators[stream])
         elif state != self._drew.get(stream):
-            self._generator(stream).set_state(self._saved[state])
-
-    # ---- values -------------------------------------------------------------------------------------------
+            self._generators[stream].set_state(self._saved[state])
 
     def _run(self, step: Step) -> None:
         stream = step.op.stream
         if stream is not None and step.before is not None:
             self._go_to(stream, step.before)
-        if step.computes:
-            self._compute(step.op)
-        else:
-            self._call(step.op)
-        if stream is not None:
             self._drew[stream] = step.index
-            if step.index in self._kept:
-                self._saved[step.index] = self._generator(stream).get_state()
+        self._compute(step.op) if step.computes else self._call(step.op)
+        if stream is not None and step.saves:
+            self._saved[step.index] = self._generators[stream].get_state()
         self._take(step)
 
     def _take(self, step: Step) -> None:
         """Pass on the values that are final after a step, and free what no later step uses."""
-        finals = list(step.finals)
-        while finals:
-            final = finals.pop(0)
+        for position, final in enumerate(step.finals, 1):
             number = final.view.storage
-            alone = number in step.frees and all(other.view.storage != number for other in finals)
+            alone = number in step.frees and all(other.view.storage != number for other in step.finals[position:])
             kept = final.take(final.view.of(self._real[number]), alone)
             self._spare = self._real[number] if alone and not kept else None
         for number in step.frees:
@@ -242,13 +215,13 @@ class Player:
                 self._real[view.storage] = self._allocate(view.storage)
         if op.func is None or op.undefined:
             (number,) = op.made()
-            constant = None if op.value is None else op.value.to(self.device, copy=True).untyped_storage()
-            self._real[number] = self._allocate(number) if constant is None else constant
-        else:
-            results = tensors_of(self._call(op))
-            for out, result in zip(op.outs, results, strict=any(op.outs)):
-                if out is not None:
-                    self._real[out.storage] = self._as_recorded(out, result)
+            copy = None if op.value is None else op.value.to(self.device, copy=True)
+            self._real[number] = self._allocate(number) if copy is None else copy.untyped_storage()
+            return
+        results = tensors_of(self._call(op))
+        for out, result in zip(op.outs, results, strict=any(op.outs)):
+            if out is not None:
+                self._real[out.storage] = self._as_recorded(out, result)
 
     def _call(self, op: Op) -> Any:
         """Run the recorded call. Storages that are not in memory are not read by it."""
@@ -261,9 +234,9 @@ class Player:
                     memory[value.storage] = self._allocate(value.storage)
                 storage = memory[value.storage]
                 if storage.nbytes() < value.num_bytes():  # resize_ was called on it
-                    storage.resize_(self._tape.num_bytes(value.storage))
+                    storage.resize_(self._tape.storages[value.storage].nbytes())
                 return value.of(storage)
-            return self._generator(self._tape.streams[id(value)]) if isinstance(value, torch.Generator) else value
+            return self._generators[self._tape.streams[id(value)]] if isinstance(value, torch.Generator) else value
 
         assert op.func is not None
         if torch.get_default_dtype() != op.default_dtype:
@@ -278,7 +251,7 @@ class Player:
 
     def _allocate(self, number: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
-        num_bytes = self._tape.num_bytes(number)
+        num_bytes = self._tape.storages[number].nbytes()
         spare, self._spare = self._spare, None  # given up before another is allocated, so there is never one more
         if spare is not None and spare.nbytes() == num_bytes:
             return spare
@@ -294,18 +267,6 @@ class Player:
         return storage
 
 
-@contextmanager
-def _defaults_kept(device: torch.device) -> Iterator[None]:
-    """Restore the state of the device's default generator, and the default dtype, on exit."""
-    generator, dtype = _torch.default_generator(device), torch.get_default_dtype()
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-        torch.set_default_dtype(dtype)
-
-
 def evaluate(tape: Tape, view: View) -> Tensor:
     """Compute a recorded tensor as it is at the end of the tape, on the CPU; draw no more than needed."""
     values: list[Tensor] = []
@@ -314,6 +275,6 @@ def evaluate(tape: Tape, view: View) -> Tensor:
         values.append(value if alone else value.clone())
         return alone
 
-    with _torch.no_modes():
+    with dispatch.no_modes():
         Player(tape, [Final(view, keep)], device=torch.device("cpu"), draw_all=False).run()
     return values[0]

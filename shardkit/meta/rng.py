@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import dispatch
 
 
 class State(NamedTuple):
@@ -71,7 +71,7 @@ class Stream:
         """Return the position where the generator is, which may be new, and give it that marker."""
         position = self.marked()
         if position is None:
-            on_device = _torch.accelerator_state() if self.is_default else None
+            on_device = dispatch.accelerator_state() if self.is_default else None
             position = self._add(State(self.generator.get_state(), on_device))
         return position
 

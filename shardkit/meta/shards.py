@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
 from shardkit._fsdp.params import post_accumulate_hooks, set_post_accumulate_hooks
+from shardkit._torch import local_tensor
+from shardkit._torch.states import offloaded_parameters, reread_sharded_parameters
 from shardkit.meta.tape import View
 from shardkit.references import Setter
 from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
@@ -36,7 +37,7 @@ def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
     Plain tensors belong on the device of the first mesh.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    offloaded = {id(param) for module in sharded for param in _torch.offloaded_parameters(module)}
+    offloaded = {id(param) for module in sharded for param in offloaded_parameters(module)}
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     plain = device_of(meshes[0]) if meshes else torch.device("cpu")
 
@@ -68,17 +69,16 @@ class Cutter:
         return local_value(target.value).untyped_storage() is full.untyped_storage()
 
     def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
-        part = local_part(full, like)
-        part = part.resolve_conj().resolve_neg()  # a collective sends the memory as it is
+        part = local_part(full, like).resolve_conj().resolve_neg()  # a collective sends the memory as it is
         alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
         local = part.to(self._device(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
-        return as_sharded(wrapped_as(local, _torch.local_tensor(like)), like)
+        return as_sharded(wrapped_as(local, local_tensor(like)), like)
 
-    def _whole(self, full: Tensor, view: View, home: torch.device) -> Tensor:
+    def _whole(self, full: Tensor, view: View, device: torch.device) -> Tensor:
         if view.storage not in self._storages:
             storage = full.untyped_storage()
-            if storage.device != home:
-                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
+            if storage.device != device:
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
                 storage = there.copy_(storage, non_blocking=False)
             self._storages[view.storage] = storage
         return view.of(self._storages[view.storage])
@@ -107,4 +107,4 @@ def install(model: nn.Module, targets: Iterable[Target]) -> None:
             set_post_accumulate_hooks(tensor, hooks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _torch.reread_sharded_parameters(module)
+            reread_sharded_parameters(module)

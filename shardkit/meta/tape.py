@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import dispatch
 from shardkit.meta.rng import Stream
 
 # How an op writes to a view. "update" keeps or reads what was there (mul_, index_put_); "part" overwrites the
@@ -36,11 +36,11 @@ class View:
     neg: bool = False
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor with this view of a real or meta storage, which must be large enough."""
+        """Return the tensor with this view of a real or meta storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
-        return _torch.neg_view(tensor) if self.neg else tensor
+        return dispatch.neg_view(tensor) if self.neg else tensor
 
     def num_bytes(self) -> int:
         """Bytes that a storage needs so that this view fits."""
@@ -75,12 +75,6 @@ class Op:
     stream: Stream | None = None  # which it draws from
     at: int = 0  # the position of the stream before it
     value: Tensor | None = None
-    source: Tensor | None = None  # whose memory ``value`` is; None when it is a copy
-    version: int = 0  # of the source, to notice a later change
-
-    def is_stale(self) -> bool:
-        """Return whether this is a constant that was changed since it was recorded."""
-        return self.source is not None and _torch.version_of(self.source) != self.version
 
     def made(self) -> list[int]:
         """Return the storages whose content begins here: new ones, and those that are overwritten as a whole."""
@@ -113,45 +107,36 @@ class Tape:
         self.ops: list[Op] = []
         self.recordings: list[Recording] = []  # that are complete
         self.streams: dict[int, Stream] = {}  # by id of the generator
-        self.storages: dict[int, torch.UntypedStorage] = {}  # strong: a freed one's identity would be reused
+        self.storages: list[torch.UntypedStorage] = []  # strong: a freed one's identity would be reused
         self._ids: dict[int, int] = {}
 
     def add(self, storage: torch.UntypedStorage) -> int:
         """Add a storage, and return its number."""
-        number = self._ids[id(storage)] = len(self.storages)
-        self.storages[number] = storage
-        return number
+        self._ids[id(storage)] = len(self.storages)
+        self.storages.append(storage)
+        return len(self.storages) - 1
 
     def find(self, tensor: Tensor) -> View | None:
         """Return a meta tensor as a View, or None if its storage is not on the tape."""
         number = self._ids.get(id(tensor.untyped_storage()))
         return None if number is None else view_of(tensor, number)
 
-    def num_bytes(self, number: int) -> int:
-        """Return the present size of a storage in bytes."""
-        return self.storages[number].nbytes()
-
 
 _latest: weakref.ref[Tape] | None = None
 
 
-def latest_tape() -> Tape | None:
-    """Return the tape that any model waits for."""
-    return _latest() if _latest is not None else None
-
-
 def open_tape() -> Tape:
-    """Return that tape, or a new one."""
+    """Return the tape that any model waits for, or a new one."""
     global _latest
-    tape = latest_tape() or Tape()
+    tape = (_latest() if _latest is not None else None) or Tape()
     _latest = weakref.ref(tape)
     return tape
 
 
 def view_of(tensor: Tensor, number: int) -> View:
     """Return a tensor as a View of the storage with that number."""
-    place = (tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
-    return View(number, *place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+    return View(number, size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:

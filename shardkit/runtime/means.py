@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit._fsdp import FSDPUnit, all_reduce_hook, fsdp_units
+from shardkit._fsdp import FSDPUnit, fsdp_units
+from shardkit._fsdp.accumulation import all_reduce_hook
 
 
 def divide_further(module: nn.Module, times: int) -> None:

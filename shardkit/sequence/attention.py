@@ -7,12 +7,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,46 +17,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from shardkit.errors import PlanError, ShardkitError, message
+from shardkit.sequence.batch import Attention, Call, current
 from shardkit.sequence.exchange import Heads, deal, exchange, to_heads
-from shardkit.sequence.whole import counted, current, mask_of_whole
+from shardkit.sequence.masks import mask_of_whole
 
 PREFIX = "ulysses_"
-
-
-class Call(NamedTuple):
-    """One attention call: its module's FQN, ``elements`` of a token in its four all-to-alls, and their dtype."""
-
-    layer: str
-    elements: int
-    dtype: torch.dtype
-
-
-@dataclass
-class Attention:
-    """What a split model's attention shares, and what was found of the model.
-
-    Attributes:
-        group: the ranks that share a sequence.
-        pad: the id of padding.
-        cuts_inputs: whether batches are cut, or by the model's text part, when images are in their places.
-        takes_positions: whether the model takes ``position_ids``.
-        place: the position ids that it takes where a batch has none, of inputs, mask and ``pad``.
-        packs: whether masks keep documents apart.
-        calls: of the last forward, in order.
-    """
-
-    group: dist.ProcessGroup
-    pad: int
-    cuts_inputs: bool
-    takes_positions: bool
-    place: Callable[[Tensor, Tensor | None, int], Tensor] = counted
-    packs: bool | None = None
-    calls: list[Call] = field(default_factory=list)
-
-
-# Of the modules of split models, with their FQNs.
-known: WeakKeyDictionary[nn.Module, tuple[Attention, str]] = WeakKeyDictionary()
-# From a part's position ids to the whole's: flash attention reads documents from them, also when a block is recomputed.
+# From a part's position ids to the whole's: flash attention reads documents from them, also in a checkpointed block.
 positions: Any = WeakIdKeyDictionary()
 
 
@@ -84,18 +47,15 @@ def has_method(module: nn.Module) -> bool:
     return method is not None and list(inspect.signature(method).parameters)[1:4] == ["query", "key", "value"]
 
 
-def wrap_method(module: nn.Module) -> Callable[[], None]:
-    """Exchange heads around a module's own ``_attn(query, key, value, mask)``; return what undoes it."""
-    own: Any = module._attn
+def attend_by_method(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """Exchange heads around a module's own ``_attn(query, key, value, mask)``."""
 
-    def inner(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return own(*args, **kwargs)[0].transpose(1, 2), None
+    def inner(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return type(module)._attn(module, *args, **kwargs)[0].transpose(1, 2), None
 
-    def attn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
-        return _attend(inner, module, query, key, value, mask)[0].transpose(1, 2), None
-
-    module._attn = attn  # type: ignore[assignment]
-    return functools.partial(module.__dict__.pop, "_attn")
+    return _attend(inner, module, query, key, value, mask)[0].transpose(1, 2), None
 
 
 def _attend(
@@ -108,17 +68,19 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend to all tokens with this rank's heads; (batch, heads, tokens, dim) to (batch, tokens, heads, dim)."""
-    attention, fqn = known.get(module, (None, ""))
-    if attention is None:
-        rule = "A copy of a split model is not split"
-        problem = f"{type(module).__name__} has the attention of a split model, and was not split"
-        raise ShardkitError(message("model", problem, rule, "Copy the model before split_sequence, or split the copy"))
-    group, total = attention.group, query.shape[1]
-    _check_tokens(module, query, key)
+    if "split_attention" not in vars(module):
+        fix = "Give each model its own config, since split_sequence changes it"
+        raise ShardkitError(message(type(module).__name__, "has the config of a model that is split", "", fix))
+    attention: Attention
+    attention, fqn = vars(module)["split_attention"]
+    group, total, rank = attention.group, query.shape[1], dist.get_rank(attention.group)
+    if query.shape[2] != key.shape[2]:
+        problem = f"has {query.shape[2]} queries that attend to {key.shape[2]} keys"
+        rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
+        raise PlanError(message(type(module).__name__, problem, rule, "Do not split this model's sequences"))
     heads = deal(total, key.shape[1], group.size())
-    rank = dist.get_rank(group)
     arguments = {name: _argument(name, given, total, heads, rank) for name, given in kwargs.items()}
-    if current.get() is not None:  # not recomputed
+    if current.get() is not None:  # not a checkpointed forward that runs again
         elements = total * (query.shape[-1] + value.shape[-1])  # of the output too
         elements += heads.keys * group.size() * (key.shape[-1] + value.shape[-1])
         attention.calls.append(Call(fqn, elements, query.dtype))
@@ -126,13 +88,6 @@ def _attend(
     with _share_of_heads(module, total, heads, rank):
         out, _ = inner(module, query, key, value, attention_mask, **arguments)
     return exchange(out, group, split=1, concat=2), None
-
-
-def _check_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    if query.shape[2] != key.shape[2]:
-        problem = f"{query.shape[2]} queries attend to {key.shape[2]} keys"
-        rule = "Queries and keys must be the same tokens, so no cross-attention and no cache"
-        raise PlanError(message(type(module).__name__, problem, rule, "Do not split this model's sequences"))
 
 
 def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any:
@@ -143,7 +98,7 @@ def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any
         return positions[given]
     if given.shape == (total,):  # one value for each head, as gpt-oss's sinks
         return given.narrow(0, rank * heads.queries, heads.queries)
-    problem = f"attention gets {name} of shape {tuple(given.shape)}"
+    problem = f"gets {name} of shape {tuple(given.shape)}"
     rule = "Of its tensors only position_ids and those of one value for each head can be passed on"
     raise PlanError(message("attention", problem, rule, "Do not split this model's sequences"))
 
@@ -151,10 +106,10 @@ def _argument(name: str, given: Any, total: int, heads: Heads, rank: int) -> Any
 @contextmanager
 def _share_of_heads(module: nn.Module, total: int, heads: Heads, rank: int) -> Iterator[None]:
     """Show the module's attributes and per-head parameters as for this rank's heads."""
-    own = module._parameters
+    own: dict[str, Any] = module._parameters
     before = {name: param for name, param in own.items() if param is not None and param.shape == (total,)}
-    groups = getattr(module, "num_key_value_groups", None)
-    own.update({name: param.narrow(0, rank * heads.queries, heads.queries) for name, param in before.items()})  # type: ignore[misc]
+    groups: Any = getattr(module, "num_key_value_groups", None)
+    own.update({name: param.narrow(0, rank * heads.queries, heads.queries) for name, param in before.items()})
     if groups is not None:
         module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
@@ -171,9 +126,8 @@ def _call(inner: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Ten
         eager = getattr(modeling, "eager_attention_forward", None)
         if uses_registry(modeling) and (eager is not None or inner != "eager"):
             return modeling.ALL_ATTENTION_FUNCTIONS.get_interface(inner, eager)(module, *args, **kwargs)  # type: ignore[no-any-return]
-    problem = f"{type(module).__name__} has no eager_attention_forward beside it"
-    rule = "Eager attention is a function of the file that defines the module"
-    raise PlanError(message("attention", problem, rule, 'Call model.set_attn_implementation("sdpa") first'))
+    problem = "has no eager_attention_forward in the file that defines it"
+    raise PlanError(message(type(module).__name__, problem, "", 'Call model.set_attn_implementation("sdpa") first'))
 
 
 def files_of(module: nn.Module) -> list[ModuleType]:

@@ -40,17 +40,11 @@ def exchange(x: Tensor, group: dist.ProcessGroup, split: int, concat: int) -> Te
 
 
 class Heads(NamedTuple):
-    """How attention heads are dealt to ranks: each has ``queries`` of them, and ``keys`` key and value heads.
+    """How attention heads are dealt to ranks."""
 
-    Attributes:
-        queries: query heads of one rank.
-        keys: key and value heads of one rank.
-        copies: how often each key and value head is repeated before the exchange, where they are fewer than ranks.
-    """
-
-    queries: int
-    keys: int
-    copies: int
+    queries: int  # query heads of one rank
+    keys: int  # key and value heads of one rank
+    copies: int  # of each key and value head before the exchange, where they are fewer than ranks
 
 
 def deal(queries: int, keys: int, ranks: int) -> Heads:
@@ -60,7 +54,7 @@ def deal(queries: int, keys: int, ranks: int) -> Heads:
         PlanError: the query heads cannot be divided by the ranks, or by the key heads.
     """
     if queries % ranks or queries % keys:
-        problem = f"{queries} query heads and {keys} key and value heads, on {ranks} ranks"
+        problem = f"has {queries} query heads and {keys} key and value heads, on {ranks} ranks"
         rule = "Each rank computes the same number of query heads, and each key head serves the same number of them"
         fix = f"Use a number of ranks that divides {queries}" if queries % ranks else "Repeat the key heads yourself"
         raise PlanError(message("attention", problem, rule, fix))
@@ -115,8 +109,6 @@ def ulysses(
 
     @functools.wraps(attend)
     def on_parts(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if group.size() == 1:
-            return attend(query, key, value, *args, **kwargs)
         out = attend(*to_heads(query, key, value, group, heads, sequence), *args, **kwargs)
         return exchange(out, group, split=sequence, concat=heads)
 

@@ -39,15 +39,12 @@ def tiled_loss(
         The sum, for :func:`shardkit.scale_loss`.
 
     Raises:
-        ShardkitError: ``labels`` are not of the same tokens, or ``tiles`` is not positive.
+        ShardkitError: ``labels`` are not of the same tokens.
     """
     dims = hidden.ndim - 1
     if dims < 1 or labels.shape[:dims] != hidden.shape[:-1]:
-        problem = f"has shape {tuple(labels.shape)}, and hidden {tuple(hidden.shape)}"
-        fix = "Cut both in the same way, and shift labels before"
-        raise ShardkitError(message("labels", problem, "Each token needs a label", fix))
-    if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
-        raise ShardkitError(message("tiles", f"is {tiles!r}", "It must be an int of at least 1", "Use tiles=8"))
+        problem = f"have shape {tuple(labels.shape)}, and hidden has {tuple(hidden.shape)}"
+        raise ShardkitError(message("labels", problem, "Each token needs a label", "Shift labels, then cut both alike"))
     forward, own, made = head.forward, vars(head).get("forward"), list[Tensor]()
 
     def tile(hidden: Tensor, labels: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,48 @@ from torch import Tensor, nn
 from shardkit.errors import PlanError, message
 from shardkit.grads import reset_after_error
 from shardkit.ranks import collective_device, device_type, groups_of
-from shardkit.sequence.fit import ADVICE, class_name
-from shardkit.sequence.whole import counted, masked, offset
-
-if TYPE_CHECKING:
-    from shardkit.sequence.split import SplitSequence
+from shardkit.sequence.batch import SplitSequence, counted
 
 TOKENS = 6  # of each rank
 MOST_WRONG = 0.2  # of a rank's tokens, since a router's ties may fall otherwise for a few
+ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
 
 
-def batches_of(config: Any, ranks: int, positions: bool) -> list[dict[str, Tensor]]:
+def check(model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]) -> None:
+    """Split a model by ``split``, and undo that if its logits change. Collective, unless values are fake.
+
+    Finds how the model counts positions.
+
+    Raises:
+        PlanError: on all ranks, the split model's logits are others; the model is unchanged.
+    """
+    ranks, attention = sequence.group.size(), sequence.attention
+    if ranks == 1 or dist.get_backend(sequence.group) == "fake":
+        split()
+        return
+    batches = _batches(config, ranks, attention.takes_positions)
+    expected = [_logits(model, batch) for batch in batches]
+    undo = split()
+    try:
+        for attention.place in _places(model):
+            wrong = _wrong_anywhere(model, sequence, batches[0], expected[0])
+            if wrong <= MOST_WRONG:
+                break
+        for batch, logits in zip(batches[1:], expected[1:], strict=True):
+            wrong = max(wrong, _wrong_anywhere(model, sequence, batch, logits))
+        if wrong > MOST_WRONG:
+            problem = f"has other logits for {wrong:.0%} of the tokens when a sequence is split"
+            rule = (
+                "Only attention by transformers' AttentionInterface, or by a method _attn, may combine tokens, placed "
+            )
+            rule += "by position_ids: no state (Mamba, linear attention), convolution, or attention inside a forward"
+            raise PlanError(message(type(model).__name__, problem, rule, ADVICE))
+    except BaseException:
+        undo()
+        raise
+
+
+def _batches(config: Any, ranks: int, positions: bool) -> list[dict[str, Tensor]]:
     """Return batches of two rows, the same on all ranks, of a length that needs padding.
 
     In the first the second row is padded on the left; the second, for models that take ``position_ids``, is of
@@ -41,7 +72,7 @@ def batches_of(config: Any, ranks: int, positions: bool) -> list[dict[str, Tenso
     return batches if positions else batches[:1]
 
 
-def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the first output of a forward in eval mode, without gradients. Collective.
 
     Raises:
@@ -64,8 +95,21 @@ def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
             module.training = True
 
 
-def wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: Tensor) -> float:
-    """Return the part of this rank's tokens whose logits are not ``expected``, of 1; local."""
+def _wrong_anywhere(model: nn.Module, sequence: SplitSequence, batch: dict[str, Tensor], expected: Tensor) -> float:
+    """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over all ranks."""
+    part = sequence.split(batch)
+    found = _logits(model, part)
+    if "position_ids" in batch:
+        sequence.attention.packs = part["sequence"].packs
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    wrong = torch.tensor(_wrong_part(sequence, found, expected, mask))
+    for group in [sequence.group, *groups_of(model)]:
+        wrong = wrong.to(collective_device(group))
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
+    return float(wrong)
+
+
+def _wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: Tensor) -> float:
     calls = sequence.attention.calls
     if not calls or found.shape[1] != TOKENS:
         return 1.0
@@ -80,56 +124,21 @@ def wrong_part(sequence: SplitSequence, found: Tensor, expected: Tensor, mask: T
     return float(wrong.sum() / real.sum().clamp(min=1))
 
 
-def wrong_anywhere(model: nn.Module, sequence: SplitSequence, batch: dict[str, Tensor], expected: Tensor) -> float:
-    """Return the largest part of a rank's tokens whose logits are not ``expected``. Collective over all ranks."""
-    part = sequence.split(batch)
-    found = logits_of(model, part)
-    if "position_ids" in batch:
-        sequence.attention.packs = part["sequence"].packs
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    wrong = torch.tensor(wrong_part(sequence, found, expected, mask))
-    for group in [sequence.group, *groups_of(model)]:
-        wrong = wrong.to(collective_device(group))
-        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
-    return float(wrong)
-
-
-def check(model: nn.Module, config: Any, sequence: SplitSequence, split: Callable[[], Callable[[], None]]) -> None:
-    """Split a model by ``split``, and undo that if its logits change. Collective, unless values are fake."""
-    ranks, takes_positions = sequence.group.size(), sequence.attention.takes_positions
-    real = ranks > 1 and dist.get_backend(sequence.group) != "fake"
-    batches = batches_of(config, ranks, takes_positions) if real else []
-    expected = [logits_of(model, batch) for batch in batches]
-    undo = split()
-    try:
-        if real:
-            compare(model, sequence, batches, expected)
-    except BaseException:
-        undo()
-        raise
-
-
-def compare(
-    model: nn.Module, sequence: SplitSequence, batches: list[dict[str, Tensor]], expected: list[Tensor]
-) -> None:
-    """Find how the model counts positions, and raise PlanError on all ranks if its logits are not ``expected``."""
-    for place in places_of(model):
-        sequence.attention.place = place
-        wrong = wrong_anywhere(model, sequence, batches[0], expected[0])
-        if wrong <= MOST_WRONG:
-            break
-    for batch, logits in zip(batches[1:], expected[1:], strict=True):
-        wrong = max(wrong, wrong_anywhere(model, sequence, batch, logits))
-    if wrong > MOST_WRONG:
-        shown = f"logits of {wrong:.0%} of the tokens differ between a whole and a split sequence"
-        rule = "Only attention by transformers' AttentionInterface may combine tokens, placed by position_ids"
-        raise PlanError(message(class_name(model), shown, rule, ADVICE))
-
-
-def places_of(model: nn.Module) -> list[Callable[[Tensor, Tensor | None, int], Tensor]]:
+def _places(model: nn.Module) -> list[Callable[[Tensor, Tensor | None, int], Tensor]]:
     """Return how the model may count positions where a batch has none, as its table of positions shows."""
     tables = [module for name, module in model.named_modules() if "position" in name.rpartition(".")[2]]
     if any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables):
-        return [offset]
+        return [_offset]
     below = any(getattr(table, "offset", 0) for table in tables)  # else -1 is in no table, on some ranks only
-    return [counted, masked] if below else [counted]
+    return [counted, _masked] if below else [counted]
+
+
+def _masked(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids that count what the mask shows, and are -1 for the rest, as OPT."""
+    return counted(inputs, mask, first) if mask is None else mask.long().cumsum(1) * mask.long() - 1
+
+
+def _offset(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids after that of padding, which count tokens that are not padding, as RoBERTa."""
+    real = (inputs != first).long() if inputs.ndim == 2 else torch.ones_like(inputs[..., 0], dtype=torch.long)
+    return real.cumsum(1) * real + first

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit import _fsdp
+from shardkit._fsdp.undone import without_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, raise_together, together
 from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter
@@ -101,7 +102,7 @@ def gathered_params(
     found: dict[nn.Parameter, Tensor | None] = {}
     try:
         with (
-            _fsdp.without_hooks(list(model.modules()) if recurse else [model]),
+            without_hooks(list(model.modules()) if recurse else [model]),
             _replaced(model, names, fulls) as places,
         ):
             yield

@@ -8,9 +8,9 @@ from shardkit.testing.asserts import assert_same_on_all_ranks as assert_same_on_
 from shardkit.testing.counts import CommCounts as CommCounts
 from shardkit.testing.counts import comm_counts as comm_counts
 from shardkit.testing.counts import fake_world as fake_world
+from shardkit.testing.pool import RankFailure as RankFailure
 from shardkit.testing.pool import RankPool as RankPool
 from shardkit.testing.pool import distributed as distributed
-from shardkit.testing.report import RankFailure as RankFailure
 
 __all__ = [
     "CommCounts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,23 +10,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import TorchDispatchMode, fake_store, forget_meshes
+from shardkit._torch.dispatch import TorchDispatchMode
+from shardkit._torch.worlds import fake_store, forget_meshes
 from shardkit.errors import ShardkitError, message
 from shardkit.plan import Collectives
 
 # Each call of an operator in these namespaces is one collective: torch.distributed and FSDP2 dispatch c10d, DTensor
-# dispatches _c10d_functional. Matched by prefix, so that all_gather_into_tensor_coalesced, all_reduce_ and so on count.
+# dispatches _c10d_functional.
 NAMESPACES = ("c10d", "_c10d_functional")
-KINDS = {
+KINDS = {  # by how names begin, without underscores: allgather_, _allgather_base_, all_gather_into_tensor_coalesced
     "allgather": "all_gathers",
-    "_allgather": "all_gathers",
-    "all_gather": "all_gathers",
-    "reduce_scatter": "reduce_scatters",
-    "_reduce_scatter": "reduce_scatters",
+    "reducescatter": "reduce_scatters",
     "allreduce": "all_reduces",
-    "all_reduce": "all_reduces",
     "alltoall": "all_to_alls",
-    "all_to_all": "all_to_alls",
 }
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -51,14 +47,15 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         >>> model.weight.placements, model.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([1, 16]))
     """
-    subject = "fake_world"
     if dist.is_initialized():
-        problem = f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already"
+        problem = f"found a process group of {dist.get_world_size()} ranks ({dist.get_backend()})"
         fix = "Leave the other fake_world or call destroy_process_group"
-        raise ShardkitError(message(subject, problem, "A process can have one default process group at a time", fix))
+        raise ShardkitError(
+            message("fake_world", problem, "A process can have one default process group at a time", fix)
+        )
     if not 0 <= rank < world_size:
-        problem, fix = f"rank {rank} is not in a world of {world_size}", "Pass a rank between 0 and world_size - 1"
-        raise ShardkitError(message(subject, problem, "Ranks are 0 to world_size - 1", fix))
+        problem, fix = f"has no rank {rank} in a world of {world_size}", "Pass a rank between 0 and world_size - 1"
+        raise ShardkitError(message("fake_world", problem, "", fix))
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -86,7 +83,7 @@ class CommCounts(Collectives):
 
     def add(self, operator: str) -> None:
         """Count one call of a collective operator, by its name without namespace and overload."""
-        kind = next((kind for prefix, kind in KINDS.items() if operator.startswith(prefix)), None)
+        kind = next((kind for prefix, kind in KINDS.items() if operator.replace("_", "").startswith(prefix)), None)
         if kind is not None:
             setattr(self, kind, getattr(self, kind) + 1)
         elif operator not in NO_COLLECTIVES:
@@ -119,13 +116,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that DTensor runs it, whose own collectives come here one by one
         namespace, _, operator = func.name().partition("::")

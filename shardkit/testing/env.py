@@ -24,7 +24,7 @@ VARIABLES = (
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
+    """Return the parser of the command, added to the result of ``ArgumentParser.add_subparsers``."""
     text = "print what a bug report needs: versions, devices, backends, environment"
     parser: argparse.ArgumentParser = commands.add_parser("env", help=text, description=f"{text.capitalize()}.")
     return parser

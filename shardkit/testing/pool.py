@@ -2,30 +2,73 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import multiprocessing
+import multiprocessing.util  # its exit hook waits for children; registered first, it runs after ours
 import os
 import pickle
+import shutil
+import signal
 import sys
-import threading
+import tempfile
+import time
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from shardkit._torch.worlds import RANK_IMPORTS
 from shardkit.errors import ShardkitError, message
-from shardkit.testing.ranks import Ranks
-from shardkit.testing.report import RankFailure
-from shardkit.testing.target import Target, register
-from shardkit.testing.worker import Call, Returned, seats
+from shardkit.testing import worker
+from shardkit.testing.worker import STACK_SIGNAL, STARTED, Call, Failure, Returned, Seat, attribute, bodies, key_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# A fork server has no threads, so its forks are safe where the parent's would not be, and it imports torch once:
+# 4 ranks are ready 0.1 s after it is (1.7 s), against 4.5 s to spawn 4, on 2 cores.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's libraries do not survive a fork
+START_LIMIT = 120.0  # seconds to start, and to import what a call needs, which a slow disk delays
+GRACE = 1.0  # seconds for the other ranks to report after one has failed, and for a stuck one to write its stack
+STACK_PAUSE = 0.05  # seconds without growth after which a stack file is complete
+LAST_LINES = 10  # of the output of a rank that died, in its report
 # Subgroups (a 2-D mesh makes three for each rank) live until the rank ends, because torch caches meshes that refer to
 # them. Each costs threads and file descriptors, so ranks that hold many are replaced, which takes 0.1 s.
 MOST_GROUPS = 64
+
+
+class RankFailure(ShardkitError):
+    """A call did not return on every rank.
+
+    The message names the ranks that died (with signal or exit code), raised (with traceback) or got stuck (with the
+    Python stack); a text that several ranks share is shown once.
+
+    Attributes:
+        failures: by rank, without ranks that returned.
+    """
+
+    def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
+        self.failures = dict(failures)
+        ranks_of: dict[Failure, list[str]] = {}
+        for _, rank in sorted((failure.kind, rank) for rank, failure in failures.items()):
+            ranks_of.setdefault(failures[rank], []).append(str(rank))  # likely causes first: died, raised, stuck
+        titles = {
+            each: f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}" for each, ranks in ranks_of.items()
+        }
+        sections = [f"--- {title} ---\n{each.detail.strip()}" for each, title in titles.items() if each.detail]
+        super().__init__("\n\n".join([f"{name}: {'; '.join(titles.values())} (of {world_size} ranks).", *sections]))
+
+    @property
+    def skip(self) -> str | None:
+        """The reason, if every failed rank asked to skip the test, else None."""
+        reasons = [failure.skip for failure in self.failures.values()]
+        return None if None in reasons else reasons[0]
 
 
 class RankPool:
@@ -50,19 +93,14 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60) -> None:
-        if seats:
-            problem = f"this process is rank {seats[0].rank} of a pool of {seats[0].world_size}"
-            rule = "A rank cannot start a pool of its own"
-            raise ShardkitError(message("RankPool", problem, rule, "Make the pool in the test, not in its body"))
-        if world_size < 1 or timeout <= 0:
-            problem = f"world_size is {world_size} and timeout is {timeout} s"
-            fix = "Pass a world_size of at least 1 and a timeout above 0"
-            raise ShardkitError(message("RankPool", problem, "Both must be positive", fix))
+        if worker.in_pool:
+            rule, fix = "A rank cannot start a pool of its own", "Make the pool in the test, not in its body"
+            raise ShardkitError(message("RankPool", "is made in a rank of another pool", rule, fix))
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
-        self._ranks: Ranks | None = None
-        self._lock = threading.Lock()
+        self._directory = ""
+        self._ranks: list[_Rank] = []
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         """Call ``function(*args, **kwargs)`` on every rank and return the results in the order of ranks.
@@ -84,30 +122,40 @@ class RankPool:
     ) -> list[T]:
         """``run`` with a time limit of its own, in seconds."""
         __tracebackhide__ = True  # for pytest: the caller's line and the message are enough
-        target = Target.of(function)
+        call = _call(function, args, kwargs)
+        keep = False
         try:
-            arguments = pickle.dumps((args, kwargs))
-        except Exception as error:  # pickle raises whatever the value's class raises
-            rule = "Arguments are pickled on their way to the ranks"
-            fix = "Pass plain data or plain tensors and build the rest in the function"
-            raise ShardkitError(message(target.name, f"an argument cannot be pickled ({error})", rule, fix)) from None
-        call = Call(target, arguments, sys.path, os.getcwd(), dict(os.environ))
-        with self._ready_ranks() as ranks:
-            outcomes = ranks.exchange(call, timeout)
-            returned = [outcome for outcome in outcomes if isinstance(outcome, Returned)]
-            if len(returned) < self.world_size:
-                failures = {rank: end for rank, end in enumerate(outcomes) if not isinstance(end, Returned)}
-                raise RankFailure(call.target.name, self.world_size, failures)
+            self._start()
+            # Through a file, because a pipe would block on a large request to a stuck rank.
+            request = Path(self._directory, "request")
+            request.write_bytes(pickle.dumps(call))
+            for rank in self._ranks:
+                with contextlib.suppress(BrokenPipeError):  # receive() will report that it died
+                    rank.connection.send(str(request))
+            outcomes = _outcomes(self._ranks, timeout)
+            for rank in self._ranks:
+                for line in rank.new_lines(printed=True):
+                    print(f"[rank {rank.seat.rank}] {line}")
+            if failures := {rank: end for rank, end in enumerate(outcomes) if isinstance(end, Failure)}:
+                raise RankFailure(call.name, self.world_size, failures)
+            returned = [end for end in outcomes if isinstance(end, Returned)]
             values = [pickle.loads(each.value) for each in returned]
-            if all(0 < each.groups <= MOST_GROUPS for each in returned):
-                self._ranks = ranks
+            keep = all(0 < each.groups <= MOST_GROUPS for each in returned)
             return values
+        finally:
+            if not keep:
+                self.close()
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.kill()
+        for rank in self._ranks:
+            rank.process.kill()
+        while self._ranks:  # emptied one by one: a second call may follow one that Ctrl-C interrupted
+            self._ranks[-1].process.join()
+            self._ranks[-1].connection.close()
+            self._ranks.pop().process.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        _open_pools.discard(self)
 
     def __enter__(self) -> RankPool:
         """The pool itself."""
@@ -117,24 +165,126 @@ class RankPool:
         """Close it."""
         self.close()
 
-    @contextmanager
-    def _ready_ranks(self) -> Iterator[Ranks]:
-        """Yield ranks for one call, which are killed afterwards unless the body put them back."""
-        if not self._lock.acquire(blocking=False):
-            rule = "A pool runs one call at a time"
-            fix = "Wait for it, or make another pool"
-            raise ShardkitError(message("RankPool.run", "another thread is running a call", rule, fix))
+    def _start(self) -> None:
+        if self._ranks and all(rank.process.is_alive() for rank in self._ranks):
+            return
+        self.close()  # a library's thread may have ended one between calls
+        self._directory = tempfile.mkdtemp(prefix="shardkit-ranks-")
+        _open_pools.add(self)
+        for rank in range(self.world_size):
+            self._ranks.append(_Rank(Seat(rank, self.world_size, self.backend, self._directory)))
+
+
+_open_pools: set[RankPool] = set()
+_owner = os.getpid()
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() == _owner:  # not in a fork of the process that owns them
+        for pool in list(_open_pools):
+            pool.close()
+
+
+class _Rank:
+    """One process, as the parent knows it. It joins the group on its own."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self._printed = 0  # bytes of its output
+        seat.output.touch()
+        seat.stack.touch()
+        # CUDA does not survive a fork either, and an import may have initialized it.
+        context: Any = multiprocessing.get_context("spawn" if seat.backend == "nccl" else START_METHOD)
+        if context.get_start_method() == "forkserver":  # before its server starts; later it has no effect
+            context.set_forkserver_preload([*RANK_IMPORTS, worker.__name__, *imports_of_tests()])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=worker.serve, args=(seat, theirs), name=f"shardkit-rank-{seat.rank}")
+        self.process.start()
+        theirs.close()  # so that its death closes the pipe
+
+    def receive(self) -> Returned | Failure | str:
+        """Return its message, or that it died. Called when either is known."""
         try:
-            if self._ranks is not None and not self._ranks.alive():
-                self.close()
-            ranks, self._ranks = self._ranks or Ranks(self.world_size, self.backend), None
-            try:
-                yield ranks
-            finally:
-                if self._ranks is None:
-                    ranks.kill()
-        finally:
-            self._lock.release()
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            self.process.join(GRACE)
+        code = self.process.exitcode  # None if unknown; below 0, the negated signal number
+        how = f"exited with code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return Failure("died", how, "\n".join([worker.call_stack(self.seat), *self.new_lines()[-LAST_LINES:]]))
+
+    def stack(self) -> str:
+        """Return its present Python stack, most recent call last; empty if it writes none."""
+        with contextlib.suppress(ProcessLookupError):  # it may die meanwhile
+            os.kill(self.process.pid, STACK_SIGNAL)
+        deadline, size, before = time.monotonic() + GRACE, 0, -1
+        while time.monotonic() < deadline and not size == before > 0:
+            wait([self.process.sentinel], STACK_PAUSE)
+            size, before = self.seat.stack.stat().st_size, size
+        return worker.call_stack(self.seat)
+
+    def new_lines(self, *, printed: bool = False) -> list[str]:
+        """Return its output since what was printed."""
+        new = self.seat.output.read_bytes()[self._printed :]
+        self._printed += len(new) if printed else 0
+        return new.decode(errors="replace").splitlines()
+
+
+def _outcomes(ranks: list[_Rank], timeout: float) -> list[Returned | Failure]:
+    """Wait for one outcome of every rank, within the time limits."""
+    outcomes: dict[_Rank, Returned | Failure] = {}
+    loading = set(ranks)
+    late, deadline = f"did not start and import within {START_LIMIT:g} s", time.monotonic() + START_LIMIT
+    failed = False
+    while waiting := [rank for rank in ranks if rank not in outcomes]:
+        handles = {handle: rank for rank in waiting for handle in (rank.connection, rank.process.sentinel)}
+        ready: list[Any] = wait(list(handles), max(0.0, deadline - time.monotonic()))
+        for rank in dict.fromkeys(handles[handle] for handle in ready):
+            news = rank.receive()
+            loading.discard(rank)
+            if not isinstance(news, str):
+                outcomes[rank] = news
+            if isinstance(news, Failure) and not failed:
+                failed, late = True, f"did not finish within {GRACE:g} s of the first failure"
+                deadline = time.monotonic() + GRACE
+            elif news == STARTED and not loading and not failed:
+                late, deadline = f"did not finish within {timeout:g} s", time.monotonic() + timeout
+        if not ready:
+            outcomes |= {rank: Failure("stuck", late, rank.stack()) for rank in waiting}
+    return [outcomes[rank] for rank in ranks]
+
+
+def imports_of_tests() -> list[str]:
+    """Return the modules of this process that its ranks are likely to need: saves 1 to 3 s for each rank."""
+    tests = {"numpy", "pytest", "hypothesis"}
+    return [name for name in sys.modules if name in tests or name.partition(".")[0] == "transformers"]
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the call as other processes can make it."""
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    loaded = sys.modules.get(module)
+    registered = bodies.get(key_of(module, name)) is function
+    if loaded is None or not (registered or attribute(loaded, name) is function):
+        raise _not_found(function)
+    try:
+        arguments = pickle.dumps((args, kwargs))
+    except Exception as error:  # pickle raises whatever the value's class raises
+        rule, fix = (
+            "Arguments are pickled on their way to the ranks",
+            "Pass plain data and build the rest in the function",
+        )
+        raise ShardkitError(message(name, f"has an argument that cannot be pickled ({error})", rule, fix)) from None
+    file, rewritten = getattr(loaded, "__file__", None), "@pytest_ar" in vars(loaded)  # pytest's name for its helper
+    return Call(loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ))
+
+
+def _not_found(function: object) -> ShardkitError:
+    name = getattr(function, "__qualname__", repr(function))
+    rule = "Ranks import its module and look it up by name, so it must be at the module's top level"
+    fix = "Move it there and pass what it closes over as arguments"
+    return ShardkitError(message(name, "cannot be found by other processes", rule, fix))
 
 
 _session_pools: dict[tuple[int, str], RankPool] = {}
@@ -170,7 +320,9 @@ def distributed(
         if given is not None:  # @given is below: wrap its body instead, so that only this process draws examples
             given.inner_test = decorate(given.inner_test)
             return body  # type: ignore[return-value]
-        register(body)
+        if not isinstance(body, FunctionType) or "<" in body.__qualname__:
+            raise _not_found(body)
+        bodies[key_of(body.__module__, body.__qualname__)] = body
 
         @functools.wraps(body)
         def test(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -191,8 +343,7 @@ def distributed(
 
 def _session_pool(world_size: int, backend: str | None) -> RankPool:
     gpus = torch.cuda.device_count()
-    if backend is None:
-        backend = "nccl" if gpus >= world_size else "gloo"
+    backend = backend or ("nccl" if gpus >= world_size else "gloo")
     if backend == "nccl" and gpus < world_size:
         raise unittest.SkipTest(f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}")
     if (world_size, backend) not in _session_pools:

@@ -1,9 +1,10 @@
-"""Run one rank of a pool: join the process group, then run one call after the other."""
+"""One rank of a pool: it joins the process group, then runs one call after the other."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -14,32 +15,28 @@ import sys
 import threading
 import traceback
 import unittest
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import parent_process
 from pathlib import Path
-from typing import TextIO
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardkit.errors import ShardkitError, message
-from shardkit.testing.report import Failure
-from shardkit.testing.target import Target
 
 STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Slurm's requeue hooks take
 # The parent ends a call that takes too long and reports where each rank was; the group must not time out first.
 GROUP_TIMEOUT = timedelta(days=1)
+STARTED = "started"  # the rank has imported what the call needs, and begins to run it
 
 
-@dataclass(frozen=True)
-class Seat:
-    """One rank's place in its pool.
-
-    ``directory`` holds the rendezvous file, and the output and stack of each rank. The stack is written on
-    ``STACK_SIGNAL`` and in a crash.
-    """
+class Seat(NamedTuple):
+    """One rank's place in its pool. The directory holds the rendezvous file, and each rank's output and stack."""
 
     rank: int
     world_size: int
@@ -51,37 +48,49 @@ class Seat:
         return Path(self.directory, f"output{self.rank}")
 
     @property
-    def stack(self) -> Path:
+    def stack(self) -> Path:  # written on STACK_SIGNAL and in a crash
         return Path(self.directory, f"stack{self.rank}")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call as sent to every rank, with the parent's ``sys.path``, working directory and environment."""
 
-    target: Target
-    arguments: bytes  # pickled ``(args, kwargs)``, unpickled only after the target's module is imported
+    module: str
+    file: str | None  # that the module was loaded from
+    name: str  # of the function, qualified
+    rewritten: bool  # whether pytest rewrote the module's asserts, which ranks then do too
+    arguments: bytes  # pickled ``(args, kwargs)``, unpickled only after the module is imported
     path: list[str]
     directory: str
     environment: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Returned:
+class Returned(NamedTuple):
     """The pickled return value, and the number of process groups of the rank now; 0 when the pool's own is gone."""
 
     value: bytes
     groups: int
 
 
-STARTED = "started"  # the rank has imported what the call needs, and begins to run it
+class Failure(NamedTuple):
+    """The failure of one rank that did not return."""
 
-seats: list[Seat] = []  # this process's place in a pool; empty outside of pools
+    kind: Literal["died", "raised", "stuck"]
+    title: str  # to follow "rank 1": "raised KeyError", "was killed by SIGABRT"
+    detail: str  # the traceback, or the Python stack and its last output; may be empty
+    skip: str | None = None  # the reason, if it asked to skip the test
+
+
+in_pool = False  # whether this process is a rank
+# The undecorated functions under @distributed, by module and qualified name. Each rank fills its own dict by importing
+# the module, so that it finds the body even if other decorators replace the name.
+bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def serve(seat: Seat, connection: Connection) -> None:
     """Run as one rank until the parent closes the connection or dies."""
-    seats.append(seat)
+    global in_pool
+    in_pool = True
     _settle(seat)
     try:
         _join_group(seat)
@@ -91,43 +100,36 @@ def serve(seat: Seat, connection: Connection) -> None:
     group = dist.group.WORLD
     while True:
         try:
-            request = Path(connection.recv())
-        except EOFError:  # the parent is gone; exit_with_parent notices too, and cleans up
+            call = pickle.loads(Path(connection.recv()).read_bytes())
+        except EOFError:  # the parent is gone; _exit_with_parent notices too, and cleans up
             threading.Event().wait()
-        reply = _answer(pickle.loads(request.read_bytes()), seat, connection, group)
+        reply = _answer(call, seat, connection, group)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(reply))
-        del reply
+        del call, reply
         gc.collect()  # sharded models are reference cycles; free their memory before the next test
 
 
 def _settle(seat: Seat) -> None:
     """Send output to a file, write the stack on demand, and exit with the parent."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of the terminal; the parent ends the ranks
-    sys.stdout, sys.stderr = _redirect(1, seat.output), _redirect(2, seat.output)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
+    with seat.output.open("ab") as output:
+        for descriptor in (1, 2):  # also for C++ libraries
+            os.dup2(output.fileno(), descriptor)
+    # Line by line, so that the output of a rank that dies is kept.
+    sys.stdout, sys.stderr = (open(to, "w", 1, "utf-8", "replace", closefd=False) for to in (1, 2))  # noqa: SIM115
     stack = open(seat.stack, "w")  # noqa: SIM115  # never closed: faulthandler keeps writing to it
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
-    threading.Thread(target=exit_with_parent, args=(seat.directory,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(seat.directory,), daemon=True).start()
     # As under torchrun, and not the fork server that started this process: a lock for it, such as tqdm's, which
     # torch.compile takes, would outlive a rank that is killed ("leaked semaphore objects").
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
 
 
-def _redirect(descriptor: int, path: Path) -> TextIO:
-    """Redirect a descriptor to the file, also for C++ libraries; return the stream for Python to print to."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, descriptor)
-    os.close(file)
-    # Line by line, so that the output of a rank that dies is kept.
-    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def exit_with_parent(directory: str) -> None:
+def _exit_with_parent(directory: str) -> None:
     """Wait for the parent to end, then end too, even inside of a collective that never finishes."""
     parent = parent_process()
     assert parent is not None
@@ -152,7 +154,7 @@ def _join_group(seat: Seat) -> None:
 def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessGroup | None) -> Returned | Failure:
     try:
         _follow(call, seat)
-        function = call.target.find()
+        function = _find(call)
         gc.freeze()  # imported objects stay, so that collecting after the call need not look at them
         args, kwargs = pickle.loads(call.arguments)
         torch.manual_seed(0)
@@ -164,9 +166,10 @@ def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessG
         try:
             pickled = pickle.dumps(value)
         except Exception as error:  # pickle raises whatever the value's class raises
-            rule = "Return values are pickled on their way to the parent process"
-            problem, fix = f"a {type(value).__name__} cannot be pickled ({error})", "Return plain data or plain tensors"
-            raise ShardkitError(message("return value", problem, rule, fix)) from None
+            problem = f"of type {type(value).__name__} cannot be pickled ({error})"
+            raise ShardkitError(
+                message("the return value", problem, "", "Return plain data or plain tensors")
+            ) from None
     except BaseException as error:  # SystemExit and pytest's skip are not Exceptions
         return _raised(error)
     return Returned(pickled, dist.get_pg_count() if dist.group.WORLD is group else 0)
@@ -192,3 +195,65 @@ def _raised(error: BaseException) -> Failure:
     of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
     skips = (of_pytest and name == "Skipped") or isinstance(error, unittest.SkipTest)
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
+
+
+def key_of(module: str, name: str) -> tuple[str, str]:
+    """Return where ``bodies`` has a function; a script's module has another name in child processes."""
+    return "__main__" if module == "__mp_main__" else module, name
+
+
+def attribute(module: ModuleType, name: str) -> Any:
+    """Return the object of that qualified name, or None."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _find(call: Call) -> Callable[..., Any]:
+    """Import the module of a call and return its function."""
+    if call.module not in sys.modules:
+        _rewrite_asserts(call)
+        try:
+            importlib.import_module(call.module)
+        except ModuleNotFoundError as error:
+            if not f"{call.module}.".startswith(f"{error.name}."):
+                raise
+    module = sys.modules.get(call.module)
+    if module is None or (call.module != "__main__" and getattr(module, "__file__", None) != call.file):
+        # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
+        file = Path(call.file or "")
+        directory = file.parent.parent if file.name == "__init__.py" else file.parent
+        specs = (
+            finder.find_spec(call.module, [str(directory)]) for finder in sys.meta_path
+        )  # pytest's rewrites asserts
+        spec: Any = next(spec for spec in specs if spec is not None)
+        module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
+    if found is None:
+        problem, fix = f"is not found in {call.file}", "Define it so that importing the module defines it"
+        rule = "Ranks import the module again and look the function up by name"
+        raise ShardkitError(message(f"{call.module}.{call.name}", problem, rule, fix))
+    return found  # type: ignore[no-any-return]
+
+
+def _rewrite_asserts(call: Call) -> None:
+    """Let pytest's import hook rewrite the module's asserts; it is not public, and without it asserts only say less."""
+    with suppress(ImportError, AttributeError, TypeError):
+        if call.rewritten:
+            from _pytest.assertion import install_importhook
+            from _pytest.config import get_config
+
+            install_importhook(get_config()).mark_rewrite(call.module)
+
+
+def call_stack(seat: Seat) -> str:
+    """Return the call's frames in faulthandler's dump of all threads, most recent last, without the worker's."""
+    dump = seat.stack.read_text()
+    for thread in dump.split("\n\n"):
+        frames = [line for line in thread.splitlines() if line.startswith("  File")]
+        ours = [number for number, frame in enumerate(frames) if __file__ in frame]
+        if ours and f"in {_exit_with_parent.__name__}" not in thread:
+            return "\n".join(["Stack (most recent call last):", *reversed(frames[: ours[0]])])
+    return dump

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshes import mesh_of
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 
 from shardkit.checkpoint import convert_checkpoint, directory, load_checkpoint, manifest, save_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.testing import distributed
 
 
 def linked_away(path: Path, link: Path) -> Path:
@@ -35,6 +31,7 @@ def test_rotation_deletes_nothing_through_a_link(tmp_path):
     archived = linked_away(link, link)
     before = sorted(os.listdir(archived))
     save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
+    directory.finish_deletions()
     assert sorted(os.listdir(archived)) == before
     assert link.is_symlink()
 
@@ -58,6 +55,7 @@ def test_a_manifest_that_cannot_be_read_fails_no_rotation(tmp_path, monkeypatch)
     save_checkpoint(tmp_path / "step-1", nn.Linear(2, 2))
     monkeypatch.setattr(manifest, "written_files", refuse)
     save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
+    directory.finish_deletions()
     assert directory.latest_checkpoint(tmp_path) == tmp_path / "step-2"
 
 
@@ -72,6 +70,7 @@ def test_what_is_partly_deleted_stays_hidden_until_the_rest_goes(tmp_path, monke
     with monkeypatch.context() as patched:
         patched.setattr(directory, "_unlink", refuse)
         save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
+        directory.finish_deletions()
     assert not (tmp_path / "step-1").exists()
     directory.clear_stale(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
@@ -84,9 +83,10 @@ def test_a_rotated_directory_with_other_files_is_saved_to_again(tmp_path):
     (tmp_path / "step-1" / "notes.txt").write_text("mine")
     (tmp_path / "step-1" / "plots").mkdir()
     save_checkpoint(tmp_path / "step-2", model, keep=1)
+    directory.finish_deletions()
     assert not (tmp_path / "step-1" / "model.safetensors").exists()
     assert directory.latest_checkpoint(tmp_path) == tmp_path / "step-2"
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has no file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors \(no file"):
         load_checkpoint(tmp_path / "step-1", model)
     save_checkpoint(tmp_path / "step-1", model, extra=3)
     assert load_checkpoint(tmp_path / "step-1", model) == 3
@@ -198,45 +198,3 @@ def test_a_tensor_learning_rate_comes_back_from_a_file_of_torch_save(tmp_path):
         load_checkpoint(tmp_path / name, other, resumed)
         assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.01)), name
         assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]), name
-
-
-class Flat(Tensor):
-    """A subclass around the flat elements of a matrix of three columns."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Flat:
-        return Tensor._make_wrapper_subclass(cls, (len(inner) // 3, 3), dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> Flat:
-        return cls(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return cls(args[0].inner)  # detach, alias, and view as the same shape
-
-
-@distributed(world_size=2, backend="gloo")
-def test_uneven_shards_of_flat_inner_tensors_come_back_on_every_rank(path):
-    def build(factor: float) -> nn.Module:
-        local = Flat(torch.arange(3.0 * (2 - dist.get_rank())) * factor)
-        sizes = {"shape": torch.Size((3, 3)), "stride": (3, 1)}
-        net = nn.Module()
-        net.w = nn.Parameter(DTensor.from_local(local, mesh_of((2,)), [Shard(0)], **sizes), requires_grad=False)
-        return net
-
-    model, other = build(1.0), build(7.0)
-    save_checkpoint(path, model)
-    load_checkpoint(path, other)
-    assert torch.equal(other.w.to_local().inner, model.w.to_local().inner)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "checkpoint"

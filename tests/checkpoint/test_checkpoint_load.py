@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import saved_before
 import torch
 from checkpoint_net import assert_same
 from meshes import mesh_of
@@ -17,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.checkpoint.transfer import ProgressLine, Staging
 from shardkit.errors import CheckpointError
-from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict, full_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
 
 
@@ -128,7 +130,7 @@ def test_safetensors_of_others_load_into_the_model(what, tmp_path):
     other = net(seed=1)
     assert load_checkpoint(place if what == "directory" else place / "model.safetensors", other) is None
     assert_same({**other.state_dict()}, {**model.state_dict()})
-    with pytest.raises(CheckpointError, match="it has no optimizer"):
+    with pytest.raises(CheckpointError, match="has no optimizer"):
         load_checkpoint(place, other, torch.optim.SGD(other.parameters()))
 
 
@@ -139,6 +141,26 @@ def test_dtypes_are_converted_only_when_asked(tmp_path):
         load_checkpoint(tmp_path / "a", half)
     load_checkpoint(tmp_path / "a", half, cast=True)
     assert torch.equal(half[0].weight, net()[0].weight.bfloat16())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_an_earlier_version_saved_loads(tmp_path):
+    expected = saved_before.build(1.0)
+    model, optimizer, scheduler = saved_before.build(None)
+    fully_shard(model, mesh=mesh_of((2,)))
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.embed.weight], "weight_decay": 0.5}, {"params": list(model.layer.parameters())}]
+    )
+    assert_same(load_checkpoint(saved_before.PLACE, model, optimizer, scheduler), saved_before.EXTRA)
+    assert_same(dict(full_state_dict(model, rank0_only=False)), dict(expected[0].state_dict()))
+    got = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert_same(got["state"], full_optimizer_state_dict(*expected[:2], rank0_only=False)["state"])
+    assert [group["weight_decay"] for group in got["param_groups"]] == [0.5, 0.01]
+    assert scheduler.state_dict() == expected[2].state_dict()
+    numbers = [random.random(), torch.rand(()).item()]
+    random.seed(1)
+    torch.manual_seed(1)
+    assert numbers == [random.random(), torch.rand(()).item()]
 
 
 def test_a_model_on_meta_is_refused(tmp_path):
@@ -223,6 +245,6 @@ def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, m
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"damaged: model\.safetensors: "):
+    with pytest.raises(CheckpointError, match=r"damaged: checksums differ in model\.safetensors: "):
         load_checkpoint(tmp_path / "a", model)
     assert_same(dict(model.state_dict()), saved)

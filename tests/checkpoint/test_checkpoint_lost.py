@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import shardkit.checkpoint
 import shardkit.checkpoint.load
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint.directory import finish_deletions
 from shardkit.errors import CheckpointError
 from shardkit.testing import RankFailure, RankPool, distributed
 
@@ -121,6 +122,7 @@ def test_killed_at_random_points_a_whole_checkpoint_loads(kills, options, tmp_pa
         if not overwrite and found == first:
             assert not second.exists()
         save_checkpoint(second, net(3.0), extra={"value": 3.0}, overwrite=True)
+        finish_deletions()
         assert value_of(second) == 3.0
         assert not [name for name in listing(tmp_path) if name.startswith(".")], f"left behind by rank {rank} at {at}"
         if not overwrite:
@@ -147,7 +149,7 @@ def load_and_die(path: Path) -> None:
 def test_a_rank_that_dies_in_a_load_is_a_checkpoint_error_on_the_others(tmp_path, pool):
     with pytest.raises(RankFailure, match=r"was killed by SIGKILL"):
         pool.run(load_and_die, tmp_path / "a")
-    assert (tmp_path / "said").read_text().startswith("CheckpointError: load_checkpoint: the connection to a rank was")
+    assert (tmp_path / "said").read_text().startswith("CheckpointError: load_checkpoint lost the connection to a rank")
 
 
 # --- No room, no permission -----------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     concurrent.futures.wait([shardkit.checkpoint.asynchronous._pending._future], 60)
     shardkit.checkpoint.asynchronous._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
-    with pytest.raises(CheckpointError, match=r"save_checkpoint: NotADirectoryError: .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
         shardkit.checkpoint.asynchronous.finish_pending()
     assert listing(tmp_path) == ["a"]
 

@@ -203,13 +203,13 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
     path = tmp_path / "a"
     save_checkpoint(path, *state)
     one = torch.optim.AdamW([state[0].gain])
-    with pytest.raises(CheckpointError, match=r"optimizer: .* unexpected[^$]*- unexpected: embed\.weight"):
+    with pytest.raises(CheckpointError, match=r"optimizer.* 10 unexpected[^$]*- unexpected: embed\.weight"):
         load_checkpoint(path, state[0], one)
     assert not one.state
     load_checkpoint(path, state[0], one, strict=False)
     assert int(one.state[state[0].gain]["step"]) == 2
     save_checkpoint(tmp_path / "b", state[0])
-    with pytest.raises(CheckpointError, match="it has no optimizer and no scheduler"):
+    with pytest.raises(CheckpointError, match="has no optimizer and no scheduler"):
         load_checkpoint(tmp_path / "b", *state)
     state[0].extra = state[0].narrow
     del state[0].narrow
@@ -225,11 +225,11 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
     rank = dist.get_rank()
     with pytest.raises(CheckpointError, match=r"ranks 1, 2, 3 differ from rank 0 in path \(.*rank-1 instead"):
         save_checkpoint(tmp_path / f"rank-{rank}", *state)
-    with pytest.raises(CheckpointError, match=r"extra\.1: a builtins\.function|rank 2: .*extra\.1: a "):
+    with pytest.raises(CheckpointError, match=r"extra\.1 .*builtins\.function"):
         save_checkpoint(tmp_path / "a", *state, extra=[1, is_first if rank == 2 else 0])
-    with pytest.raises(CheckpointError, match="keep: is 0"):
+    with pytest.raises(CheckpointError, match="keep must be .*, got 0"):
         save_checkpoint(tmp_path / "a", *state, keep=0)
-    with pytest.raises(CheckpointError, match="format: is 'pickle'"):
+    with pytest.raises(CheckpointError, match="format must be .*, got 'pickle'"):
         save_checkpoint(tmp_path / "a", *state, format="pickle")
     assert not any(tmp_path.iterdir())
 
@@ -260,7 +260,7 @@ def test_keep_rotates_on_rank_0(tmp_path):
         assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step}"
         dist.barrier()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-2", "step-3"]
-    with pytest.raises(CheckpointError, match=r"it holds the checkpoints step-2, step-3"):
+    with pytest.raises(CheckpointError, match=r"holds the checkpoints step-2, step-3"):
         load_checkpoint(tmp_path, *state)
 
 

@@ -102,7 +102,7 @@ def test_it_is_said_and_converted(tmp_path, caplog):
         caplog.clear()
     with pytest.raises(CheckpointError, match="6 missing"):
         load_pretrained(build(mesh=False), tmp_path / "c")
-    with pytest.raises(ShardkitError, match="no parameter trains"):
+    with pytest.raises(ShardkitError, match="no parameter that trains"):
         save_checkpoint(tmp_path / "none", net.requires_grad_(False), trainable_only=True)
     assert not (tmp_path / "none").exists()
 
@@ -157,7 +157,7 @@ def test_an_untied_file_in_a_tied_model_is_reported(tmp_path):
         fully_shard(net, mesh=mesh_of((2,)))
         load(net, tmp_path / "same") if load is load_pretrained else load(tmp_path / "same", net)
         before = whole(net)
-        with pytest.raises(CheckpointError, match=r"head\.weight differs from embed\.weight|ranks: 1 failed"):
+        with pytest.raises(CheckpointError, match=r"head\.weight differs from embed\.weight|1 of 2 ranks failed"):
             load(net, tmp_path / "differs") if load is load_pretrained else load(tmp_path / "differs", net)
         assert_same(whole(net), before)
         arguments = (net, tmp_path / "differs") if load is load_pretrained else (tmp_path / "differs", net)

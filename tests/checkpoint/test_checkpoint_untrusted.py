@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, manifest, save_checkpoint
-from shardkit.errors import CheckpointError, ShardkitError
-from shardkit.state import load_full_state_dict
+from shardkit.errors import CheckpointError
 
 
 class Runs:
@@ -134,7 +133,7 @@ def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
     path = dcp_directory(tmp_path / "a")
     (tmp_path / "b.distcp").write_bytes((path / "__0_0.distcp").read_bytes())
     change_metadata(path, change)
-    refused(path, r"\.metadata cannot be read|is not the name of a file")
+    refused(path, r"\.metadata cannot be read|has no file of the name")
 
 
 # ---- manifests --------------------------------------------------------------------------------------------------
@@ -169,12 +168,9 @@ CHANGES = {
     "sums": put("files", "model.safetensors", "sums", value={"weight": "x"}),
     "other-sums": put("files", "model.safetensors", "sums", value={"other": 1}),
     "no-sums": put("files", "model.safetensors", "sums", value={}),
-    "ranks": put("world_size", value=10**12),
-    "ranks-text": put("world_size", value="4"),
     "format": put("format", value="pickle"),
     "version": put("shardkit_checkpoint", value="1"),
     "more": put("more", value=1),
-    "meshes": put("meshes", value=None),
     "no-state": lambda body: body["files"].pop("state.json"),
     "no-model": lambda body: body["files"].pop("model.safetensors"),
     "no-format": lambda body: body.pop("format"),
@@ -205,7 +201,7 @@ def test_a_file_that_is_a_link_is_not_read(tmp_path):
     save_checkpoint(tmp_path / "a", net())
     os.rename(tmp_path / "a" / "model.safetensors", tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", tmp_path / "a" / "model.safetensors")
-    refused(tmp_path / "a", "model.safetensors has no file")
+    refused(tmp_path / "a", r"model\.safetensors \(no file instead of")
 
 
 @pytest.mark.parametrize(
@@ -238,15 +234,3 @@ def test_tensors_of_no_elements_cost_no_more_than_their_names(tmp_path):
     save_checkpoint(tmp_path / "a", big)
     load_checkpoint(tmp_path / "a", big)
     assert time.process_time() - start < 8  # 1.2 s on a quiet machine
-
-
-def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_is_written(tmp_path):
-    model = net()
-    model.register_buffer("spread", torch.zeros(1).expand(5))
-    save_checkpoint(tmp_path / "a", model)
-    with torch.no_grad():
-        model.weight.fill_(7)
-    for load in (load_checkpoint, lambda path, into: load_full_state_dict(into, net().state_dict(), strict=False)):
-        with pytest.raises(ShardkitError, match="spread: expanded, so that elements share memory"):
-            load(tmp_path / "a", model)
-    assert (model.weight == 7).all()

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from shardkit.checkpoint import transfer
 from shardkit.checkpoint.chunks import blocks, inside, runs_of
-from shardkit.checkpoint.format import Entry
+from shardkit.checkpoint.format import Entry, File
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.transfer import Staging, opened, raw, read_all, write_all
+from shardkit.checkpoint.write import create_files
 
 
 @st.composite
@@ -95,19 +96,15 @@ def test_a_short_write_and_a_short_read_go_on(tmp_path, monkeypatch):
 
 
 def test_a_file_system_that_cannot_allocate_is_given_the_size(tmp_path, monkeypatch):
-    from shardkit.checkpoint.write import _allocate
-
     def refuse(code):
         def call(*_):
             raise OSError(code, os.strerror(code))
 
         return call
 
-    with opened(tmp_path / "file", os.O_RDWR | os.O_CREAT) as descriptor:
-        monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
-        _allocate(descriptor, 1000)
-        assert os.fstat(descriptor).st_size == 1000
-        monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-        with pytest.raises(OSError, match="No space left"):
-            _allocate(descriptor, 2000)
-        assert os.fstat(descriptor).st_size == 1000
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
+    create_files(tmp_path, [File("a", b"head", {}, 1000)])
+    assert (tmp_path / "a").stat().st_size == 1000
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        create_files(tmp_path, [File("b", b"head", {}, 1000)])

@@ -109,6 +109,9 @@ def reseeding(m):
     generator = torch.Generator().manual_seed(9)
     m.d = nn.Parameter(torch.randn(3, generator=generator))
     m.e = nn.Parameter(torch.empty(3).normal_(generator=generator))
+    for i, name in enumerate(("exponential_", "cauchy_", "log_normal_", "uniform_", "bernoulli_")):
+        setattr(m, f"f{i}", nn.Parameter(getattr(torch.empty(3), name)(generator=generator)))
+    m.g = nn.Parameter(torch.empty(3).geometric_(0.3, generator=generator))
 
 
 def seeded_inside(m):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import accumulate, global_token_count, scale_loss, shard_model
 from shardkit.sequence import split_sequence
-from shardkit.sequence.split import SplitSequence
+from shardkit.sequence.batch import SplitSequence
 
 Batch = dict[str, Any]
 

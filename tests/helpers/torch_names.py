@@ -13,10 +13,10 @@ from torch.distributed import fsdp as fsdp1
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import engine_objects
-from shardkit._torch import torch_version
+from shardkit._fsdp import states_of
+from shardkit._torch import torch_version, units_of
 from shardkit.api import shard_model
-from shardkit.testing.counts import fake_world
+from shardkit.testing import fake_world
 
 
 class Name(NamedTuple):
@@ -57,6 +57,7 @@ NAMES = (
     Name(f"{_STATE}._fsdp_param_groups", "the parameter groups of a module", _ENGINE, since=(2, 12)),
     Name(f"{_STATE}._fsdp_param_group", "the parameter group of a module", _ENGINE, until=(2, 12)),
     Name(f"{_STATE}._modules", "the modules of an FSDP state", _ENGINE),
+    Name(f"{_PARAM}._param_fqn", "the name of a parameter, for errors of an optimizer's step", "shard_model"),
     Name(f"{_STATE}._is_root", "whether the first forward made this module the root", f"{_RESET}, accumulate"),
     Name(f"{_STATE}._auto_reshard_after_forward", "reshard_after_forward=None", "accumulate(keep_unsharded=)"),
     Name(f"{_STATE}._register_root_post_backward_final_callback", "the start of a backward", "shard_model"),
@@ -164,7 +165,14 @@ def _owners() -> Iterator[tuple[str, Any]]:
     """Yield one object of each class with private names, from a small model after one backward."""
     model = shard_model(nn.Linear(4, 4), reshard_after_forward=2)
     model(torch.ones(2, 4)).sum().backward()
-    yield from engine_objects(model).items()
+    state = states_of([model])[0]
+    unit = units_of(state)[0]
+    yield from {
+        "FSDPModule": model,
+        "FSDPState": state,
+        "FSDPParamGroup": unit,
+        "FSDPParam": unit.fsdp_params[0],
+    }.items()
     yield from {
         "torch": torch,
         "DTensor": next(each for each in model.parameters() if isinstance(each, DTensor)),

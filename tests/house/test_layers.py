@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors"},
     "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
-    "memory": DECIDING | {"_fsdp", "reach", "references", "tiles"},
+    "memory": DECIDING | {"_fsdp", "tiles"},
     "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.

@@ -86,10 +86,10 @@ def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:
         fully_shard(model)
         unit = fsdp_units(model)[0]
         monkeypatch.delattr(unit, "reduce_grads")
-        with pytest.raises(ShardkitError, match=r"^FSDPParamGroup\.reduce_grads: torch 2\..* does not have it"):
+        with pytest.raises(ShardkitError, match=r"^FSDPParamGroup\.reduce_grads is not in torch 2\."):
             zero_grad(model)
-    with pytest.raises(ShardkitError, match=r"^torch\._renamed: torch 2\..* does not have it"):
-        _torch._private("torch._renamed")(1)
+    with pytest.raises(ShardkitError, match=r"^torch\._renamed is not in torch 2\."):
+        _torch.private_name("torch._renamed")(1)
 
 
 def check_without_gpu(backend: str | None) -> None:
@@ -106,7 +106,7 @@ def check_without_gpu(backend: str | None) -> None:
     with pytest.raises(ShardkitError, match=r"pin_memory=True.*there is no accelerator"):
         shard_model(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
     for device_id in (0, torch.device("cuda", 0)):
-        with pytest.raises(ShardkitError, match=r"device_id: cuda:0 is not .* The process uses 'cpu'"):
+        with pytest.raises(ShardkitError, match=r"device_id .*cuda:0 .* The process uses 'cpu'"):
             FSDP(torch.nn.Linear(4, 4), device_id=device_id)
 
 

@@ -84,11 +84,11 @@ def test_rules_of_the_user_are_one_error() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(model, mesh=TWO, units=["layers.*", "embed"], example_batch=torch.randn(2, 8))
     third, first, second = str(caught.value).splitlines()  # in the order of the plan
-    assert "layers.0.norm.weight, layers.0.norm.bias: used in (root) while its unit, layers.0, is not" in first
+    assert "layers.0.norm.weight, layers.0.norm.bias are used in (root) while the unit layers.0 is not" in first
     assert "Leave layers.0 out of units=" in first
     assert second.startswith("layers.1.norm.weight")
-    assert third.startswith("embed.weight: used in (root) while its unit, embed")
-    with fake_world(2), pytest.raises(PlanError, match=r"embed\.weight: used in \(root\)"):
+    assert third.startswith("embed.weight is used in (root) while the unit embed")
+    with fake_world(2), pytest.raises(PlanError, match=r"embed\.weight is used in \(root\)"):
         shard_model(model, units="embed", example_batch=torch.randn(2, 8))
     assert not any(isinstance(param, DTensor) for param in model.parameters())
 
@@ -131,7 +131,7 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(PlanError, match="example_batch: the model's forward fails on fake tensors: DataDep"):
+    with pytest.raises(PlanError, match="example_batch fails in the model's forward on fake tensors: DataDep"):
         plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 

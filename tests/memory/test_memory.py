@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from memory_count import counted_peak
 from small_models import Block, Decoder
 from small_moe import MoE
@@ -28,8 +29,7 @@ TOKENS = torch.randint(0, 101, (3, 40))
 NEED_VALUES = {"moe", "moe_skipping", "wav2vec2"}
 if torch_version() < (2, 15):  # since then transformers groups experts in a way that fake tensors can follow
     NEED_VALUES |= {"qwen3_moe", "mixtral", "jamba"}
-OWN_WORKSPACE = {"lstm_lm"}  # the CPU's LSTM kernel, which fake tensors take apart
-# All others pass; these are one of each habit.
+# All others pass but lstm_lm, whose CPU kernel fake tensors take apart; these are one of each habit.
 IN_SUITE = ["branches", "frozen", "gemma2", "llama_tied", "lora", "own_checkpointing", "resnet", "shared_module", "t5"]
 
 
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hybrid": {"mesh": MeshSpec.hybrid(2, 4), "mp_policy": HALF},
     "replicated": {"mesh": MeshSpec.hybrid(8, 1)},
     "alone": {"mesh": MeshSpec.sharded(1), "mp_policy": HALF},
-    "recomputed": {"checkpoint_activations": True},
+    "checkpointed": {"checkpoint_activations": True},
     "prefetched": {"prefetch": 2, "mp_policy": HALF},
     "blocks only": {"units": by_class(Block)},
     "one unit": {"units": []},
@@ -89,7 +89,7 @@ def test_predicted_is_counted_on_other_dims(case: str) -> None:
 
 
 def test_predicted_is_counted_where_blocks_share_a_unit() -> None:
-    """A unit inside of several blocks runs again in backward for each that is recomputed."""
+    """A unit inside of several blocks runs again in backward for each that is checkpointed."""
     model = decoder()
     for block in model.layers:
         block.up, block.down = model.layers[0].up, model.layers[0].down
@@ -116,43 +116,21 @@ def test_what_needs_values_is_refused(name: str) -> None:
     entry = ZOO[name]
     model = entry.build()
     plan = plan_model(model, mesh=MeshSpec.sharded(4))
-    with pytest.raises(PlanError, match="batch: forward or backward fails on fake tensors"):
+    with pytest.raises(PlanError, match="batch fails in forward or backward on fake tensors"):
         trace(model, plan, entry.batch(0), loss=mean)
 
 
-class Attends(nn.Module):
-    """Nothing but attention, of 4 heads of width 8, beside a parameter."""
+@pytest.mark.parametrize("cached", [True, False])
+def test_predicted_is_counted_where_a_config_asks_for_a_cache(cached: bool) -> None:
+    """Hub configs do; checkpointed blocks would fill it twice, so the model has to run without, and is traced so."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
+    def build(cached: bool) -> nn.Module:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=101, **sizes, use_cache=cached))
 
-    def forward(self, q: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(q * self.scale, q, q, is_causal=True)
-
-
-def test_attention_counts():
-    """Of fake CPU tensors too, which torch's own formulas leave out before 2.15."""
-    model, heads = Attends(), torch.empty(2, 4, 16, 8)
-    plan = plan_model(model, mesh=MeshSpec.sharded(2))
-    product = 2 * heads.numel() * 16  # queries by keys by width, 2 operations each
-    assert trace(model, plan, heads).flops == (2 + 5) * product
-
-
-class Experts(nn.Module):
-    """A grouped matrix product, as transformers' experts compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 16, 32, dtype=torch.bfloat16))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        ends = torch.empty(4, dtype=torch.int32, device=tokens.device)
-        return torch._grouped_mm(tokens * self.weight.sum(), self.weight, offs=ends)
-
-
-def test_products_of_experts_count():
-    """Each of the tokens meets one expert, in forward and for both gradients."""
-    model, tokens = Experts(), torch.empty(24, 16, dtype=torch.bfloat16)
-    plan = plan_model(model, mesh=MeshSpec.sharded(2))
-    assert trace(model, plan, tokens).flops == 3 * 2 * 24 * 16 * 32
+    model, batch = build(cached), {"input_ids": TOKENS}
+    plan = plan_model(model, mesh=MeshSpec.sharded(4), checkpoint_activations=True)
+    expected = predicted_peak(model, plan, batch)
+    counted = counted_peak(build(False), plan, lambda m: mean(m(**batch)).backward())
+    assert counted == pytest.approx(expected, rel=0.001)
+    assert model.config.use_cache is cached

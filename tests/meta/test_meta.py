@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardkit import shard_model
 from shardkit.meta import init_on_meta, materialize
 from shardkit.meta.context import recording
 from shardkit.testing import fake_world
@@ -56,6 +57,37 @@ def test_real_tensors_from_outside():
         model = build(*parts)
     assert differences(plain, materialize(fully_shard(model))) == []
     assert all(same_bits(a, b) for a, b in zip(plain_parts, parts, strict=True))
+
+
+def test_real_tensors_may_change_after_they_were_read():
+    def build(table):
+        made = nn.Sequential(own(table + torch.rand(3)), own(table[1:] * torch.rand(2)))
+        table.zero_()
+        return made
+
+    torch.manual_seed(7)
+    plain = build(torch.ones(3))
+    torch.manual_seed(7)
+    table = torch.ones(3)
+    with init_on_meta():
+        model = build(table)
+    table.fill_(9)
+    assert differences(plain, materialize(fully_shard(model))) == []
+
+
+def test_empty_parameters():
+    def build():
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+        model[1].empty = nn.Parameter(torch.empty(0, 4))
+        model[1].unwritten = nn.Parameter(torch.empty(4, 0))
+        return model
+
+    torch.manual_seed(7)
+    plain = build()
+    torch.manual_seed(7)
+    with init_on_meta():
+        model = build()
+    assert differences(plain, materialize(shard_model(model))) == []
 
 
 def test_init_on_meta_makes_meta_tensors_only():

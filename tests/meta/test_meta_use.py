@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from meta_check import both, build_sharded, differences, net, shard
-from meta_constructions import Holder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -202,7 +201,7 @@ def test_a_model_that_was_never_on_meta():
 
 
 def test_not_a_module():
-    with pytest.raises(ShardkitError, match=r"^model must be an nn.Module, got dict"):
+    with pytest.raises(ShardkitError, match=r"nn\.Module"):
         materialize({})
 
 
@@ -242,7 +241,7 @@ def test_ties_made_afterwards():
     with init_on_meta():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    refused(fully_shard(model), r"^0\.weight was tied to 1\.weight after init_on_meta")
+    refused(fully_shard(model), r"^0\.weight, 1\.weight became one tensor after init_on_meta")
 
 
 def test_shapes_changed_afterwards():
@@ -251,14 +250,6 @@ def test_shapes_changed_afterwards():
     with torch.device("meta"):
         model[0].bias = nn.Parameter(torch.zeros(7))
     refused(shard(model), r"^0\.bias has another shape than was recorded")
-
-
-def test_constants_changed_afterwards():
-    constant = torch.ones(4)
-    with init_on_meta():
-        model = Holder(lambda m: setattr(m, "w", nn.Parameter(torch.rand(4) + constant)))
-    constant.zero_()
-    refused(shard(model), r"^model was built from 1 real tensors that have changed since")
 
 
 def test_hooks_and_weak_references():
@@ -289,26 +280,13 @@ def test_public_names():
     assert shardkit.materialize is materialize
 
 
-def test_another_thread_does_not_build_meanwhile():
-    def build() -> object:
-        try:
-            return nn.Linear(2, 2)
-        except ShardkitError as error:
-            return error
-
-    found: list[object] = []
-    text = r"^Linear.weight is made in a second thread\. init_on_meta records one thread"
-    with pytest.raises(ShardkitError, match=text), init_on_meta(), ThreadPoolExecutor(1) as pool:
-        found.append(pool.submit(build).result())
-    assert isinstance(found[0], ShardkitError)
-
+def test_another_thread_does_not_record_meanwhile():
     def enter() -> None:
         with init_on_meta():
             pass
 
     with init_on_meta(), ThreadPoolExecutor(1) as pool:
-        assert isinstance(pool.submit(enter).exception(), ShardkitError)
+        with pytest.raises(ShardkitError, match=r"^init_on_meta is entered by a second thread"):
+            pool.submit(enter).result()
         model = nn.Linear(2, 2)
     assert model.weight.is_meta
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(build).result().weight.device.type == "cpu"

@@ -18,7 +18,6 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 101,
-    "use_cache": False,
 }
 
 
@@ -34,17 +33,15 @@ def config(tmp_path):
 
 def test_what_fits_and_what_it_costs(config, tmp_path, capsys):
     picture = tmp_path / "step.png"
-    options = ["--world", "16", "--budget", "1000KiB", "--batch", "2x64", "--scaling", "--plot", str(picture)]
+    options = ["--world", "16", "--budget", "1000KiB", "--batch", "2x64", "--plot", str(picture)]
     assert main(["plan", config, *options]) == 0
     assert picture.stat().st_size > 1000
     shown = capsys.readouterr().out
     assert re.search(r"peak 8\d\d\.\d KiB, \d+\.\d KiB free\n", shown)
     assert shown.startswith("fits 1000.0 KiB less 100.0 KiB reserved: ")
-    assert "blocks recomputed" in shown
+    assert "blocks checkpointed" in shown
     assert "ShardingPlan: " in shown
     assert "kept gathered (ZeRO-2)" in shown
-    assert "not measurements" in shown
-    assert re.search(r"^16,384  hpZ +dp_shard=16384 ", shown, re.MULTILINE)
 
 
 def test_states_of_a_factory_without_a_batch(capsys):
@@ -55,14 +52,14 @@ def test_states_of_a_factory_without_a_batch(capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["small_models:Decoder", "--budget", "1GiB"], "--budget: given without --batch."),
+        (["small_models:Decoder", "--budget", "1GiB"], "--budget needs --batch."),
         (
             ["small_models:Decoder", "--budget", "1 KiB", "--batch", "2x5"],
-            "budget: 1.0 KiB less 102 B reserved is too little: ",
+            "budget of 1.0 KiB less 102 B reserved is too little: ",
         ),
-        ([*TOO_LARGE, "2 KiB"], "reserve: is 2.0 KiB of a budget of 1.0 KiB."),
-        ([*TOO_LARGE, "much"], "reserve: is 'much'. A reserve is a positive number of bytes, or "),
-        (["small_models:Absent"], "model: small_models:Absent cannot be built"),
+        ([*TOO_LARGE, "2 KiB"], "and less than that, got '2 KiB'."),
+        ([*TOO_LARGE, "much"], "reserve must be bytes, or a string such as "),
+        (["small_models:Absent"], "small_models:Absent cannot be built"),
     ],
 )
 def test_what_cannot_be_said(arguments, text, capsys):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
 from shardkit.plan import Collectives
-from shardkit.testing import RankFailure, assert_same_on_all_ranks, comm_counts, distributed, fake_world, ranks
+from shardkit.testing import RankFailure, assert_same_on_all_ranks, comm_counts, distributed, fake_world, pool
 
 # --- fake_world and comm_counts -------------------------------------------------------------------------------------
 
@@ -127,7 +127,10 @@ def test_a_fake_world_ends_also_when_its_block_fails_or_ends_it():
 
 def test_fake_worlds_cannot_be_nested():
     with fake_world(4):
-        with pytest.raises(ShardkitError, match=r"of 4 ranks \(fake\) exists already\. .*destroy"), fake_world(2):
+        with (
+            pytest.raises(ShardkitError, match=r"found a process group of 4 ranks \(fake\)\. .*destroy"),
+            fake_world(2),
+        ):
             pass
         assert dist.get_world_size() == 4
     assert not dist.is_initialized()
@@ -135,7 +138,7 @@ def test_fake_worlds_cannot_be_nested():
 
 @pytest.mark.parametrize(("world_size", "rank"), [(4, 4), (4, -1), (0, 0)])
 def test_a_fake_world_has_no_such_rank(world_size, rank):
-    problem = f"rank {rank} is not in a world of {world_size}"
+    problem = f"no rank {rank} in a world of {world_size}"
     with pytest.raises(ShardkitError, match=problem), fake_world(world_size, rank=rank):
         pass
 
@@ -230,13 +233,13 @@ def test_nccl_without_gpus_is_skipped_with_a_reason():
 def test_ranks_inherit_the_models_that_transformers_has_loaded(monkeypatch):
     for name in ("transformers", "transformers.models.novel", "transformers_like", "pytest.novel"):
         monkeypatch.setitem(sys.modules, name, None)
-    inherited = set(ranks.imports_of_tests())
+    inherited = set(pool.imports_of_tests())
     assert {"pytest", "transformers", "transformers.models.novel"} <= inherited
     assert inherited.isdisjoint({"transformers_like", "pytest.novel", "torch"})
 
 
 def test_a_rank_cannot_have_ranks():
-    with pytest.raises(RankFailure, match="RankPool: this process is rank 0 of a pool of 2"):
+    with pytest.raises(RankFailure, match="RankPool is made in a rank of another pool"):
         decorated_in_a_rank()
 
 
@@ -244,7 +247,7 @@ def test_only_functions_that_a_rank_can_find_are_decorated():
     def inner():
         raise NotImplementedError
 
-    with pytest.raises(ShardkitError, match=r"inner: other processes cannot find it .* Move it there"):
+    with pytest.raises(ShardkitError, match=r"inner cannot be found by other processes\. .* Move it there"):
         distributed(world_size=2)(inner)
 
 
@@ -263,9 +266,9 @@ def test_equal_values_are_the_same():
 def test_ranks_that_differ_are_named_on_every_rank():
     value = torch.arange(6.0).reshape(2, 3)
     value[1, 1] += 0.5 * (dist.get_rank() in (1, 3))
-    with pytest.raises(AssertionError, match=r"on rank 1 1 of 6 elements differ, the first at 4: 4\.5 against 4\.0,"):
+    with pytest.raises(AssertionError, match=r"on rank 1: 1 of 6 elements differ, the first at 4: 4\.5 against 4\.0,"):
         assert_same_on_all_ranks(value)
-    with pytest.raises(AssertionError, match="on rank 3 1 of 6"):
+    with pytest.raises(AssertionError, match="on rank 3: 1 of 6"):
         assert_same_on_all_ranks(value)
     assert_same_on_all_ranks(torch.tensor(0.0))  # no rank was left behind in a collective
 
@@ -273,11 +276,13 @@ def test_ranks_that_differ_are_named_on_every_rank():
 @distributed(world_size=2)
 def test_zeros_of_other_signs_dtypes_and_shapes_differ():
     rank = dist.get_rank()
-    with pytest.raises(AssertionError, match=r"on rank 1 1 of 1 elements differ, the first at 0: -0\.0 against 0\.0"):
+    with pytest.raises(AssertionError, match=r"on rank 1: 1 of 1 elements differ, the first at 0: -0\.0 against 0\.0"):
         assert_same_on_all_ranks(torch.tensor(-0.0 if rank else 0.0))
-    with pytest.raises(AssertionError, match=r"on rank 1 it is torch.float64 of shape \(2,\)\. .* rank 0 .*float32"):
+    with pytest.raises(
+        AssertionError, match=r"on rank 1: Tensor of torch.float64 and shape \(2,\)\. .* rank 0 .*float32"
+    ):
         assert_same_on_all_ranks(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
-    with pytest.raises(AssertionError, match=r"on rank 1 it is 2 bytes"):
+    with pytest.raises(AssertionError, match=r"on rank 1: bytes of torch.uint8 and shape \(2,\)"):
         assert_same_on_all_ranks(b"ab" if rank else b"a")
 
 
@@ -286,17 +291,17 @@ def test_a_group_of_some_ranks_compares_only_its_own():
     even_and_odd = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = even_and_odd[dist.get_rank() % 2]
     assert_same_on_all_ranks(torch.tensor(dist.get_rank() % 2), group=group)
-    with pytest.raises(AssertionError, match=f"on rank {dist.get_rank() % 2 + 2} 1 of 1 elements"):
+    with pytest.raises(AssertionError, match=f"on rank {dist.get_rank() % 2 + 2}: 1 of 1 elements"):
         assert_same_on_all_ranks(torch.tensor(dist.get_rank()), group=group)
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ShardkitError, match="there is no process group"):
+    with pytest.raises(ShardkitError, match="found no process group"):
         assert_same_on_all_ranks(b"")
     with fake_world(2):
         sharded = fully_shard(nn.Linear(2, 2)).weight
         for value, kind in ((sharded, "DTensor"), ([1], "list")):
-            with pytest.raises(ShardkitError, match=f"value: is a {kind}"):
+            with pytest.raises(ShardkitError, match=f"got {kind}"):
                 assert_same_on_all_ranks(value)
 
 

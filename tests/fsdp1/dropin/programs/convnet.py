@@ -1,12 +1,11 @@
 """The tutorial's image classifier: units by size, CPU offload, the whole state saved from a plain state_dict()."""
 
-import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import parse, read, run, write
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -79,9 +78,7 @@ def build(args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(argv, strategy="FULL_SHARD", offload=False, manual=False, init=False, out="", load="")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = images(0), images(1, 8)
     sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
@@ -89,7 +86,7 @@ def main(argv=None):
     test_loader = DataLoader(test_set, batch_size=4, sampler=DistributedSampler(test_set, world_size, rank))
     model = build(args)
     if args.load:
-        model.load_state_dict(torch.load(args.load, weights_only=True))
+        model.load_state_dict(read(args.load))
     elif args.init:
         model.apply(init_weights)
     if rank == 0:
@@ -109,25 +106,9 @@ def main(argv=None):
         losses.append(test(model, rank, test_loader))
         scheduler.step()
     if args.out:
-        dist.barrier()
-        states = model.state_dict()
-        if rank == 0:
-            os.makedirs(os.path.dirname(args.out), exist_ok=True)
-            torch.save(states, args.out)
-        dist.barrier()
+        write(model.state_dict(), args.out)
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    for switch in ("--offload", "--manual", "--init"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--load", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

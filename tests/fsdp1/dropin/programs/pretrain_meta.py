@@ -4,12 +4,12 @@ Hybrid sharding, activation checkpointing of every other block before or after w
 checkpointer with sharded model and optimizer state through torch.distributed.checkpoint.
 """
 
-import argparse
 import functools
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import parse, run
 from torch import nn, optim
 from torch.distributed import checkpoint as dist_cp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -196,9 +196,11 @@ def hybrid_mesh(args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=4, lr=0.003, clip=1e6, precision="none", strategy="FULL_SHARD", checkpoint_every=0,
+        checkpoint_after=False, orig=False, default_init=False, legacy_state=False, nameless_mesh=False, save_at=0,
+        ckpt="",
+    )  # fmt: skip
     rank = dist.get_rank()
     with torch.device("meta"):
         model = LLaMA()
@@ -245,21 +247,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--clip", type=float, default=1e6)
-    parser.add_argument("--precision", default="none")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--checkpoint-every", type=int, default=0)
-    for switch in ("--checkpoint-after", "--orig", "--default-init", "--legacy-state", "--nameless-mesh"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--ckpt", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,12 +4,11 @@ As tutorials do it: everything by keyword, one FullStateDictConfig made once and
 full_optim_state_dict / scatter_full_optim_state_dict.
 """
 
-import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
+from harness import parse, read, run, write
 from torch import optim
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -115,7 +114,7 @@ def setup_model(args, rank):
     """The plain model; a checkpoint is read by rank 0 alone, and reaches the others when they are wrapped."""
     model = build_model(args)
     if args.resume and rank == 0:
-        model.load_state_dict(torch.load(os.path.join(args.resume, "t5.pt"), weights_only=True))
+        model.load_state_dict(read(f"{args.resume}/t5.pt"))
         print("model checkpoint loaded to rank0 cpu")
     wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
     return FSDP(
@@ -133,26 +132,24 @@ def setup_model(args, rank):
 
 
 def save(model, optimizer, rank, out):
-    os.makedirs(out, exist_ok=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, SAVE_POLICY):
         cpu_state = model.state_dict()
     optim_state = FSDP.full_optim_state_dict(model, optimizer)
-    if rank == 0:
-        torch.save(cpu_state, os.path.join(out, "t5.pt"))
-        torch.save(optim_state, os.path.join(out, "t5-adamw.pt"))
-    dist.barrier()
+    write(cpu_state, f"{out}/t5.pt")
+    write(optim_state, f"{out}/t5-adamw.pt")
 
 
 def load_optimizer(model, optimizer, rank, path):
-    full = torch.load(os.path.join(path, "t5-adamw.pt"), weights_only=False) if rank == 0 else None
+    full = read(f"{path}/t5-adamw.pt") if rank == 0 else None
     sharded = FSDP.scatter_full_optim_state_dict(full, model)
     optimizer.load_state_dict(sharded)
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    args = parse(
+        argv, batch_size=2, samples=8, epochs=2, first_epoch=1, lr=0.002, seed=1, dropout=0.0, clip=0.0,
+        precision="none", strategy="FULL_SHARD", device="cpu", offload=False, out="", resume="",
+    )  # fmt: skip
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, val_set = Articles(args.samples), Articles(4, seed=1)
     sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
@@ -181,25 +178,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description="T5 FSDP")
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--first-epoch", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=0.002)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--clip", type=float, default=0.0)
-    parser.add_argument("--precision", choices=POLICIES, default="none")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -1,6 +1,6 @@
-"""Measure what the plain model allocates and computes between the moments at which FSDP2 gathers and frees a unit.
+"""Measure what the plain model allocates between the points at which FSDP2's hooks gather and free a unit.
 
-A dispatch mode counts; hooks on each unit, in the places of FSDP2's own, report the four moments.
+A dispatch mode counts bytes; hooks on each unit, where FSDP2 has its own, report the four points.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import FakeTensor, TorchDispatchMode, tree_leaves, tree_map
-from shardkit._torch.flops import flops_of
+from shardkit._torch import TorchDispatchMode, tree_leaves, tree_map
 from shardkit.plan import ShardUnit
 
 START = "start"
@@ -23,33 +22,28 @@ AFTER_FORWARD = "after forward"
 BACKWARD = "backward"
 AFTER_BACKWARD = "after backward"
 
-# Autograd asks a fake tensor for its device several times for each node: two of three calls that a meter sees. Passing
-# these on to FakeTensorMode took a fifth of the trace's time (torch 2.13).
-DEVICE = torch.ops.prim.device.default
-
 
 @dataclass(frozen=True)
 class Interval:
-    """What the model allocates and computes from one moment to the next, without what FSDP2 does."""
+    """What the model allocates from one hook point to the next, without what FSDP2 does."""
 
     moment: str  # that begins it: before or after the forward or backward of the unit
     unit: str  # the unit's name; empty at the start
     delta: int = 0  # bytes alive at its end minus those at its beginning
     peak: int = 0  # the most bytes alive during it minus those at its beginning, >= 0
-    flops: int = 0
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, counts FLOPs, and the bytes of every storage that an operator returns until it is freed.
+    """While active, counts the bytes of every storage that an operator returns, until it is freed.
 
     Ignored tensors are not counted. Views share a storage and count once. Sizes are those of the storages, without an
-    allocator's rounding; FLOPs are those of matrix products, convolutions and attention.
+    allocator's rounding.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.intervals: list[Interval] = []
-        self._live = self._peak = self._flops = 0
+        self._live = self._peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.open(START, "")
 
@@ -57,30 +51,27 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Exclude this tensor's storage."""
         self._count(tensor.untyped_storage(), nbytes=0)
 
-    def moment(self, moment: str, unit: str) -> None:
+    def begin(self, moment: str, unit: str) -> None:
         """End the current interval and begin another."""
         self.close()
         self.open(moment, unit)
 
     def open(self, moment: str, unit: str) -> None:
         self._peak = self._live
-        self._opened = moment, unit, self._live, self._flops
+        self.opened = moment, unit, self._live
 
     def close(self) -> None:
-        moment, unit, live, flops = self._opened
-        self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live, self._flops - flops))
+        moment, unit, live = self.opened
+        self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live))
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator, then count what it made and did."""
-        if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
+        """Run the operator, then count what it returns."""
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             self._count(storage, storage.nbytes())
-        self._flops += flops_of(func, args, kwargs or {}, result)
         return result
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -98,53 +89,37 @@ class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WatchedUnit:
-    """Hooks on one unit's modules that report its moments and, after its backward, drop its gradients.
-
-    Hooks that the user registered run inside of them, as inside of FSDP2's.
-    """
+    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its gradients."""
 
     def __init__(
         self, unit: ShardUnit, modules: Sequence[nn.Module], params: Sequence[nn.Parameter], meter: IntervalMeter
     ) -> None:
-        self.unit = unit
-        self.grad_bytes = 0
-        self._params = params
-        self._meter = meter
-        self._modules_done = 0
-        self._in_forward = self._in_backward = False
-        for module in modules:
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward)
+        self.unit, self.grad_bytes = unit, 0
+        self._params, self._meter, self._in_backward = params, meter, False
+        hook_unit(unit, modules, self._before_forward, self._after_forward)
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        enters = not self._in_forward and not self._in_backward  # a recomputed forward is part of backward
-        if enters:
-            self._in_forward = True
-            self._meter.moment(FORWARD, self.unit.name)
-        args, kwargs = cast_inputs(self.unit, args), cast_inputs(self.unit, kwargs)
-        tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
-        if not enters or not tensors or not torch.is_grad_enabled():
-            return args, kwargs  # torch 2.13 watches the inputs of a unit's first module only
+    def _before_forward(self, inputs: Any) -> Any:
+        if self._in_backward:  # a checkpointed forward runs again
+            return inputs
+        self._meter.begin(FORWARD, self.unit.name)
+        tensors = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        if not tensors or not torch.is_grad_enabled():
+            return inputs
         inside = dict(zip(map(id, tensors), _Boundary.apply(self, *tensors), strict=True))  # type: ignore[no-untyped-call]
-        return tree_map(lambda leaf: inside.get(id(leaf), leaf), (args, kwargs))
+        return tree_map(lambda leaf: inside.get(id(leaf), leaf), inputs)
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._in_backward:
-            return output
-        output = cast_output(self.unit, output)
-        self._modules_done += 1
-        if self._modules_done == len(self.unit.modules):
-            self._modules_done, self._in_forward = 0, False
+    def _after_forward(self, output: Any) -> Any:
+        if not self._in_backward:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-            self._meter.moment(AFTER_FORWARD, self.unit.name)
+            self._meter.begin(AFTER_FORWARD, self.unit.name)
         return output
 
     def _before_backward(self, grad: Tensor) -> Tensor:
         if not self._in_backward:
             self._in_backward = True
-            self._meter.moment(BACKWARD, self.unit.name)
+            self._meter.begin(BACKWARD, self.unit.name)
         return grad
 
     def after_backward(self) -> None:
@@ -171,6 +146,32 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.watched.after_backward()
         return (None, *grads)
+
+
+def hook_unit(
+    unit: ShardUnit, modules: Sequence[nn.Module], before: Callable[[Any], Any], after: Callable[[Any], Any]
+) -> None:
+    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the output of the last.
+
+    Both return what to go on with, in the dtypes that FSDP2 casts to. Hooks that the user registered run inside of
+    these, as inside of FSDP2's, which also watches the inputs of the first module only (torch 2.13).
+    """
+    waiting: set[nn.Module] = set()
+
+    def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = cast_inputs(unit, (args, kwargs))
+        if waiting:
+            return inputs
+        waiting.update(modules)
+        return before(inputs)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        waiting.discard(module)
+        return cast_output(unit, output) if waiting else after(cast_output(unit, output))
+
+    for module in modules:
+        module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hook)
 
 
 def cast_inputs(unit: ShardUnit, tree: Any) -> Any:

@@ -1,13 +1,54 @@
-"""Count the floating-point operations of aten calls, by torch's registered formulas and three that it lacks."""
+"""Count the floating-point operations of a traced step, by torch's registered formulas and three that it lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
+
+from shardkit import ShardingPlan
+from shardkit.memory.hook_points import IntervalMeter
+from shardkit.memory.trace import Loss, Trace, trace
+
+
+@dataclass(frozen=True)
+class Step:
+    """A trace, and the floating-point operations of its intervals by moment and unit."""
+
+    trace: Trace
+    flops: Mapping[tuple[str, str], int]
+
+
+def step_of(
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Any,
+    loss: Loss | None = None,
+    checkpointed: Collection[str] | None = None,
+) -> Step:
+    """Trace a step as ``shardkit.memory.trace`` does."""
+    meter = FlopMeter()
+    found = trace(model, plan, batch, loss=loss, checkpointed=checkpointed, meter=meter)
+    return Step(found, dict(meter.flops))
+
+
+class FlopMeter(IntervalMeter):
+    """Counts operations besides bytes: those of matrix products, convolutions and attention."""
+
+    def __init__(self) -> None:
+        self.flops: dict[tuple[str, str], int] = defaultdict(int)
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operator, and count."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.flops[self.opened[:2]] += flops_of(func, args, kwargs or {}, result)
+        return result
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:

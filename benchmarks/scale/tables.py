@@ -1,11 +1,11 @@
-"""Simulated scale: models of 1B to 671B on 8 to 16,384 ranks, by the library's own plans and its scaling table.
+"""Simulated scale: models of 1B to 671B on 8 to 16,384 ranks, by the library's own plans and a model of seconds.
 
 Run: ``python -m benchmarks.scale``, 90 s; needs transformers and matplotlib. ``--write`` puts all tables into
 ``benchmarks/results/`` and draws ``docs/pictures/scale.png``; ``--model "Llama 8B"`` prints one model alone. Nothing is
 measured. Plans are those of ``plan_model`` on meta, bytes and messages are counted from them, and times are by the
-model that ``shardkit/memory/speed.py`` states, with the bandwidths of ``HARDWARE["h100"]``. Only the rate of matrix
+model that ``benchmarks/scale/speed.py`` states, with the bandwidths of ``HARDWARE["h100"]``. Only the rate of matrix
 products is another one: ``REACHED``, which published runs of FSDP reached, other kernels included. Each rank has one
-sequence of 8,192 tokens; blocks are recomputed, except in the 1B.
+sequence of 8,192 tokens; blocks are checkpointed, except in the 1B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from transformers import DeepseekV3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from benchmarks.published import (
+from benchmarks.scale.published import (
     FAR_SOURCE,
     LOST,
     SERIES,
@@ -35,14 +35,13 @@ from benchmarks.published import (
     plan_of,
     token_batch,
 )
-from shardkit.memory import HARDWARE, Hardware, ScalingTable, scaling_table
-from shardkit.memory.speed import STRATEGIES, ScalingRow
+from benchmarks.scale.speed import HARDWARE, STRATEGIES, Hardware, ScalingRow, ScalingTable, scaling_table
 from shardkit.plan.types import nbytes
 from shardkit.planning.dims import held_bytes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "scale_202611.md", ROOT / "docs" / "pictures" / "scale.png"
-REACHED = 405e12  # FLOP/s: 0.51 of what matrix products alone reach, as in the first row of benchmarks/published.py
+REACHED = 405e12  # FLOP/s: 0.51 of what matrix products alone reach, as in the first row of published.py
 HARDWARE_REACHED = replace(HARDWARE["h100"], matmul_flops=REACHED)
 BUDGET = 72 * 2**30  # of 80 GiB
 TOKENS = 8192
@@ -90,7 +89,7 @@ def scaled(name: str, hardware: Hardware = HARDWARE_REACHED) -> Scaled:
     """Plan, trace and scale one model."""
     start = time.process_time()
     model = on_meta(MODELS[name]())
-    plan = plan_of(model, recomputed=name != "Llama 1B")
+    plan = plan_of(model, checkpointed=name != "Llama 1B")
     table = scaling_table(model, plan, token_batch(1, TOKENS), hardware)
     return Scaled(name, sum(param.numel() for param in model.parameters()), table, time.process_time() - start)
 
@@ -172,7 +171,7 @@ def beside_published(found: list[Compared]) -> str:
     lines = []
     for each in found:
         series, run = each.series, each.run
-        kind = f"{'HSDP' if series.hybrid else 'FSDP'}{', recomputed' if series.recomputed else ''}"
+        kind = f"{'HSDP' if series.hybrid else 'FSDP'}{', checkpointed' if series.checkpointed else ''}"
         line = [f"{series.system}, {kind}", series.name, series.hardware.name.upper(), str(run.ranks)]
         line += [f"{run.published:,.0f}", f"{each.mfu:.1%}", f"{each.modeled:,.0f}", f"{each.error:+.0%}"]
         fitted = f"x {each.share:.2f}" if len(series.runs) > 1 else ""
@@ -247,11 +246,11 @@ def page(models: list[Scaled], found: list[Compared], last: str) -> str:
         [
             "# Simulated scale",
             f"`python -m benchmarks.scale --write`, torch {torch.__version__}. Nothing is measured; times are by the "
-            f"model of `shardkit/memory/speed.py`: {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
+            f"model of `benchmarks/scale/speed.py`: {rates.matmul_flops / 1e12:.0f} TFLOP/s, "
             f"{rates.node_bandwidth / 1e9:.0f} GB/s in a node of {rates.ranks_per_node}, "
             f"{rates.network_bandwidth / 1e9:.0f} GB/s a rank between nodes, {rates.latency * 1e6:.1f} and "
             f"{rates.network_latency * 1e6:.0f} us a hop. One sequence of {TOKENS:,} tokens a rank; AdamW, float32 "
-            "parameters, bfloat16 compute, float32 reductions; blocks recomputed, except in the 1B.",
+            "parameters, bfloat16 compute, float32 reductions; blocks checkpointed, except in the 1B.",
             f"CPU seconds to build, plan, trace and scale: {took}.",
             summary(models),
             steps(models),

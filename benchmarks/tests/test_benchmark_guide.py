@@ -1,34 +1,25 @@
-"""The decision guide of docs/memory.md is what the code says."""
+"""The guide of docs/memory.md is what the code says."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks import guide
 from shardkit.memory.trace import trace
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def guide(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.guide")
-
-
-def test_the_page_has_what_the_code_says(guide):
+def test_the_page_has_what_the_code_says():
     in_page = guide.in_page(guide.PAGE.read_text())
     assert in_page == guide.guide(), "run: python -m benchmarks.guide --write"
     assert in_page.count("| 70B |") == 6
 
 
-@pytest.mark.parametrize("recomputed", [range(0), range(7)])
-def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(guide, recomputed):
+@pytest.mark.parametrize("checkpointed", [range(0), range(7)])
+def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(checkpointed):
     shape = replace(guide.SHAPES["1B"], layers=7)
-    names = [f"layers.{number}" for number in recomputed]
+    names = [f"layers.{number}" for number in checkpointed]
     model, plan = guide.planned(shape)
     whole = trace(model, plan, guide.tokens(*guide.TOKENS), checkpointed=names)
     assert guide.stretched(shape, names) == whole

@@ -3,7 +3,7 @@
 Each series is one system, model and kind of GPU. The model is asked twice: with the rates of ``HARDWARE``, and with the
 rate of matrix products at which its first row comes out as published, so that the other rows test what it says of more
 ranks. Tensor and pipeline parallel runs are left out (torchtitan's 70B and 405B since 2024), and float8: a plan of
-FSDP2 says nothing of them. MFU counts no recomputation, and full attention.
+FSDP2 says nothing of them. MFU counts no checkpointed forwards, and full attention.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, PretrainedConfig
 
+from benchmarks.scale.flops import Step, step_of
+from benchmarks.scale.speed import HARDWARE, Hardware, step_time
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, plan_model
-from shardkit.memory import HARDWARE, Hardware
-from shardkit.memory.estimate import blocks, recompute
-from shardkit.memory.speed import step_time
+from shardkit.memory.estimate import blocks, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes
-from shardkit.memory.trace import Trace, trace
 from shardkit.planning.dims import on_mesh
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -61,16 +60,16 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
     return model
 
 
-def plan_of(model: nn.Module, *, recomputed: bool) -> ShardingPlan:
+def plan_of(model: nn.Module, *, checkpointed: bool) -> ShardingPlan:
     """The default plan in bfloat16 with float32 reductions, on one node."""
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=POLICY)
-    return recompute(plan, blocks(plan)) if recomputed else plan
+    return with_checkpoints(plan, blocks(plan)) if checkpointed else plan
 
 
-def token_batch(rows: int, positions: int) -> dict[str, torch.Tensor | bool]:
+def token_batch(rows: int, positions: int) -> dict[str, torch.Tensor]:
     """One rank's micro-batch, without values."""
     ids = torch.empty(rows, positions, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    return {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Series:
     name: str
     config: Callable[[], PretrainedConfig]
     positions: int
-    recomputed: bool
+    checkpointed: bool
     hardware: Hardware
     runs: tuple[Run, ...]
     hybrid: bool = False  # HSDP within a node
@@ -104,7 +103,7 @@ class Series:
     @cached_property
     def plan(self) -> ShardingPlan:
         """On one node."""
-        return plan_of(self.model, recomputed=self.recomputed)
+        return plan_of(self.model, checkpointed=self.checkpointed)
 
     @property
     def flops_per_token(self) -> float:
@@ -113,12 +112,12 @@ class Series:
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.positions
         return 6 * sum(each.weight.numel() for each in linear) + attention
 
-    def traced(self, rows: int, *, recomputed: bool) -> Trace:
+    def traced(self, rows: int, *, checkpointed: bool) -> Step:
         """One rank's step."""
-        names = blocks(self.plan) if recomputed else []
-        return trace(self.model, self.plan, token_batch(rows, self.positions), checkpointed=names)
+        names = blocks(self.plan) if checkpointed else []
+        return step_of(self.model, self.plan, token_batch(rows, self.positions), checkpointed=names)
 
-    def tokens_per_second(self, run: Run, step: Trace, hardware: Hardware) -> float:
+    def tokens_per_second(self, run: Run, step: Step, hardware: Hardware) -> float:
         """Of a rank, by the model of a step's time."""
         node = hardware.ranks_per_node
         hybrid = self.hybrid and run.ranks > node
@@ -162,9 +161,9 @@ def compare(series: Series) -> Iterator[Compared]:
     peak = 989e12 if series.hardware.name == "h100" else 312e12
     rate = 0.0
     for number, run in enumerate(series.runs):
-        step = series.traced(run.rows, recomputed=series.recomputed)
+        step = series.traced(run.rows, checkpointed=series.checkpointed)
 
-        def speed(rate: float, run: Run = run, step: Trace = step) -> float:
+        def speed(rate: float, run: Run = run, step: Step = step) -> float:
             return series.tokens_per_second(run, step, replace(series.hardware, matmul_flops=rate))
 
         rate = rate if number else solved(speed, run.published, 2 * peak)
@@ -183,7 +182,7 @@ def far(hardware: Hardware) -> tuple[float, float]:
     The micro-batch, 2 sequences of 4,096 tokens, is an assumption.
     """
     series = Series("", FAR_SOURCE, "Llama 2 7B", llama_2_7b, 4096, False, hardware, ())
-    step = series.traced(2, recomputed=False)
+    step = series.traced(2, checkpointed=False)
 
     def lost(latency: float) -> float:
         rates = replace(hardware, network_latency=latency)
@@ -218,9 +217,9 @@ def _runs(*runs: tuple[int, int, float]) -> tuple[Run, ...]:
 
 
 def _foundry(
-    name: str, width: int, layers: int, recomputed: bool, hardware: Hardware, *runs: tuple[int, int, float]
+    name: str, width: int, layers: int, checkpointed: bool, hardware: Hardware, *runs: tuple[int, int, float]
 ) -> Series:
-    return Series("llm-foundry", FOUNDRY, name, lambda: mpt(width, layers), 2048, recomputed, hardware, _runs(*runs))
+    return Series("llm-foundry", FOUNDRY, name, lambda: mpt(width, layers), 2048, checkpointed, hardware, _runs(*runs))
 
 
 def _fms(name: str, config: tuple[int, ...], hybrid: bool, rows: int, published: float) -> Series:

@@ -8,17 +8,17 @@ stragglers, and compute that slows down beside communication.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from benchmarks.scale.flops import Step, step_of
 from shardkit.memory.estimate import buffer_bytes, resharded
-from shardkit.memory.moments import BACKWARD, FORWARD
+from shardkit.memory.hook_points import BACKWARD, FORWARD
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
-from shardkit.memory.trace import Loss, Trace, trace
+from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes
@@ -90,7 +90,7 @@ class Traffic:
 class StepTime:
     """The modeled time of a step, in seconds, and what it sends."""
 
-    compute: float  # matrix products of forward and backward, including recomputation
+    compute: float  # matrix products of forward and backward, including checkpointed forwards
     communication: float  # all collectives, overlapped or not
     exposed: float  # communication that no compute overlaps
     optimizer: float  # the optimizer's step, on the device or the CPU
@@ -108,14 +108,12 @@ class StepTime:
         return max(self.device, self.hooks)
 
 
-def step_time(plan: ShardingPlan, trace: Trace, hardware: Hardware, optimizer: OptimizerBytes) -> StepTime:
+def step_time(plan: ShardingPlan, step: Step, hardware: Hardware, optimizer: OptimizerBytes) -> StepTime:
     """Return the time of one step on every rank, and what a rank sends in it."""
     sizes = {unit.name: unit_bytes(plan, unit, optimizer) for unit in plan.units}
     order = [unit for unit in plan.execution_order() if sizes[unit.name].unsharded or unit.modules == ("",)]
-    flops: dict[tuple[str, str], int] = defaultdict(int)
-    for interval in trace.intervals:
-        flops[interval.moment, interval.unit] += interval.flops
-    work = [[flops[moment, unit.name] / hardware.matmul_flops for unit in order] for moment in (FORWARD, BACKWARD)]
+    flops, rate = step.flops, hardware.matmul_flops
+    work = [[flops.get((moment, unit.name), 0) / rate for unit in order] for moment in (FORWARD, BACKWARD)]
     each = [(plan.mesh_of(unit), unit.reshard_after_forward, sizes[unit.name]) for unit in order]
     node = hardware.ranks_per_node
     gathered = [_all_gather(mesh, True, size, node) for mesh, _, size in each]
@@ -126,7 +124,7 @@ def step_time(plan: ShardingPlan, trace: Trace, hardware: Hardware, optimizer: O
     # GPU's bandwidth.
     moved = [(2 * s.shard + s.grads + 2 * s.optimizer) * (10 if s.offloaded else 1) for s in sizes.values()]
     return StepTime(
-        compute=trace.flops / hardware.matmul_flops,
+        compute=sum(flops.values()) / rate,
         communication=sum(map(sum, seconds)),
         exposed=_exposed(*work, *seconds),
         optimizer=sum(moved) / hardware.memory_bandwidth,
@@ -257,8 +255,6 @@ def scaling_table(
     """Model the same micro-batch on growing numbers of ranks, sharded over all of them (FSDP), over a node only (HSDP),
     and over all with gathered parameters resharded to a node (hpZ). Local.
 
-    :mod:`shardkit.memory.speed` says what the model leaves out.
-
     Args:
         model: on any device, meta too.
         plan: the units and settings; its mesh is replaced.
@@ -268,11 +264,11 @@ def scaling_table(
         optimizer: as for :func:`shardkit.memory.estimate`.
         worlds: the numbers of ranks.
     """
-    step, kept, buffers = trace(model, plan, batch, loss=loss), OptimizerBytes.of(optimizer), buffer_bytes(model)
+    step, kept, buffers = step_of(model, plan, batch, loss), OptimizerBytes.of(optimizer), buffer_bytes(model)
     rows = []
     for ranks in worlds:
         for strategy, changed in _scaled_plans(plan, ranks, hardware.ranks_per_node):
-            peak = max(point.total for point in timeline(changed, step, kept, buffers))
+            peak = max(point.total for point in timeline(changed, step.trace, kept, buffers))
             rows.append(ScalingRow(strategy, changed, peak, step_time(changed, step, hardware, kept)))
     return ScalingTable(tuple(rows), hardware)
 

@@ -1,0 +1,118 @@
+"""FSDP2's private state for accumulation, recovery from errors, and the dtypes that units compute and reduce in.
+
+Private names of torch 2.13 to 2.15, like the rest of ``_fsdp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit._fsdp import FSDPUnit, fsdp_units, states_of
+from shardkit._torch import missing_name, units_of
+
+
+def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
+    """Return the units with ``reshard_after_forward=False``, and those of roots with torch's default, None."""
+    states = states_of(model.modules())
+    outermost: set[nn.Module] = set()  # the roots to be, unless the model itself is inside another FSDP module
+    if any(state._is_root is None for state in states):
+        sharded: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        outermost = set(sharded).difference(*(set(module.modules()) - {module} for module in sharded))
+    kept = []
+    for state in states:
+        root = state._is_root or (state._is_root is None and state._modules[0] in outermost)
+        by_default = root and state._auto_reshard_after_forward
+        kept += [unit for unit in units_of(state) if by_default or unit.post_forward_mesh_info is None]
+    return kept
+
+
+@contextmanager
+def gathered_until_backward(model: nn.Module) -> Iterator[None]:
+    """In this context no unit reshards after forward. ``set_reshard_after_forward`` could not restore an int."""
+    before = [
+        (state, unit, unit.post_forward_mesh_info) for state in states_of(model.modules()) for unit in units_of(state)
+    ]
+    for _, unit, _ in before:
+        unit.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for state, unit, mesh_info in before:
+            # The first forward, which may have run meanwhile, decides for a root with torch's default.
+            decided = state._is_root and state._auto_reshard_after_forward
+            unit.post_forward_mesh_info = None if decided else mesh_info
+
+
+def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP modules that a first forward has made roots. Local, pure."""
+    states = states_of(model.modules())
+    return [each._modules[0] for each in states if each._is_root and hasattr(each._comm_ctx, "all_gather_stream")]
+
+
+def modules_of_other_roots(model: nn.Module) -> list[nn.Module]:
+    """Return the FSDP modules of the model that belong to a root outside of it. Local, pure."""
+    states = states_of(model.modules())
+    own = {each for state in states if state._is_root for each in state._state_ctx.all_states}
+    return [module for state in states if state._is_root is False and state not in own for module in state._modules]
+
+
+def reset_iteration(root: FSDPModule) -> None:
+    """Abandon the forward or backward under way below a root: wait for its collectives, and reshard.
+
+    torch's ``reset_iter_state`` does not wait for gradients that are on their way to the CPU (2.13 to 2.15).
+    """
+    states = root._get_fsdp_state()._state_ctx.all_states
+    for param in (param for state in states for unit in units_of(state) for param in unit.fsdp_params):
+        if param.grad_offload_event is not None:
+            param.grad_offload_event.synchronize()
+            param.grad_offload_event = None
+    root.reset_iter_state()
+
+
+def drop_unreduced_gradients(unit: FSDPUnit, params: Iterable[Any] | None = None) -> None:
+    """Drop the gradients of a unit, or of some of its ``fsdp_params``, that backward kept to be reduced later.
+
+    They are on the unsharded parameter, or in ``reduce_dtype`` beside it (before torch 2.15); on an HSDP mesh what was
+    reduce-scattered for the whole unit before the all-reduce, with its layout (since 2.15).
+    """
+    for param in unit.fsdp_params if params is None else params:
+        unit._partial_reduce_output = None  # type: ignore[attr-defined]
+        getattr(unit, "_partial_reduce_output_layout", {}).clear()
+        if "unsharded_accumulated_grad" in vars(param):
+            param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+
+
+def reduce_dtype(unit: FSDPUnit) -> torch.dtype | None:
+    """Return the dtype that a unit's gradients are reduced in; None if none of its parameters trains. Local, pure."""
+    trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
+    if not trained:
+        return None
+    stored: torch.dtype = trained[0].sharded_param.dtype
+    policy = getattr(unit, "mp_policy", None)
+    if policy is not None:  # torch 2.13 and 2.14
+        return policy.reduce_dtype or policy.param_dtype or stored
+    # Since torch 2.15 there is a policy for each parameter, and param_dtype does not matter.
+    return trained[0].mp_policy.reduce_dtype or stored
+
+
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes that floating-point parameters of the model's units are gathered in. Local, pure."""
+    pairs = [(getattr(unit, "mp_policy", None), param) for unit in fsdp_units(model) for param in unit.fsdp_params]
+    floating = [(policy, param) for policy, param in pairs if param.sharded_param.is_floating_point()]
+    # Since torch 2.15 there is a policy for each parameter.
+    return {(policy or param.mp_policy).param_dtype or param.sharded_param.dtype for policy, param in floating}
+
+
+def all_reduce_hook(unit: FSDPUnit) -> object:
+    """Return what ``set_all_reduce_hook`` set, None without one: it has no getter (torch 2.13 to 2.15). Local, pure."""
+    if not hasattr(unit, "_all_reduce_hook"):
+        raise missing_name("FSDPParamGroup._all_reduce_hook")
+    return unit._all_reduce_hook

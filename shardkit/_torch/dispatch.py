@@ -1,0 +1,109 @@
+"""Private names of torch for dispatch modes, recorded operators, fake tensors and random numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+# testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an
+# underscore, yet the class is the documented way to intercept operators, and CommDebugMode is built on it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from shardkit._torch import private_name
+
+# meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
+neg_view = private_name("torch._neg_view")
+
+
+# meta: TorchFunctionMode stays active inside of __torch_dispatch__; only this private context disables it.
+no_torch_function = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Run the body without any dispatch or function modes, including ours."""
+    with torch.utils._python_dispatch._disable_current_modes(), no_torch_function():
+        yield
+
+
+# What a __torch_dispatch__ sees of Tensor.to() with another dtype or device; no public name (torch 2.13 to 2.15).
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+def schema(op: Any) -> Any:
+    """Return the schema of an aten op, with the names of its arguments and which it writes to; no public access."""
+    return op._schema
+
+
+def has_tag(op: Any, name: str) -> bool:
+    """Return whether an aten op has the tag of that name, such as ``nondeterministic_seeded``."""
+    return getattr(torch.Tag, name) in op.tags
+
+
+@contextmanager
+def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
+    """Inside of the block ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
+
+    It draws until every value is in range (torch 2.13), so its aten calls depend on values. Should torch rename the
+    function, those calls are recorded instead, which is slower and as exact.
+    """
+    name = "_no_grad_trunc_normal_"
+    original = getattr(torch.nn.init, name, None)
+    if original is None:
+        yield
+        return
+
+    def sampler(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.untyped_storage().device.type != "meta":
+            return cast(Tensor, original(tensor, *args, **kwargs))
+        record(original, tensor, *args, **kwargs)
+        return tensor
+
+    setattr(torch.nn.init, name, sampler)
+    try:
+        yield
+    finally:
+        setattr(torch.nn.init, name, original)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random ops on the device use by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return cast(torch.Generator, module.default_generators[index])
+
+
+def accelerator_state() -> Tensor | None:
+    """Return the state of the accelerator's default generator; None without one, or before its first use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", bool)():
+        return None
+    return default_generator(accelerator).get_state()
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, as where a forward is recomputed. Local."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, with the types that libraries registered
+# (transformers' ModelOutput); torch 2.13 has no public name for it.
+tree_leaves = torch.utils._pytree.tree_leaves
+
+
+tree_map = torch.utils._pytree.tree_map
+
+
+# memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to 2.15).
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+
+
+# The number of in-place writes to a tensor or its views, with which autograd checks saved tensors.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")

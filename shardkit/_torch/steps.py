@@ -1,0 +1,112 @@
+"""Private names of torch for gradients and optimizers: one kernel for many tensors, and what a step reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import local_tensor, private_name
+
+# grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch 2.13 to 2.15).
+foreach_norm = private_name("torch._foreach_norm")
+
+
+foreach_mul_ = private_name("torch._foreach_mul_")
+
+
+def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
+    """Return the local tensors in groups that one such kernel accepts."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    return list(groups.values())
+
+
+def local_tensors(
+    tensors: list[Any], params: list[Any], layouts: list[Any], otherwise: Callable[[DTensor, Any], Tensor]
+) -> list[Any]:
+    """Return the local tensor of each DTensor placed like its parameter, and other tensors unchanged. Local.
+
+    Args:
+        tensors: gradients or state, in the order of ``params``.
+        params: the parameters.
+        layouts: their placements; None for plain parameters.
+        otherwise: called with a DTensor of other placements and its parameter; returns its local tensor.
+    """
+    # One comprehension without calls, because this runs for every tensor in every step.
+    return [
+        x if not isinstance(x, DTensor) else x._local_tensor if x._spec.placements == layout else otherwise(x, param)
+        for x, param, layout in zip(tensors, params, layouts, strict=True)
+    ]
+
+
+# optim: torch's optimizers collect the tensors of a step in this method: it appends each parameter's to a list of
+# parameters, one of gradients, and one for each kind of state that the update needs (torch 2.13 to 2.15).
+COLLECT = "_init_group"
+
+
+def count_for_schedulers(step: Any) -> None:
+    """Mark a step function as wrapped by an LR scheduler; it must then call :func:`note_step`.
+
+    Otherwise a scheduler replaces ``optimizer.step`` with a wrapper around the class's function (torch 2.13 to 2.15).
+    """
+    step._wrapped_by_lr_sched = True
+
+
+def counts_for_schedulers(step: Any) -> bool:
+    """Return whether ``optimizer.step`` is an LR scheduler's wrapper, or marked as one."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def note_step(optimizer: Any) -> None:
+    """Do what an LR scheduler's wrapper does besides stepping; otherwise the scheduler warns of a wrong order."""
+    optimizer._opt_called = True
+
+
+# optim: with this attribute GradScaler leaves infs to the step; otherwise it asserts that there were gradients.
+SCALES_ITSELF = "_step_supports_amp_scaling"
+
+
+def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
+    """Return whether ``optimizer_in_backward`` steps any of the parameters, so that they never keep a gradient.
+
+    Its hook has an attribute for this; torch has no public way to list hooks (2.13 to 2.15).
+    """
+    hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
+    return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
+
+
+# optim, grads: ``DTensor.placements`` without the property, in a third of the time; and the spec, with the mesh.
+placements: Callable[[DTensor], tuple[Any, ...]] = operator.attrgetter("_spec.placements")
+
+
+layout_of: Callable[[DTensor], Any] = operator.attrgetter("_spec")
+
+
+# grads: the kernel of torch.amp.GradScaler, for plain tensors of one device and dtype.
+amp_unscale_ = private_name("torch._amp_foreach_non_finite_check_and_unscale_")
+
+
+class UnscalingGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose subclasses implement :meth:`unscale_grads`.
+
+    ``unscale_`` and ``step`` call ``_unscale_grads_`` (torch 2.13 to 2.15); torch has no public way to replace it.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        return {found_inf.device: self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)}
+
+    def unscale_grads(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Tensor:
+        """Multiply all gradients by ``inv_scale``; return 1.0 if any rank has a non-finite one, else 0.0."""
+        raise NotImplementedError

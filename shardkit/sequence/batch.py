@@ -1,0 +1,240 @@
+"""Batches of a split model: the part of each rank, and what it has to know of the whole."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardkit.errors import ShardkitError, message
+from shardkit.ranks import agree
+
+# The tensors of a batch with a value for each token, and what padding gets; padded position ids count from 0.
+PADDING = {
+    **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 0),
+    **dict.fromkeys(("labels", "shift_labels"), -100),
+    "position_ids": 0,
+}
+
+
+class Call(NamedTuple):
+    """One attention call: its module's FQN, ``elements`` of a token in its four all-to-alls, and their dtype."""
+
+    layer: str
+    elements: int
+    dtype: torch.dtype
+
+
+def counted(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Return position ids by place, as most models count them."""
+    return torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
+
+
+@dataclass
+class Attention:
+    """What a split model's attention shares, and what was found of the model.
+
+    Attributes:
+        group: the ranks that share a sequence.
+        pad: the id of padding.
+        cuts_inputs: whether batches are cut, or by the model's text part, when images are in their places.
+        takes_positions: whether the model takes ``position_ids``.
+        place: the position ids that it takes where a batch has none, of inputs, mask and ``pad``.
+        packs: whether masks keep documents apart.
+        calls: of the last forward, in order.
+    """
+
+    group: dist.ProcessGroup
+    pad: int
+    cuts_inputs: bool
+    takes_positions: bool
+    place: Callable[[Tensor, Tensor | None, int], Tensor] = counted
+    packs: bool | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        return self  # a copy of the model is split as the model
+
+
+@dataclass
+class Whole:
+    """The batch that a part was cut from; ``part["sequence"]``.
+
+    Attributes:
+        length: tokens of each sequence, without the padding that makes the parts equal.
+        padded: with it; a multiple of the ranks.
+        positions: position ids of all tokens, (batch, padded); None if the model computes them.
+        mask: the attention mask of all tokens, (batch, padded); None if there was none.
+        targets: labels of all ranks that count in the loss, divided by the number of ranks; None without labels.
+        highest: the highest position id of all tokens; None if the model has none.
+        packs: whether the model's masks keep documents apart; None until a part with several shows it.
+        loss_called: whether the model's own loss went through ``loss_function``.
+    """
+
+    length: int
+    padded: int
+    positions: Tensor | None
+    mask: Tensor | None
+    targets: Tensor | None
+    highest: Tensor | None
+    packs: bool | None
+    loss_called: bool = False
+
+    def to(self, *args: Any, **kwargs: Any) -> Whole:
+        """Return a copy on another device, as for a tensor; so a loop may move each value of a part."""
+        moved: dict[str, Any] = {name: x.to(*args, **kwargs) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
+
+
+current: ContextVar[Whole | None] = ContextVar("whole", default=None)  # of the forward that runs
+
+
+def running() -> Whole:
+    """Return the whole batch of the forward that runs; ShardkitError if the forward did not get a part."""
+    whole = current.get()
+    if whole is None:
+        rule = "A model whose sequences are split needs its entry 'sequence'"
+        raise ShardkitError(message("batch", "is not from sequence.split", rule, "Call model(**sequence.split(batch))"))
+    return whole
+
+
+class SplitSequence:
+    """Splits batches for a model that :func:`split_sequence` has changed.
+
+    Attributes:
+        group: the ranks that share each sequence.
+        attention: what was found of the model.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        self.group, self.attention = attention.group, attention
+        self._ranks, self._rank = self.group.size(), dist.get_rank(self.group)
+
+    def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of ``batch``, for ``model(**part)``; pure.
+
+        Sequences are padded at the end to a multiple of the ranks, labels are shifted by one, so that those of a part
+        are of the same tokens as its logits, and both are cut. The part of a vision-language model keeps whole
+        inputs, which the model cuts when images are in their places.
+
+        **Collective** over the group: one all-reduce of 24 bytes, on the CPU if the group has a backend there, which
+        compares the ranks' batches. Split before moving a batch to an accelerator.
+
+        Args:
+            batch: the whole batch, equal on all ranks of the group: ``input_ids`` or ``inputs_embeds``, and any of
+                ``attention_mask`` (batch, tokens), ``position_ids`` (which begin anew with each packed document),
+                ``labels`` as for the model itself, ``shift_labels``. What has no value for each token stays as it is.
+
+        Returns:
+            A dict of the same keys, ``position_ids``, and ``sequence``, which tells attention of the whole batch.
+            Compute the loss from logits and ``part.pop("labels")`` as from any batch; or let the model do it: the
+            mean of its ``loss`` over the ranks is that of the whole batch.
+
+        Raises:
+            ShardkitError: the batches differ, the attention mask has not two dims, or a tensor that this function
+                does not know has a value for each token: use :meth:`cut`.
+        """
+        full = {name: value for name, value in batch.items() if value is not None}
+        inputs = full["input_ids"] if "input_ids" in full else full["inputs_embeds"]
+        self._check(full, inputs.shape[:2])
+        length, attention = inputs.shape[1], self.attention
+        by = -length % self._ranks
+        packs = attention.packs if "position_ids" in full else False
+        if attention.cuts_inputs and attention.takes_positions and "position_ids" not in full:
+            full["position_ids"] = attention.place(inputs, full.get("attention_mask"), attention.pad)
+        if "labels" in full:
+            full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
+        full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
+        ids, labels = full.get("position_ids"), full.get("labels")
+        if by and ids is not None:
+            ids[..., length:] = torch.arange(by, device=ids.device)  # a document of its own
+        targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
+        positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
+        highest = None if ids is None else ids.max()
+        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, highest, packs)
+        names = set(PADDING) if attention.cuts_inputs else {"labels", "shift_labels"}
+        part = {name: self._part(x, _dim(name)) if name in names else x for name, x in full.items()}
+        return part | {"sequence": whole}
+
+    def cut(self, x: Tensor, dim: int = 1, value: float = 0) -> Tensor:
+        """Return this rank's part of any tensor with a value for each token, such as weights of the loss; local, pure.
+
+        Args:
+            x: of the whole batch. Shift it yourself if it goes with labels.
+            dim: of the tokens.
+            value: for padding.
+        """
+        return self._part(pad(x, -x.shape[dim] % self._ranks, dim, value), dim)
+
+    @torch.no_grad()
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """Return the parts of all ranks in order along ``dim``, with padding; without gradients. Collective.
+
+        For evaluation and scoring: ``sequence.gather(log_probs)[:, :length]``.
+        """
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    @property
+    def layers(self) -> list[str]:
+        """FQNs of the attention modules that the last forward ran, in order, for ``plan.collectives``."""
+        return [call.layer for call in self.attention.calls]
+
+    def traffic(self, tokens: int) -> int:
+        """Return the bytes that each rank sends in one forward's all-to-alls, four for each of :attr:`layers`; local.
+
+        A layer sends ``(ranks - 1) / ranks * tokens / ranks`` times the elements of a token's query, key, value and
+        output, with keys and values repeated where their heads are fewer than ranks. A backward costs as much, and a
+        checkpointed forward once more.
+
+        Args:
+            tokens: of the whole batch with padding: rows times a multiple of the ranks.
+        """
+        sizes = sum(call.elements * call.dtype.itemsize for call in self.attention.calls)
+        return sizes * tokens * (self._ranks - 1) // self._ranks**2
+
+    def _part(self, x: Tensor, dim: int) -> Tensor:
+        return x.chunk(self._ranks, dim)[self._rank].contiguous()
+
+    def _check(self, batch: Mapping[str, Any], shape: torch.Size) -> None:
+        """Raise on all ranks if a rank's batch cannot be split, or is not the others'."""
+        problem, mask = "", batch.get("attention_mask")
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            shown = f"got shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"got {type(mask).__name__}"
+            problem = f"must have the shape (batch, tokens), {shown}"
+            rule = "Masks of pairs of tokens cannot be rebuilt"
+            problem = message("attention_mask", problem, rule, "Pass position_ids that restart at each document")
+        for name in [name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape][:1]:
+            rule = "split cannot tell whether it belongs to tokens, or to labels, which are shifted"
+            fix = f'Cut it: part["{name}"] = sequence.cut({name})'
+            problem = message(f"batch[{name!r}]", "has a value for each token, and an unknown name", rule, fix)
+        fix = 'Read data by mesh["dp"].get_local_rank(), as with DistributedSampler(rank=, num_replicas=)'
+        seen = {name: _digest(x) for name, x in tensors.items()}
+        agree({**seen, "problem": problem}, [self.group], "sequence.split:", fix=fix)
+        if problem:
+            raise ShardkitError(problem)
+
+
+def _digest(x: Tensor) -> str:
+    data = x.detach().cpu().contiguous()
+    content = hashlib.sha256((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else None
+    return f"{x.dtype} {tuple(x.shape)} {content.hexdigest()[:16] if content else ''}"
+
+
+def _dim(name: str) -> int:
+    return -1 if name == "position_ids" else 1
+
+
+def pad(x: Tensor, by: int, dim: int, value: float) -> Tensor:
+    """Return ``x`` with ``by`` more elements of ``value`` at the end of ``dim``."""
+    return F.pad(x.movedim(dim, -1), (0, by), value=value).movedim(-1, dim) if by else x
