@@ -27,7 +27,7 @@ from shardkit import (
 )
 from shardkit.demo.model import ByteTransformer, load_text, micro_batch
 from shardkit.memory import MemoryReport, estimate, memory_report
-from shardkit.plan.table import nbytes
+from shardkit.plan.types import nbytes
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 3e-3, 0.5
 EPS = 1e-5  # well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0

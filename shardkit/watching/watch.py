@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.observe import observe_collectives
-from shardkit._torch import named_sharded_parameters, store_of_its_own
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.worlds import store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
 from shardkit.watching.calls import NOTHING, Calls, Record, Seen, compose, differ_before, first_difference
