@@ -322,7 +322,6 @@ INTERNALS: dict[str, Row] = {
     **dict.fromkeys(("_optim_state_dict_impl", "_optim_state_dict_to_load_impl"), INTERNAL),
     "_wait_unshard_streams_on_current_stream": INTERNAL,
 }
-# Those that the drop-in answers.
 _STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
 _STREAM = Row("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
 ATTRIBUTES |= INTERNALS | dict.fromkeys(("_handle", "_all_handles"), _HANDLE) | dict.fromkeys(_STREAMS, _STREAM)
@@ -373,12 +372,12 @@ def tables() -> Iterator[str]:
     """Yield the tables of the docs page in Markdown, in order."""
     for rows, title in ((ARGUMENTS, "Argument"), (STRATEGIES, "Strategy"), (FIELDS, "Field"), (OURS, "New argument")):
         yield _table(f"{title} | Support | In FSDP2", {name: (row.support, row.sentence) for name, row in rows.items()})
-    for rows, title in ((MEMBERS, "Of a wrapped model"), (NAMES, "Name")):
-        yield _table(f"{title} | Support | Instead", {name: (row.support, _instead(row)) for name, row in rows.items()})
-
-
-def _instead(row: Row) -> str:
-    return ": ".join(filter(None, (row.use and f"`{row.line()}`", row.sentence)))
+    texts = {
+        name: ": ".join(filter(None, (row.use and f"`{row.line()}`", row.sentence))) for name, row in MEMBERS.items()
+    }
+    yield _table(
+        "Of a wrapped model | Support | Instead", {name: (MEMBERS[name].support, texts[name]) for name in texts}
+    )
 
 
 def _table(header: str, rows: Mapping[str, tuple[str, str]]) -> str:
