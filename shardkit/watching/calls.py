@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardkit.errors import message
 
-TAIL = 256  # calls in each record, the last ones
+TAIL = 1024  # calls in each record, the last ones
 EVERY, MARKS = 64, 64  # a record has digests of all calls after each so many, the last ones
 
 Record = Mapping[str, Any]  # what a rank publishes of itself

@@ -32,7 +32,7 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.worlds import store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
-from shardkit.watching.calls import NOTHING, Calls, Record, Seen, compose, differ_before, first_difference
+from shardkit.watching.calls import NOTHING, Calls, Difference, Record, Seen, compose, differ_before, first_difference
 
 logger = logging.getLogger("shardkit")
 
@@ -184,6 +184,7 @@ class _Watch:
         self._state = {"left": False, "failed": False, "error": "", "line": ""}
         self._polls, self._is_settled = 0, False  # since there is something to report; the rest follows from a report
         self._reported: object = None
+        self._found: Difference | None = None
         self._exit_at = float("inf")
         self._wake, self._gone = threading.Event(), threading.Event()
         self._undo = []
@@ -268,7 +269,10 @@ class _Watch:
         before, difference = differ_before(records), first_difference(records)
         if difference is None or not difference.is_certain:  # what a lost rank called last is not known
             difference = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
-        certain = before is not None or (difference is not None and difference.is_certain)
+        if self._found is None and before is None and difference is not None and difference.is_certain:
+            self._found = difference  # ranks that do not wait for each other soon leave it behind
+        difference, before = self._found or difference, None if self._found else before
+        certain = bool(self._found) or before is not None
         lost = any(each.gone for each in seen.values()) and any(each["failed"] for each in records.values())
         stalled = max(each.idle for each in seen.values()) >= self._after
         state = certain, lost, stalled and [each["base"] + len(each["calls"]) for each in records.values()]

@@ -147,7 +147,7 @@ def test_digests_tell_that_older_calls_differ():
     same.add("b"), other.add("x")
     assert first_difference({0: same.record(), 1: other.record()}) == (700, {0: "b", 1: "x"})
     for each in (same, other):
-        for _ in range(700):
+        for _ in range(1500):
             each.add("a")
     records = {0: same.record(), 1: other.record()}
     assert (first_difference(records), differ_before(records)) == (None, 704)
