@@ -264,7 +264,7 @@ MEMBERS: dict[str, Row] = {
         "call it before sharding: after it, the function sees this rank's shards, where FSDP1 gathered the parameters",
         "{receiver}.apply({args})",
     ),
-    "check_is_root": Row("decision", "not in FSDP2: the root is the module that was sharded last"),
+    "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last"),
     "register_comm_hook": Row(
         "decision",
         "for each unit, or set_all_reduce_hook for the reduction over replicas; shardkit.set_reduce_precision sends "
@@ -303,7 +303,7 @@ ATTRIBUTES: dict[str, Row] = {
 
 _MODULES = Row("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_modules"].use)
 _HOOK = MEMBERS["register_comm_hook"]._replace(support="refused")
-_HANDLE = Row("refused", _GONE, "full_params({receiver})")
+_HANDLE = Row("refused", "it frees what a forward left gathered; full_params(model) gathers", "module.reshard()")
 
 # Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
 INTERNALS: dict[str, Row] = {
@@ -322,7 +322,6 @@ INTERNALS: dict[str, Row] = {
     **dict.fromkeys(("_optim_state_dict_impl", "_optim_state_dict_to_load_impl"), INTERNAL),
     "_wait_unshard_streams_on_current_stream": INTERNAL,
 }
-# Those that the drop-in answers.
 _STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
 _STREAM = Row("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
 ATTRIBUTES |= INTERNALS | dict.fromkeys(("_handle", "_all_handles"), _HANDLE) | dict.fromkeys(_STREAMS, _STREAM)
@@ -342,6 +341,8 @@ PRIVATE: dict[str, Row] = {
     "_unshard_param_utils": Row("decision", "or FSDPModule.unshard of each unit", "p.full_tensor()"),
     "_lazy_init": ATTRIBUTES["_lazy_init"],
     "_get_fsdp_states": _MODULES._replace(support="decision"),
+    "_get_fsdp_root_states": _MODULES,
+    "_get_fsdp_handles": ATTRIBUTES["params"],
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
@@ -371,12 +372,12 @@ def tables() -> Iterator[str]:
     """Yield the tables of the docs page in Markdown, in order."""
     for rows, title in ((ARGUMENTS, "Argument"), (STRATEGIES, "Strategy"), (FIELDS, "Field"), (OURS, "New argument")):
         yield _table(f"{title} | Support | In FSDP2", {name: (row.support, row.sentence) for name, row in rows.items()})
-    for rows, title in ((MEMBERS, "Of a wrapped model"), (NAMES, "Name")):
-        yield _table(f"{title} | Support | Instead", {name: (row.support, _instead(row)) for name, row in rows.items()})
-
-
-def _instead(row: Row) -> str:
-    return ": ".join(filter(None, (row.use and f"`{row.line()}`", row.sentence)))
+    texts = {
+        name: ": ".join(filter(None, (row.use and f"`{row.line()}`", row.sentence))) for name, row in MEMBERS.items()
+    }
+    yield _table(
+        "Of a wrapped model | Support | Instead", {name: (MEMBERS[name].support, texts[name]) for name in texts}
+    )
 
 
 def _table(header: str, rows: Mapping[str, tuple[str, str]]) -> str:

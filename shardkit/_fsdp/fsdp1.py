@@ -12,24 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, _flat_param
-
-# The type of FSDP1's training_state, which has no public name; FSDP2's enum has other members (torch 2.11 to 2.15).
-from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled, states_of
-from shardkit._fsdp.params import post_accumulate_hooks
-from shardkit._torch import units_of
+from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 
 # torch.nn.utils.get_total_norm to clip_grad_norm_ beside it (torch 2.13 to 2.15).
 TOTAL_NORM = "_get_total_norm"
-
-# Where this rank's part of a parameter is in a flat parameter; programs read it off FSDP1's (torch 2.11 to 2.15).
-ShardParamInfo = _flat_param._ShardParamInfo
-
-# What FSDP2 and optimizers read or set of every sharded parameter in every step (torch 2.11 to 2.15).
-READ_EACH_STEP = ("grad", "requires_grad", "_post_accumulate_grad_hooks")
 
 # The base class of FSDP1's policies that are objects (ModuleWrapPolicy, CustomPolicy, a user's own) and its method have
 # no public names (torch 2.11 to 2.13). A callable policy is called as documented.
@@ -51,36 +40,14 @@ def full_precision_classes(mixed_precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(mixed_precision._module_classes_to_ignore)
 
 
-def gathered_parameters(module: FSDPModule) -> list[nn.Parameter]:
-    """Return the full parameters that one module's unit has gathered at present, none while it is sharded. Local."""
-    units = [unit for unit in units_of(module._get_fsdp_state()) if not unit.is_sharded]
-    found = [getattr(param, "_unsharded_param", None) for unit in units for param in unit.fsdp_params]
-    return [each for each in found if each is not None]
+def set_local(param: Tensor, like: DTensor, local: Tensor) -> None:
+    """Let a sharded parameter have another local tensor, and the dtype of ``like``. Local, in place.
 
-
-def rebind(module: nn.Module | None, param: DTensor, local: Tensor) -> None:
-    """Replace the local tensor of a sharded parameter of the unit of ``module``, or of a gradient. Local.
-
-    For ``param.data = other`` of FSDP1's parameters. torch 2.11 to 2.13 gather from memory that FSDPParam holds, and
-    update it in ``reset_sharded_param``, which ``load_state_dict(assign=True)`` relies on.
+    torch's ``param.data = like`` changes the dtype that autograd sees and neither of the other two (torch 2.13).
     """
-    if module is None:
-        param._local_tensor = local
-        return
-    module.reshard()  # type: ignore[operator]
-    for each in (each for s in states_of([module]) for unit in units_of(s) for each in unit.fsdp_params):
-        if each.sharded_param is param:
-            param._local_tensor = local
-            each._sharded_param_data = local.new_empty(0)  # it compares storages, and two values may share one
-            each.reset_sharded_param()
-
-
-def first_after_accumulation(param: Tensor, hook: Callable[[Tensor], object]) -> None:
-    """Register a post-accumulate-grad hook that runs before the others; no effect if it is registered. Local."""
-    if hook not in (post_accumulate_hooks(param) or {}).values():
-        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        hooks: Any = post_accumulate_hooks(param)  # an OrderedDict, as all torch hooks
-        hooks.move_to_end(next(reversed(hooks)), last=False)
+    found: Any = param
+    Tensor.data.__set__(found, like)  # type: ignore[attr-defined]
+    found._local_tensor, found._spec = local, like._spec
 
 
 @contextmanager
@@ -110,20 +77,6 @@ def set_cast_forward_inputs(module: FSDPModule, casts: bool) -> None:
     """
     state: Any = module._get_fsdp_state()
     state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
-
-
-def stream_of(module: FSDPModule, name: str) -> Any:
-    """Return FSDP2's stream of that name, such as ``all_gather_stream``; for an empty name the current one. Local.
-
-    torch 2.13 and 2.14 make them at the first forward of the root; before, this raises an AttributeError.
-    """
-    state: Any = module._get_fsdp_state()
-    return getattr(state._comm_ctx, name) if name else state._device_handle.current_stream()
-
-
-def use_dtensor(config: Any) -> None:
-    """Set the flag of a ``Sharded...Config`` that FSDP1 returns DTensors; it has no public name. Local; in place."""
-    config._use_dtensor = True
 
 
 def asked_by_checkpoint() -> bool:

@@ -5,9 +5,7 @@ Private names of torch 2.13 to 2.15, like the rest of ``_fsdp``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 
-from shardkit._fsdp import fsdp_units
 from shardkit._torch import units_of
 
 
-class Keep(torch.autograd.Function):
+class _Keep(torch.autograd.Function):
     """Return the first tensor; the others get gradients of zeros, so that backward reaches what made them.
 
     It saves a tensor, so that a recomputed forward that ends in it is recomputed before anything else in its backward.
@@ -41,7 +38,7 @@ class Keep(torch.autograd.Function):
 def keep(value: Tensor, *others: Tensor) -> Tensor:
     """Return ``value``, from which backward also reaches ``others``, with zeros. Local."""
     tracked = [each for each in others if each.requires_grad] if torch.is_grad_enabled() else []
-    return Keep.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
+    return _Keep.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
 
 
 def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:
@@ -65,12 +62,6 @@ def is_root(module: FSDPModule) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
-def is_in_backward(module: FSDPModule) -> bool:
-    """Whether backward has reached a unit, and gathered it, and not left it. Local, pure."""
-    state = module._get_fsdp_state()._training_state
-    return state is type(state).PRE_BACKWARD
-
-
 def device_of(module: FSDPModule) -> torch.device:
     """Return the device that a unit computes on. Local, pure."""
     return module._get_fsdp_state()._device
@@ -83,21 +74,3 @@ def trained_parameters(module: FSDPModule) -> list[Tensor]:
 
 
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them
-
-
-def in_context(model: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run the collectives of each unit in a context of its own. Local, in place."""
-    for unit in fsdp_units(model):
-        for name in ("pre_forward", "pre_backward", "post_backward"):
-            setattr(unit, name, partial(_run_in, context, getattr(unit, name)))
-
-
-def _run_in(context: Callable[[], AbstractContextManager[None]], call: Callable[..., Any], *args: Any) -> Any:
-    with context():
-        return call(*args)
-
-
-def reduce_zeros(modules: Iterable[FSDPModule]) -> None:
-    """Reduce trainable parameters of these units without a gradient as zeros: sizes must not differ between ranks."""
-    for module in modules:
-        module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit._torch import tree_map
+from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
 from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.format import Spec, lay_out

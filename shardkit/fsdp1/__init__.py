@@ -2,15 +2,18 @@
 
 Every public name of ``torch.distributed.fsdp`` is found here too, and those of its modules ``wrap``, ``api``,
 ``fully_sharded_data_parallel`` and ``sharded_grad_scaler`` in the modules of the same name. All but
-``FullyShardedDataParallel`` and ``ShardedGradScaler`` are torch's own objects.
+``FullyShardedDataParallel`` and ``ShardedGradScaler`` are torch's own objects, and so are its private modules.
 """
 
+import importlib
+import pkgutil
+import sys
 import typing
 
+import torch.distributed.fsdp
 from torch.distributed.fsdp import __all__ as __all__  # what a program's star import brings: FSDP1's names, not ours
 
 from shardkit.fsdp1.configs import from_config as from_config
-from shardkit.fsdp1.dropin import private as private
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
 from shardkit.fsdp1.translate.notes import Note as Note
 from shardkit.fsdp1.translate.shard import Translation as Translation
@@ -26,11 +29,18 @@ if typing.TYPE_CHECKING:  # at run time by __getattr__, with whatever the instal
     from torch.distributed.fsdp import *  # type: ignore[assignment]  # noqa: F403  all but the class, which is ours
     from torch.distributed.fsdp import FlatParameter as FlatParameter
 
-private.register_private_modules()
+for _found in pkgutil.iter_modules(torch.distributed.fsdp.__path__):
+    if _found.name.startswith("_") and not _found.ispkg:  # a package is FSDP2's
+        _torchs = importlib.import_module(f"torch.distributed.fsdp.{_found.name}")
+        sys.modules.setdefault(f"{__name__}.{_found.name}", _torchs)
 
 
 def __getattr__(name: str) -> typing.Any:
-    return private.resolve("", name)
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("wrap", "api", "fully_sharded_data_parallel", "sharded_grad_scaler"):
+        return importlib.import_module(f"{__name__}.{name}")
+    return getattr(torch.distributed.fsdp, name)
 
 
 def __dir__() -> list[str]:

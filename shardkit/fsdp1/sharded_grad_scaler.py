@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.optim import Optimizer
 
 from shardkit import grads  # not GradScaler by name: that name is torch's own here, as in torch's module
 from shardkit.fsdp1.dropin.optimizers import settle
-from shardkit.fsdp1.dropin.private import resolve
 
 __all__ = ["ShardedGradScaler"]
 
@@ -21,7 +18,7 @@ class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
     Arguments, ``scale``, growth and backoff are torch's own, and so is the default device "cuda": without CUDA it warns
     and scales nothing, so pass ``device="cpu"`` there. Only ``unscale_`` differs: it handles a mixture of plain and
     sharded parameters, parameters on several meshes, and ranks without gradients, which torch's refuses or hangs on
-    (torch 2.11 to 2.13). ``unscale_`` is collective, and so is a ``step`` without it.
+    (torch 2.13). ``unscale_`` is collective, and so is a ``step`` without it.
     """
 
     __init__ = TorchShardedGradScaler.__init__  # the order of its arguments is not that of other scalers
@@ -30,7 +27,3 @@ class ShardedGradScaler(grads.GradScaler, TorchShardedGradScaler):
         """Unscale the gradients of the sharded parameters, also where the optimizer was built before wrapping."""
         settle(optimizer)
         return super().unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
-
-
-def __getattr__(name: str) -> Any:
-    return resolve("sharded_grad_scaler", name)

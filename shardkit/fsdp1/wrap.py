@@ -2,10 +2,9 @@
 
 import typing as _typing
 
+import torch.distributed.fsdp.wrap as _torchs
 from torch.distributed.fsdp.wrap import *  # noqa: F403  every public name, as a program's star import finds them
 
-from shardkit.fsdp1.dropin.private import resolve as _resolve
 
-
-def __getattr__(name: str) -> _typing.Any:
-    return _resolve("wrap", name)
+def __getattr__(name: str) -> _typing.Any:  # _or_policy and the like
+    return getattr(_torchs, name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shardkit._torch import TorchDispatchMode, tree_leaves
+from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.hook_points import cast_inputs, cast_output, hook_unit
 from shardkit.memory.trace import fake_copy
@@ -76,11 +76,10 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
 
 
 def _problem(unit: str, params: Mapping[str, str]) -> str:
-    verb = "is" if len(params) == 1 else "are"
-    problem = f"{verb} used in {listing(dict.fromkeys(params.values()))} while the unit {unit} is not gathered"
+    verb, inside = "is" if len(params) == 1 else "are", listing(dict.fromkeys(params.values()))
     rule = "FSDP2 gathers the parameters of a unit only while one of its modules is called"
     fix = f"Leave {unit} out of units=, so that an outer unit gathers it, or call the module"
-    return message(listing(params), problem, rule, fix)
+    return message(listing(params), f"{verb} used in {inside} while the unit {unit} is not gathered", rule, fix)
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -102,16 +101,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def attach(self, model: nn.Module, unit: ShardUnit) -> None:
         """Watch a unit: it is gathered from before its first module runs until all have run, as with FSDP2's hooks."""
-
-        def before(inputs: Any) -> Any:
-            self._enter(unit)
-            return inputs
-
-        def after(output: Any) -> Any:
-            self._running.remove(unit.name)
-            return output
-
-        hook_unit(unit, [model.get_submodule(fqn) for fqn in unit.modules], before, after)
+        modules = [model.get_submodule(fqn) for fqn in unit.modules]
+        hook_unit(unit, modules, partial(self._enter, unit), partial(self._leave, unit))
 
     def attach_method(self, model: nn.Module, name: str, plan: ShardingPlan) -> None:
         """Watch a method that gathers the unit of its module."""
@@ -120,20 +111,22 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = model.get_submodule(fqn)
         method = getattr(module, attribute)
 
-        @wraps(method)
         def gathering(*args: Any, **kwargs: Any) -> Any:
-            self._enter(unit)
-            result = method(*cast_inputs(unit, args), **cast_inputs(unit, kwargs))
-            self._running.remove(unit.name)
-            return cast_output(unit, result)
+            args, kwargs = self._enter(unit, cast_inputs(unit, (args, kwargs)))
+            return self._leave(unit, cast_output(unit, method(*args, **kwargs)))
 
         setattr(module, attribute, gathering)
 
-    def _enter(self, unit: ShardUnit) -> None:
+    def _enter(self, unit: ShardUnit, inputs: Any) -> Any:
         self._running.append(unit.name)
         self.called.add(unit.name)
         if unit.reshard_after_forward is False:
             self._kept.add(unit.name)
+        return inputs
+
+    def _leave(self, unit: ShardUnit, output: Any) -> Any:
+        self._running.remove(unit.name)
+        return output
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -50,22 +50,12 @@ class MemoryEstimate:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> StrategyEstimate:
-        """Return the row named ``name``, or whose name has it in parentheses, such as ``"ZeRO-3"``.
-
-        Raises:
-            PlanError: there is no such row.
-        """
+        """Return the row named ``name``, or whose name has it in parentheses, as ``"ZeRO-3"``; else PlanError."""
         for row in self.rows:
             if row.name == name or f"({name})" in row.name:
                 return row
-        raise PlanError(
-            message(
-                "strategy",
-                f"{name!r} is not in the estimate",
-                "",
-                f"Use one of {listing(row.name for row in self.rows)}",
-            )
-        )
+        names = listing(row.name for row in self.rows)
+        raise PlanError(message("strategy", f"{name!r} is not in the estimate", "", f"Use one of {names}"))
 
     def __str__(self) -> str:
         what = "peak of a training step" if self.measured else "peak without activations (no batch given)"
@@ -154,7 +144,9 @@ class Measured:
         self.already = checkpointed(plan)
         self.blocks = [name for name in blocks(plan) if name not in self.already]
         self.buffers = buffer_bytes(model)
-        self.mlps = _may_tile(model, plan)
+        mlps = [fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles)]
+        wrong = check.tile_problems(replace(plan, tiles=(*plan.tiles, *((fqn, 2) for fqn in mlps))))
+        self.mlps = [fqn for fqn in mlps if fqn not in wrong]  # that may compute in tiles beside those that do
         self._step = model, batch, loss
         self._traces: dict[tuple[Any, frozenset[str]], Trace] = {}  # by tiles, and the names of checkpointed blocks
 
@@ -175,13 +167,6 @@ class Measured:
         """Return the trace of a plan's tiles in which the units of these names are checkpointed."""
         model, batch, loss = self._step
         return trace(model, replace(self.plan, tiles=plan.tiles), batch, loss=loss, checkpointed=names)
-
-
-def _may_tile(model: nn.Module, plan: ShardingPlan) -> list[str]:
-    """Return the FQNs of the MLPs that may compute in tiles beside the modules that do."""
-    found = [fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles)]
-    wrong = check.tile_problems(replace(plan, tiles=(*plan.tiles, *((fqn, 2) for fqn in found))))
-    return [fqn for fqn in found if fqn not in wrong]
 
 
 def estimates(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import TorchDispatchMode, tree_leaves, tree_map
+from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves, tree_map
 from shardkit.plan import ShardUnit
 
 START = "start"
@@ -174,10 +174,9 @@ def hook_unit(
         module.register_forward_hook(hook)
 
 
-def cast_inputs(unit: ShardUnit, tree: Any) -> Any:
+def cast_inputs(unit: ShardUnit, inputs: Any) -> Any:
     """Return the arguments of a unit's forward in the dtype that FSDP2 casts them to."""
-    policy = unit.mp_policy
-    return _cast(tree, policy.param_dtype if policy.cast_forward_inputs else None)
+    return _cast(inputs, unit.mp_policy.param_dtype if unit.mp_policy.cast_forward_inputs else None)
 
 
 def cast_output(unit: ShardUnit, output: Any) -> Any:
@@ -186,10 +185,8 @@ def cast_output(unit: ShardUnit, output: Any) -> Any:
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    def to(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return tree if dtype is None else tree_map(to, tree)
+    floats = {id(each): each.to(dtype) for each in tensors_of(tree) if dtype and each.is_floating_point()}
+    return tree_map(lambda leaf: floats.get(id(leaf), leaf), tree) if floats else tree
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

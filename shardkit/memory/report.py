@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.undone import gathered_tensors
-from shardkit._torch import local_tensor, named_sharded_parameters, tree_leaves
+from shardkit._torch import local_tensor, named_sharded_parameters
+from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import ShardkitError, message
 from shardkit.memory.budget import parse_bytes
 from shardkit.memory.hook_points import BACKWARD

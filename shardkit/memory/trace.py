@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from shardkit._torch import FakeTensorMode, real_tensors
+from shardkit._torch import real_tensors
+from shardkit._torch.dispatch import FakeTensorMode
 from shardkit.errors import PlanError, message
 from shardkit.memory.hook_points import (
     AFTER_BACKWARD,

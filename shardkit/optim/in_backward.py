@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import SCALES_ITSELF, named_sharded_parameters
-from shardkit._torch import steps_in_backward as any_steps_in_backward
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.steps import SCALES_ITSELF
+from shardkit._torch.steps import steps_in_backward as any_steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import step_on_local_shards

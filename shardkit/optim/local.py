@@ -28,17 +28,10 @@ from torch.optim import (
     Rprop,
 )
 
-from shardkit._torch import (
-    COLLECT,
-    local_tensor,
-    local_tensors,
-    note_step,
-    placements,
-    plain_attributes,
-    tree_leaves,
-    tree_map,
-    with_local,
-)
+from shardkit._torch import local_tensor, plain_attributes
+from shardkit._torch.dispatch import tree_leaves, tree_map
+from shardkit._torch.states import with_local
+from shardkit._torch.steps import COLLECT, local_tensors, note_step, placements
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 

@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._torch import is_wrapper, local_tensor, note_step, tree_leaves, tree_map
+from shardkit._torch import local_tensor
+from shardkit._torch.dispatch import tree_leaves, tree_map
+from shardkit._torch.states import is_wrapper
+from shardkit._torch.steps import note_step
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
@@ -184,7 +187,7 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
     param: Any = bucket.matrices[0].param
     mesh = param.device_mesh
     axes = [axis for axis, place in enumerate(param.placements) if hasattr(place, "dim") and mesh.size(axis) > 1]
-    return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, bucket.ranks[0], None).connect()
+    return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, None).connect()
 
 
 # ---- one bucket --------------------------------------------------------------------------------------------------

@@ -1,9 +1,19 @@
 """Units with ``may_skip=True``: where a rank does not call one, it joins the collectives of the others at that point.
 
-Ranks must gather the same units in the same order. So each unit that calls a unit with ``may_skip=True`` has an agreed
-order of the units it calls, and a rank that enters one of them first passes through the skipped ones before it. Until
-that order is known, ranks tell each other which unit comes next. Backward then has the reverse order, because autograd
-runs what was recorded last first. Knows no plan.
+Ranks must gather the same units in the same order. So each unit that calls a unit with ``may_skip=True`` keeps an order
+of its calls, and a rank that is about to call a unit first makes up for the skipped ones before it. Backward then has
+the reverse order, because autograd runs what was recorded last first. One forward of such a unit is in one state:
+
+=======  =========================  ===================================  ==============================
+state    when                       the next call of all ranks           afterwards
+=======  =========================  ===================================  ==============================
+LEARN    a mode's order is open     ranks exchange which they call next  it is inserted into the order
+FOLLOW   all that may be skipped    the next of the order                the order stays
+         was called once
+REPEAT   recomputed in backward     the next of the first forward        nothing is recorded
+=======  =========================  ===================================  ==============================
+
+A mode is no grad, grad, or grad for the inputs too (``_mode``). Knows no plan.
 """
 
 from __future__ import annotations
@@ -11,12 +21,11 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -25,20 +34,20 @@ from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
     apply_to_tensors,
     device_of,
-    in_context,
-    is_in_backward,
     is_root,
     keep,
     modules_of,
     pass_through,
-    reduce_zeros,
     trained_parameters,
 )
-from shardkit._torch import in_backward, store_of_its_own, tree_leaves
+from shardkit._torch.dispatch import in_backward, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import listeners
 
 _END = -1
+_UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which lives as long
+_MADE = "_shardkit_made_calls"  # a list for the calls of the next forward; of a recomputation those to repeat, since
+# checkpointing puts back the list of the first forward
+_running: list[_Run] = []
 
 
 class Call(NamedTuple):
@@ -57,19 +66,16 @@ class SkippableUnit:
     module: FSDPModule
     may_skip: bool
     within: bool  # runs only if a unit with may_skip=True does, or is one
-    recomputes: bool
+    checkpointed: bool
     exchange: Callable[[Any], dict[int, Any]]  # a JSON-ready value of each rank, by rank; collective
     calls: list[SkippableUnit] = field(default_factory=list)  # the next units below it, in the order of registration
-    order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode, as of _mode
+    order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode
     settled: set[int] = field(default_factory=set)  # the modes for which the order is complete
     latest: list[Call] = field(default_factory=list)  # made in the last forward with grad
 
-
-_UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which lives as long
-_MADE = "_shardkit_made_calls"  # an empty list for the calls of the next forward; of a recomputation those to repeat,
-# since it runs with the attributes that the forward began with
-_running: list[_Run] = []
-_announced: list[str] = []  # errors of this rank, which has not gone on since
+    def text(self, place: int | None) -> str:
+        """Return the name of the unit at a place, for errors."""
+        return "nothing" if place is None else "the end of its forward" if place == _END else self.calls[place].name
 
 
 def is_skippable(module: nn.Module) -> bool:
@@ -77,15 +83,16 @@ def is_skippable(module: nn.Module) -> bool:
     return _UNIT in vars(module) and vars(module)[_UNIT].may_skip
 
 
-def watch_calls(model: nn.Module, callers: Sequence[SkippableUnit]) -> None:
+def watch_calls(callers: Sequence[SkippableUnit]) -> None:
     """Make up for skipped calls of units from now on. Local, in place; all ranks must call it with the same units.
 
     Args:
-        model: the whole model; where a collective of it fails, an error that another rank announced is raised.
         callers: the units whose forwards, wrapped by :func:`in_order`, call units.
     """
+    units = set(callers)
     for caller in callers:
         vars(caller.module).update({_UNIT: caller, _MADE: []})
+        units.update(unit for unit in caller.calls if unit.within)
         for place, unit in enumerate(caller.calls):
             vars(unit.module)[_UNIT] = unit
             for module in modules_of(unit.module):
@@ -93,9 +100,8 @@ def watch_calls(model: nn.Module, callers: Sequence[SkippableUnit]) -> None:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 if unit.within:
                     module.register_forward_hook(functools.partial(_after_call, caller))
-    called = [unit for caller in callers for unit in caller.calls if unit.within]
-    reduce_zeros([unit.module for unit in {*callers, *called}])
-    in_context(model, explained)
+    for unit in units:  # else the sizes of a reduction would differ between ranks
+        unit.module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def in_order(module: nn.Module) -> Callable[..., Any]:
@@ -108,8 +114,6 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         if caller is None:
             return forward(*args, **kwargs)
         made, vars(module)[_MADE] = vars(module)[_MADE], []
-        if caller.within and not made and in_backward():
-            raise _recomputed(caller)
         with _running_in(caller, made, (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
@@ -118,23 +122,19 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _running_in(caller: SkippableUnit, made: list[Call], inputs: Any) -> Iterator[_Run]:
-    run = _Run(caller, made, _mode(caller, inputs))
-    _running.append(run)
+    _running.append(_Run(caller, made, _mode(caller, inputs)))
     try:
-        yield run
+        yield _running[-1]
     finally:
-        _running.remove(run)
+        _running.pop()
 
 
 @not_compiled
 def _before_call(caller: SkippableUnit, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    run = _running[-1] if _running else None
+    run, unit = _running[-1] if _running else None, caller.calls[place]
     if run is None or run.caller is not caller or module in run.entered:
-        unit = caller.calls[place]
-        if unit.within and in_backward() and not is_in_backward(unit.module):
-            raise _recomputed(unit)
         return None  # called on its own, or another module of a unit that is gathered already
-    if len(modules := modules_of(caller.calls[place].module)) > 1:
+    if len(modules := modules_of(unit.module)) > 1:
         run.entered.update(modules)
     with _saved_by_itself():
         return run.enter(place, (args, kwargs))
@@ -143,43 +143,30 @@ def _before_call(caller: SkippableUnit, place: int, module: nn.Module, args: Any
 @not_compiled
 def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any) -> None:
     """Let backward reach a unit also where its output is not used, so that all ranks reduce it at the same point."""
-    run = _running[-1] if _running else None
-    if run is not None and run.caller is caller:
-        outputs = [each for each in _floating(output) if each.requires_grad]
+    outputs = [each for each in _floating(output) if each.requires_grad]
+    if outputs and _running and _running[-1].caller is caller:
         with _saved_by_itself():
-            run.reached += [keep(outputs[0].new_zeros(()), *outputs)] if outputs else []
+            _running[-1].reached.append(keep(outputs[0].new_zeros(()), *outputs))
 
 
 def _saved_by_itself() -> AbstractContextManager[Any]:
-    """What a checkpoint around the call of a unit does not see: its recomputation runs outside of the caller's forward,
-    where nothing is made up for.
-    """
+    """Hide what is saved from a checkpoint around the call: its recomputation runs outside of the caller's forward."""
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-
-
-def _recomputed(unit: SkippableUnit) -> ShardkitError:
-    """A recomputation that gathers: ranks that skipped the unit do not recompute, so they would not take part."""
-    problem = "is recomputed by a torch.utils.checkpoint around more than the call of one unit"
-    rule = "Ranks that skip a unit with may_skip=True know of no recomputation but the plan's"
-    fix = "Remove that checkpoint, and pass checkpoint_activations=True to shard_model or to the unit's rule"
-    error = ShardkitError(message(unit.name, problem, rule, fix))
-    announce(error)
-    return error
 
 
 class _Run:
     """One forward of a unit that calls others, or what stands for it on a rank that skips it."""
 
     def __init__(self, caller: SkippableUnit, made: list[Call], mode: int) -> None:
-        """``made`` is filled with the calls; one that is filled already is that of a forward to recompute."""
+        """``made`` is filled with the calls; one that is filled already is that of a forward to repeat."""
         self.caller = caller
         self.entered: set[nn.Module] = set()
         self.pending: list[Tensor] = []  # zeros from skipped units that no later unit or output depends on yet
         self.reached: list[Tensor] = []  # zeros from units that ran
         self._mode = mode
         repeated = list(made) or (caller.latest if in_backward() else [])  # the latest: by a recomputation of others'
+        self._state = "REPEAT" if repeated else "FOLLOW" if mode in caller.settled else "LEARN"
         self._order = repeated or caller.order[mode]
-        self._learns = not repeated and mode not in caller.settled
         self._made = [] if repeated else made
         self._next = 0  # in the order
 
@@ -200,42 +187,32 @@ class _Run:
     def leave(self, output: Any) -> Any:
         """Make up for what comes after the last unit; return the output, from which backward reaches everything."""
         self.reach(Call(_END))
-        zeros = [*self.pending, *self.reached]
-        if any(each.requires_grad for each in zeros) and not _floating(output):
-            problem = f"returns a {type(output).__name__} without a tensor"
-            rule = "Backward reaches the units that a rank skipped through what the unit that calls them returns"
-            fix = "Return the hidden states or the loss, in a tuple, a dict or a dataclass"
-            raise ShardkitError(message(f"{self.caller.name}.forward", problem, rule, fix))
-        return _depends(output, zeros)
+        return _depends(output, [*self.pending, *self.reached])
 
     def reach(self, mine: Call | None) -> Call:
         """Make up for what the other ranks call before this rank's next call; for all they call if there is none."""
-        goal = _END if mine is None else mine.place
-        if not self._learns and goal not in [_END, *(each.place for each in self._order[self._next :])]:
+        goal, learns = _END if mine is None else mine.place, self._state == "LEARN"
+        if not learns and goal not in [_END, *(each.place for each in self._order[self._next :])]:
             raise self._unexpected(goal)
-        while (agreed := self._agree(mine) if self._learns else self._follow()).place != goal:
-            if self._learns or mine is None or self.caller.calls[agreed.place].may_skip:
+        while (agreed := self._agree(mine)).place != goal:
+            if learns or mine is None or self.caller.calls[agreed.place].may_skip:
                 self.pending.append(self._make_up(agreed))
         if mine is not None and goal != _END and (mine.grad > agreed.grad or mine.tracked != agreed.tracked):
             raise self._unexpected(goal)
         return agreed
 
-    def _follow(self) -> Call:
-        """Return the next call of an order that is known."""
-        agreed = self._order[self._next] if self._next < len(self._order) else Call(_END)
-        self._next += 1
-        return self._done(agreed)
-
     def _agree(self, mine: Call | None) -> Call:
-        """Return which call comes next on all ranks; collective."""
-        agreed = _decide(self.caller, self.caller.exchange([self.caller.name, mine]))
-        if agreed.place != _END:
-            self._next = _insert(self._order, self._next, agreed, self.caller)
-        elif {n for n, unit in enumerate(self.caller.calls) if unit.may_skip} <= {each.place for each in self._order}:
-            self.caller.settled.add(self._mode)
-        return self._done(agreed)
-
-    def _done(self, agreed: Call) -> Call:
+        """Return which call comes next on all ranks, by the state's rule; collective in LEARN."""
+        if self._state == "LEARN":
+            agreed = _decide(self.caller, self.caller.exchange([self.caller.name, mine]))
+            skippable = {place for place, unit in enumerate(self.caller.calls) if unit.may_skip}
+            if agreed.place != _END:
+                self._next = _insert(self._order, self._next, agreed, self.caller)
+            elif skippable <= {each.place for each in self._order}:
+                self.caller.settled.add(self._mode)
+        else:
+            agreed = self._order[self._next] if self._next < len(self._order) else Call(_END)
+            self._next += 1
         self._made.append(agreed)
         if agreed.place == _END and self._mode:
             self.caller.latest = self._made
@@ -248,20 +225,17 @@ class _Run:
             grad = torch.is_grad_enabled()
             zero = torch.zeros((), device=device_of(unit.module), requires_grad=call.grad and grad)
             body: Callable[[Tensor], Tensor] = functools.partial(_stand_in, unit, [])
-            if unit.recomputes and unit.calls and grad:
+            if unit.checkpointed and unit.calls and grad:
                 body = functools.partial(checkpoint, body, use_reentrant=False)
             return pass_through(unit.module, zero, body)
 
     def _unexpected(self, place: int) -> ShardkitError:
-        known = listing(_text(self.caller, each.place) for each in self._order if each.place != _END)
+        known = listing(self.caller.text(each.place) for each in self._order if each.place != _END)
         problem = f"was called differently than ranks agreed on, which is {known}"
         rule = f"All ranks must gather the units that {self.caller.name} calls in the same order, and with the same "
         rule += "requires_grad of inputs, because ranks that skip one follow that order"
         fix = "Call each unit with may_skip=True at most once in a forward; make a larger module the unit where order "
-        fix += "varies. Ranks that wait for this one fail when it ends, at the latest after the group's timeout"
-        error = ShardkitError(message(_text(self.caller, place), problem, rule, fix))
-        announce(error)
-        return error
+        return ShardkitError(message(self.caller.text(place), problem, rule, fix + "varies"))
 
 
 def _stand_in(unit: SkippableUnit, made: list[Call], zero: Tensor) -> Tensor:
@@ -305,20 +279,14 @@ def _decide(caller: SkippableUnit, given: dict[int, Any]) -> Call:
     may_skip = {place for place in places if place != _END and caller.calls[place].may_skip}
     ways = {(call.place, call.tracked) for call in calls}
     if len({name for name, _ in given.values()}) > 1 or len(places - may_skip) > 1 or len(ways) > len(places):
-        lines = [f"rank {rank} in {name}: {_text(caller, call and call[0])}" for rank, (name, call) in given.items()]
-        problem = f"ranks call different units next: {listing(lines)}"
+        lines = [f"rank {rank} in {name}: {caller.text(call and call[0])}" for rank, (name, call) in given.items()]
+        problem = f"calls different units next on different ranks: {listing(lines)}"
         rule = "Only a unit with may_skip=True may be skipped, and the others run in the same order on all ranks"
         fix = "Give the unit that only some ranks call may_skip=True, or call it on all"
         raise ShardkitError(message(caller.name, problem, rule, fix))
     place = min(may_skip or places, default=_END)
     alike = [call for call in calls if call.place == place]
     return Call(place, any(each.grad for each in alike), all(each.tracked for each in alike))
-
-
-def _text(caller: SkippableUnit, place: int | None) -> str:
-    if place is None:
-        return "nothing"
-    return "the end of its forward" if place == _END else caller.calls[place].name
 
 
 def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) -> int:
@@ -331,32 +299,3 @@ def _insert(order: list[Call], start: int, call: Call, caller: SkippableUnit) ->
         start += 1  # skipped this time: experts run in the order of registration
     order.insert(start, call)
     return start + 1
-
-
-def announce(error: ShardkitError) -> None:
-    """Tell the ranks that wait for this one, and ``watch``, that it raises. Local.
-
-    Withdrawn by this rank's next :func:`explained` collective, where it survives the error.
-    """
-    for listen in list(listeners):
-        listen(f"raised {type(error).__name__}: {error}".partition(". ")[0])
-    with suppress(RuntimeError, ValueError):  # the process with the store has ended, or the group is destroyed
-        text = f"rank {dist.get_rank()} raised {error}"
-        store_of_its_own("shardkit_raised").set("error", text)
-        _announced.append(text)
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Around a collective: where it fails, raise what another rank announced, if one did, as the cause. Local."""
-    try:
-        yield
-    except RuntimeError as failure:
-        with suppress(RuntimeError, ValueError):  # no process group any more
-            store = store_of_its_own("shardkit_raised")
-            if store.check(["error"]) and (text := store.get("error").decode()):
-                raise ShardkitError(text) from failure
-        raise
-    while _announced:
-        with suppress(RuntimeError, ValueError):
-            store_of_its_own("shardkit_raised").compare_set("error", _announced.pop(), "")  # not another rank's

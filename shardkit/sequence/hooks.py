@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from shardkit._torch import tree_map
+from shardkit._torch.dispatch import tree_map
 from shardkit.errors import ShardkitError, message
 from shardkit.sequence.attention import attend_by_method, has_method, positions, register
 from shardkit.sequence.batch import Attention, current, running

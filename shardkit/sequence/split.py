@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import named_sharded_parameters
 from shardkit.errors import PlanError, message, refuse
 from shardkit.sequence.batch import Attention, SplitSequence
+
+# Modules that carry a state from token to token, or combine neighbors: too little at first to show in logits.
+_MIXES = re.compile("Conv[123]d|Mamba|SSM|Recurrent|R[gG]L[rR][uU]|R[wW][kK][vV]|Delta|LinearAttention|Lightning|xLSTM")
 
 
 def split_sequence(model: nn.Module, mesh: DeviceMesh) -> SplitSequence:
@@ -90,6 +94,13 @@ def _of_kind(inner: Any, takes_positions: bool) -> Iterator[str]:
     if not takes_positions and not _takes(inner, "past_key_values"):
         rule = "Each rank must tell the model the positions of its tokens"
         yield message(name, "takes neither position_ids nor past_key_values", rule, fix)
+    decoder = inner if inner.config.get_text_config() is inner.config else inner.get_decoder()
+    for fqn, kind in ((fqn, type(module).__name__) for fqn, module in decoder.named_modules()):
+        if _MIXES.search(kind):
+            yield message(
+                fqn, f"is a {kind}", "Only attention may combine tokens; state and convolutions cross parts", fix
+            )
+            return  # one of many layers says it
 
 
 def _takes(module: nn.Module, argument: str) -> bool:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import in_backward, named_sharded_parameters, tree_leaves
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.dispatch import in_backward, tree_leaves
 from shardkit.grads import scale_loss
 from shardkit.ranks import gather_by_rank, groups_of, together
 from shardkit.watching.compare import Divergence, distance

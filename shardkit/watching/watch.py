@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import events, fsdp_units
-from shardkit._torch import named_sharded_parameters, store_of_its_own
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.worlds import store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
 from shardkit.watching.calls import NOTHING, Calls, Record, agreed, code_of, first_difference

@@ -223,14 +223,14 @@ def test_fake_tensors_can_be_sharded_and_trained() -> None:
 
 
 def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*mesh._LOCAL_PLACE, "RANK"):
+    for name in (*mesh._LOCAL_RANKS.split(), "RANK"):
         monkeypatch.delenv(name, raising=False)
     assert mesh._local_device(8) == 0
     monkeypatch.setenv("RANK", "13")
     assert mesh._local_device(8) == 5, "where nobody says it, ranks fill one host after the other"
-    for name in reversed(mesh._LOCAL_PLACE):
-        monkeypatch.setenv(name, str(mesh._LOCAL_PLACE.index(name)))
-        assert mesh._local_device(8) == mesh._LOCAL_PLACE.index(name)
+    for name in reversed(mesh._LOCAL_RANKS.split()):
+        monkeypatch.setenv(name, str(mesh._LOCAL_RANKS.split().index(name)))
+        assert mesh._local_device(8) == mesh._LOCAL_RANKS.split().index(name)
         assert mesh._local_device(1) == 0, "each rank is shown its own device only"
 
 

@@ -1,4 +1,4 @@
-"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, with its imports changed, or redirected.
+"""Runs a program of ``fsdp1/dropin/programs`` in a rank: on torch's FSDP1, or on the drop-in in one of two ways.
 
 The one-import change is what a user does with ``sed``: the package's name in the program's own import lines.
 """
@@ -12,19 +12,18 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import _init_utils
 
-from shardkit.fsdp1.dropin.redirect import Program, redirected
+from shardkit.fsdp1.dropin.replace import replace
 
 PROGRAMS = Path(__file__).parents[1] / "fsdp1" / "dropin" / "programs"
 IMPORT = re.compile(r"^(\s*(?:from|import)\s+)torch\.distributed\.fsdp\b", re.MULTILINE)
-WAYS = ("torch", "changed", "redirected")
+FSDP1 = [f"torch.distributed.fsdp{name}" for name in ("", ".fully_sharded_data_parallel", ".sharded_grad_scaler")]
 
 
 def losses(name: str, arguments: list[str], way: str) -> list[float]:
@@ -43,7 +42,7 @@ def torchs_losses(name: str, arguments: tuple[str, ...]) -> list[float]:
 
 def load(name: str, way: str) -> types.ModuleType:
     """The program as a fresh module; modules beside it that it imports are its own files, and fresh too."""
-    with redirected() if way == "redirected" else sources(with_changed_imports if way == "changed" else for_a_cpu):
+    with replaced() if way == "replaced" else sources(with_changed_imports if way == "changed" else for_a_cpu):
         sys.path.insert(0, str(PROGRAMS))
         try:
             return importlib.import_module(name)
@@ -51,17 +50,17 @@ def load(name: str, way: str) -> types.ModuleType:
             sys.path.remove(str(PROGRAMS))
 
 
-def run_redirected(path: Path, argv: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, Any]:
-    """What ``python -m shardkit.fsdp1 PATH ARGV...`` does to its process, undone; the program's globals."""
-    before, mains = (sys.argv[:], sys.path[:]), {name: sys.modules[name] for name in ("__main__", "__mp_main__")}
-    with redirected(also) as redirect:
-        try:
-            program = Program(str(path), redirect)
-            sys.path.insert(0, str(program.folder))
-            return program.run(argv)
-        finally:
-            sys.argv[:], sys.path[:] = before
-            sys.modules.update(mains)
+@contextlib.contextmanager
+def replaced() -> Iterator[None]:
+    """What ``python -m shardkit.fsdp1`` does to torch, undone; modules that are imported in it are forgotten."""
+    before = {name: dict(vars(sys.modules[name])) for name in FSDP1}
+    replace()
+    try:
+        with sources(str):
+            yield
+    finally:
+        for name, attributes in before.items():
+            vars(sys.modules[name]).update(attributes)
 
 
 @contextlib.contextmanager
@@ -71,7 +70,7 @@ def sources(change: Callable[[str], str]) -> Iterator[None]:
 
     def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
         path = Path(self.get_filename(fullname))
-        if path.parent != PROGRAMS:
+        if path.parent != PROGRAMS or path.stem == "harness":
             return original(self, fullname)
         loaded.append(fullname)
         return compile(change(path.read_text()), str(path), "exec")

@@ -141,7 +141,9 @@ def test_collectives_and_bytes_are_predicted(checkpointed):
     assert counts == dataclasses.replace(plan.collectives(2), all_to_alls=all_to_alls)
     assert sequence.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert sequence.traffic(2 * 14) == 2 * (64 + 32 + 32 + 64) * 8 * 14 // 2  # both ranks get the one key head
-    assert sum(call.args[1].nbytes // 2 for call in sent.call_args_list) == (2 + checkpointed) * sequence.traffic(2 * 30)
+    assert sum(call.args[1].nbytes // 2 for call in sent.call_args_list) == (2 + checkpointed) * sequence.traffic(
+        2 * 30
+    )
 
 
 def test_memory_is_predicted():
@@ -213,10 +215,8 @@ REFUSED = {
         "3 query heads and 3 key and value heads, on 2 ranks",
     ),
     "mamba": (lambda: build("Mamba"), "MambaForCausalLM takes neither position_ids"),
-    "convolution": (
-        lambda: build("Lfm2", layer_types=["full_attention", "conv"], num_key_value_heads=4),
-        "has other logits|does not run",
-    ),
+    "linear": (lambda: build("MiniMax"), "self_attn is a FSDPMiniMaxLightningAttention|self_attn is a MiniMaxL"),
+    "convolution": (lambda: build("Lfm2", layer_types=["conv", "full_attention"]), "layers.0.conv.* is a .*Conv"),
     "own attention": (lambda: build("Bloom", n_layer=1), "does not run"),
     "mask": (lambda: Marked(build("Llama").config).double(), "seen masks attention by what a rank knows"),
     "hidden": (lambda: Neighbors(build("Llama").config).double(), "has other logits"),

@@ -2,13 +2,14 @@
 
 Static methods such as ``torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type(model)`` look for modules of
 torch's class. In a model of ours they find none and do nothing: ``state_dict()`` then gives DTensors where the program
-saves full tensors. Libraries import torch's class, whatever the program imports. ``torch.nn.utils.clip_grad_norm_``
-would clip by the norm of this rank's shards, and ``param.data = other`` would do nothing.
+saves full tensors. Libraries import torch's class, whatever the program imports. Some of torch's private functions
+return nothing in the same way.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,14 +18,21 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.fsdp1 import TOTAL_NORM
+from shardkit.errors import message
 from shardkit.fsdp1.dropin import optimizers, tensors
+from shardkit.fsdp1.dropin.errors import Unavailable
+from shardkit.fsdp1.dropin.record import wrappers_of
+from shardkit.replacements import private
 
 _STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]
 GUARDED = (*_STATICS, "clip_grad_norm_", "no_sync")
-_MODEL = ("module", "model", "self")  # what the model is called in their signatures
+PRIVATE = {  # functions that programs call on a model, by the module of torch.distributed.fsdp
+    "_traversal_utils": ("_get_fsdp_states", "_get_fsdp_handles"),
+    "_runtime_utils": ("_get_fsdp_root_states", "_lazy_init", "_reshard", "_unshard"),
+}
+_MODEL = ("module", "model", "self", "root_module")  # what the model is called in their signatures
 
 _undo = ExitStack()
 _installed = False
@@ -34,21 +42,24 @@ def install(ours: type[nn.Module]) -> None:
     """Replace the functions ``GUARDED`` of torch's class, and the others that this module names. Idempotent.
 
     The replacements have torch's signatures and docstrings. For a model that contains a module of ``ours``, the
-    drop-in's class, they call the function of the same name of ``ours``; for others, and for callers inside torch,
-    which know both kinds of models, they call torch's.
+    drop-in's class, they call the function of the same name of ``ours``, or raise where it is private; for others, and
+    for callers inside torch, which know both kinds of models, they call torch's.
     """
     global _installed
     if _installed:
         return
     _installed = True
     for name in GUARDED:
-        guard = _guard(name, getattr(TorchFSDP, name), ours)
+        guard = _guard(getattr(TorchFSDP, name), getattr(ours, name))
         _replace(TorchFSDP, name, staticmethod(guard) if name in _STATICS else guard)
+    for where, names in PRIVATE.items():
+        module = importlib.import_module(f"torch.distributed.fsdp.{where}")
+        for name in names:
+            _replace(module, name, _guard(getattr(module, name), functools.partial(_refuse, name)))
     norm = tensors.whole_norms(nn.utils.get_total_norm)
     _replace(nn.utils.clip_grad, TOTAL_NORM, norm)
     _replace(nn.utils, "get_total_norm", norm)
-    _replace(DTensor, "data", tensors.DATA)
-    _undo.callback(optimizers.attend().close)
+    _undo.callback(optimizers.install_step_hooks().close)
 
 
 def uninstall() -> None:
@@ -59,25 +70,26 @@ def uninstall() -> None:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    if name in vars(owner):
-        _undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-    else:
-        _undo.callback(delattr, owner, name)
+    _undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
     setattr(owner, name, value)
 
 
-def _guard(name: str, original: Callable[..., Any], ours: type[nn.Module]) -> Callable[..., Any]:
+def _guard(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         model = _model_of(signature, args, kwargs)
-        if model is None or _is_torchs(inspect.currentframe()):
+        if model is None or _is_torchs(inspect.currentframe()) or not wrappers_of(model):
             return original(*args, **kwargs)
-        is_ours = any(isinstance(module, ours) for module in model.modules())
-        return (getattr(ours, name) if is_ours else original)(*args, **kwargs)
+        return ours(*args, **kwargs)
 
     return guarded
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    rule = "It works on flat parameters and their handles, which FSDP2 does not have"
+    raise Unavailable(message(name, "is a private function of torch's FSDP1", rule, private(name).fix()))
 
 
 def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module | None:
@@ -86,7 +98,7 @@ def _model_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
         return None
-    found = [given[name] for name in _MODEL if isinstance(given.get(name), nn.Module)]
+    found = [given[name] for name in (*_MODEL, "state") if isinstance(given.get(name), nn.Module)]
     return found[0] if found else None
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -17,20 +15,11 @@ from typing_extensions import Self
 
 from shardkit import _fsdp, grads
 from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype
-from shardkit._torch import plain_attributes, sharded_parameters, sharded_stand_ins
+from shardkit._torch import sharded_parameters, sharded_stand_ins
 from shardkit.errors import message
-from shardkit.fsdp1.dropin import (
-    attributes,
-    guards,
-    optim_state,
-    roots,
-    state,
-    state_load,
-    summon,
-    tensors,
-)
-from shardkit.fsdp1.dropin.construct import construct, copied
-from shardkit.fsdp1.dropin.errors import DropinRuntimeError, UnavailableHook
+from shardkit.fsdp1.dropin import attributes, guards, optim_state, roots, state, summon, tensors
+from shardkit.fsdp1.dropin.construct import construct
+from shardkit.fsdp1.dropin.errors import DropinRuntimeError, Unavailable
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
@@ -108,9 +97,7 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward. Collective."""
         roots.begin_forward(self)
-        output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
-        roots.end_forward(self)
-        return output
+        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -187,44 +174,28 @@ class FullyShardedDataParallel(nn.Module):
 
         Returns:
             The norm of all gradients as one vector: a 0-d plain tensor in the dtype that they promote to, equal on
-            all ranks. Without gradients it warns, as FSDP1 did.
+            all ranks.
 
         Raises:
             RuntimeError: it is not the root.
         """
         _check_root(self, "clip_grad_norm_()")
         params = sharded_parameters(self)
-        with plain_attributes():
-            dtypes = [param.grad.dtype for param in params if param.grad is not None]
-        if not dtypes:
-            text = "no gradients -- returning the total norm in the default dtype torch.float32"
-            warnings.warn(f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with {text}", stacklevel=2)
+        dtypes = [param.grad.dtype for param in params if param.grad is not None]
+        tensors.as_dtensors(params)
         norm = grads.clip_grad_norm_(params, float(max_norm), float(norm_type))
+        tensors.as_gradients(params)
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's state by the names of the plain model. Collective for FULL_STATE_DICT.
 
         In the form that ``set_state_dict_type`` chose: FULL_STATE_DICT, the default, gives plain tensors in memory of
-        their own on every rank, or with ``rank0_only`` nothing on the others; SHARDED_STATE_DICT gives copies of the
-        DTensors, and LOCAL_STATE_DICT DTensors in the parameters' own memory. Persistent buffers and parameters that
-        are not sharded are the model's own, as in FSDP1.
-
-        Raises:
-            TranslationError: LOCAL_STATE_DICT, and the model was given a DeviceMesh.
+        their own on every rank, or with ``rank0_only`` nothing on all but the lowest; SHARDED_STATE_DICT gives copies
+        of the DTensors, and LOCAL_STATE_DICT DTensors in the parameters' own memory. ``load_state_dict`` takes all of
+        them, and FSDP1's ShardedTensors.
         """
         return state.state_dict(self, destination, prefix, keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors, DTensors or FSDP1's ShardedTensors; an error leaves the model unchanged. Collective.
-
-        Returns:
-            ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
-
-        Raises:
-            RuntimeError: on every rank: names or shapes do not match, as ``nn.Module.load_state_dict``.
-        """
-        return state_load.load_state_dict(self, state_dict, strict, assign)
 
     summon_full_params = staticmethod(summon.summon_full_params)
     set_state_dict_type = staticmethod(state.set_state_dict_type)
@@ -250,14 +221,10 @@ class FullyShardedDataParallel(nn.Module):
         summon.apply(self, fn)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy with the same sharding, its own memory and no gradients. Local."""
-        return copied(self, memo, _around)
-
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raise a TranslationError, also an AssertionError as FSDP1: FSDP2 reduces gradients in other ways."""
+        """Raise a TranslationError: FSDP2 reduces gradients in other ways."""
         rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
-        raise UnavailableHook(message("register_comm_hook", "has no counterpart", rule, fix))
+        raise Unavailable(message("register_comm_hook", "is not supported", rule, fix))
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
@@ -272,12 +239,12 @@ def _adopt(wrapper: FullyShardedDataParallel, module: nn.Module, record: Record)
     vars(wrapper)[KEY] = record
     wrapper.training = module.training
     wrapper.register_module(WRAPPED, module)
-    state_load.attach(wrapper)
-    tensors.adopt(sharded_of(wrapper))
+    state.attach(wrapper)
+    tensors.adopt(module)
 
 
 def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
     if not roots.begin(wrapper):
         rule = f"`{method}` should only be called on the root FSDP instance"
-        problem = "on inner FSDP instances is not supported"
+        problem = "was called on an inner FSDP instance"
         raise DropinRuntimeError(message(method, problem, rule, "Call it on the whole model"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,17 +20,20 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import named_sharded_parameters, with_local
+from shardkit._fsdp.fsdp1 import is_sharded_tensor
+from shardkit._torch import tree_map
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.dropin import optim_load, optimizers
-from shardkit.fsdp1.dropin.errors import DropinKeyError, DropinRuntimeError, DropinValueError
-from shardkit.fsdp1.dropin.optim_load import OptimInput, check_is_optimizer_state, keys_of, labels_of
-from shardkit.fsdp1.dropin.state import get_state_dict_type, no_local_state, state_name
-from shardkit.ranks import Groups, gather_by_rank, groups_of, together
-from shardkit.state.names import parameter_names
-from shardkit.state.optimizer import as_values, full_leaves, has_quantized, renamed_state, tensor_leaves, with_leaves
-from shardkit.state.routes import local_of, routes_of
-from shardkit.state.transfer import Want
+from shardkit.fsdp1.dropin import optimizers
+from shardkit.fsdp1.dropin.errors import Unavailable
+from shardkit.fsdp1.dropin.record import record_of, wrappers_of
+from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
+from shardkit.ranks import groups_of, together
+from shardkit.shards import device_of, replicated
+from shardkit.state.names import clean_name, parameter_names
+from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
+from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
+
+_FSDP = "FullyShardedDataParallel"
 
 
 def optim_state_dict(
@@ -40,13 +42,12 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says. **Collective**.
+    """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says.
 
     ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
-    ``rank0_only`` on rank 0 alone (``{}`` on others); SHARDED gives DTensors, where FSDP1 without a ``device_mesh``
-    gave ShardedTensors; each on the CPU unless ``offload_to_cpu=False``. Scalars such as ``step`` are 0-d tensors.
-    Parameters without state have no entry; those that are not sharded have this rank's own. Names are in the model's
-    order on every rank. Keys that do not belong to a parameter, and values that are not tensors, stay.
+    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors, where FSDP1 without a
+    ``device_mesh`` gave ShardedTensors; each on the CPU unless ``offload_to_cpu=False``. Parameters without state have
+    no entry. **Collective** if FULL.
 
     Args:
         model: the model, or a module around it.
@@ -56,10 +57,9 @@ def optim_state_dict(
 
     Raises:
         TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
-        RuntimeError: some ranks lack state of a sharded parameter that others have; on every rank, with all names.
-        KeyError: groups have numbers that the optimizer has no parameter for.
+        ShardkitError: the optimizer holds tensors that are not in the model.
     """
-    return _save(model, optim, optim_state_dict, None, _config(model))
+    return _save(model, optim, _config(model), optim_state_dict)
 
 
 def full_optim_state_dict(
@@ -71,15 +71,15 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """:func:`optim_state_dict` in full tensors on the CPU, whatever ``state_dict_type`` says. **Collective**."""
     _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-    return _save(model, optim, None, optim_input, FullOptimStateDictConfig(rank0_only=rank0_only))
+    return _save(model, optim, FullOptimStateDictConfig(rank0_only=rank0_only))
 
 
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """:func:`optim_state_dict` in DTensors on the CPU, whatever ``state_dict_type`` says. **Collective**."""
+    """:func:`optim_state_dict` in DTensors on the CPU, whatever ``state_dict_type`` says. Local."""
     _warn("sharded_optim_state_dict", "optim_state_dict")
-    return _save(model, optim, None, None, ShardedOptimStateDictConfig())
+    return _save(model, optim, ShardedOptimStateDictConfig())
 
 
 def optim_state_dict_to_load(
@@ -92,25 +92,27 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """Return the same state as ``optim.load_state_dict`` takes it: by number, and sharded.
 
-    **Collective**, unless the dict holds full tensors and ``rank0_only`` is False, as in FSDP1. Takes full tensors,
-    DTensors of any layout and ShardedTensors. With ``rank0_only=True`` rank 0 has the dict, and others pass ``{}`` or
-    None. The dict is left unchanged, and shares no memory with the result.
+    Local if every rank passes full tensors, as in FSDP1: programs load one rank after another, to save memory.
+    **Collective** with ``rank0_only=True``, where rank 0 has the dict and others pass ``{}`` or None, and for tensors
+    that are sharded otherwise than the model. The dict is left unchanged, and shares no memory with the result.
 
     Args:
         model: the model, or a module around it.
         optim: its optimizer, also one that was built before wrapping.
-        optim_state_dict: what :func:`optim_state_dict` gave, with ``param_groups`` or without.
-        is_named_optimizer: whether ``optim`` keeps state by name, not by number.
+        optim_state_dict: what :func:`optim_state_dict` gave: full tensors, DTensors of any layout, or ShardedTensors.
+        is_named_optimizer: not supported.
         load_directly: call ``optim.load_state_dict`` too.
         group: ignored.
 
     Raises:
-        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped.
-        ValueError: not the state of an optimizer, or one that does not fit.
-        KeyError: parameters that the optimizer does not have. With all names; where collective, on every rank.
+        TranslationError: LOCAL_STATE_DICT, or no part of the model is wrapped, or an optimizer with named state.
+        ShardkitError: the dict does not fit the optimizer; all names that only one side has.
     """
+    if is_named_optimizer:
+        fix = "Pass the torch.optim.Optimizer that it wraps, or use load_full_optimizer_state_dict"
+        raise Unavailable(message("is_named_optimizer=True", "is not supported", "State is loaded by number", fix))
     from_rank0 = getattr(_config(model), "rank0_only", False)
-    result = optim_load.load(model, optim, None, optim_state_dict, from_rank0=from_rank0, named=is_named_optimizer)
+    result = _to_load(model, optim, optim_state_dict, from_rank0=from_rank0)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -124,10 +126,10 @@ def shard_full_optim_state_dict(
 ) -> dict[str, Any]:
     """:func:`optim_state_dict_to_load` of a dict that every rank has. Local.
 
-    Without ``optim`` and ``optim_input`` the optimizer is taken to have ``model.parameters()``.
+    Without ``optim`` the optimizer is taken to have ``model.parameters()`` in one group.
     """
     _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    return optim_load.load(model, optim, optim_input, full_optim_state_dict)
+    return _to_load(model, optim, full_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -139,18 +141,18 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """:func:`optim_state_dict_to_load` of a dict that rank 0 has; it is ignored on others. **Collective**.
 
-    Without ``optim`` and ``optim_input`` the optimizer is taken to have ``model.parameters()``.
+    Without ``optim`` the optimizer is taken to have ``model.parameters()`` in one group.
     """
     _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-    return optim_load.load(model, optim, optim_input, full_optim_state_dict, from_rank0=True)
+    return _to_load(model, optim, full_optim_state_dict, from_rank0=True)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
-    """:func:`optim_state_dict_to_load` of what :func:`sharded_optim_state_dict` gave. **Collective**."""
+    """:func:`optim_state_dict_to_load` of what :func:`sharded_optim_state_dict` gave."""
     _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return optim_load.load(model, optim, None, sharded_optim_state_dict)
+    return _to_load(model, optim, sharded_optim_state_dict)
 
 
 def rekey_optim_state_dict(
@@ -160,131 +162,113 @@ def rekey_optim_state_dict(
     optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return the same state by parameter number, as plain optimizers have it, or by name, as FSDP has it. Local.
-
-    The tensors are those of the dict. A dict that is of the wanted kind already is returned itself.
-
-    Args:
-        optim_state_dict: ``{"state": ..., "param_groups": ...}``.
-        optim_state_key_type: PARAM_ID or PARAM_NAME.
-        model: sharded or not.
-        optim_input: what the optimizer was made from; deprecated.
-        optim: whose numbers are meant; without, and without ``optim_input``, those of ``model.parameters()``.
-
-    Raises:
-        ValueError: not the state of an optimizer, or numbers and names in one.
-        KeyError: parameters that the optimizer or the model does not have, all listed.
-    """
-    _warn("", "", optim_input)
-    to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-    if not to_names and optim_state_key_type is not OptimStateKeyType.PARAM_ID:
-        rule, fix = "It must be a member of OptimStateKeyType", "Pass OptimStateKeyType.PARAM_NAME"
-        raise DropinValueError(message("optim_state_key_type", f"is {optim_state_key_type!r}", rule, fix))
-    check_is_optimizer_state(optim_state_dict)
-    kinds = {type(key) for key in optim_state_dict["state"]}
-    if len(kinds) > 1 and kinds & {int, str}:
-        problem = f"Invalid parameter keys: {listing(map(str, optim_state_dict['state']))}"
-        fix = "Remove keys that do not belong to a parameter, and add them back afterwards"
-        raise DropinValueError(message("optim_state_dict", problem, "Keys must be all numbers or all names", fix))
-    groups = optim_state_dict.get("param_groups")
-    present = [*optim_state_dict["state"], *(key for group in groups or () for key in group["params"])]
-    if all(isinstance(key, str if to_names else int) for key in present):
-        return optim_state_dict
-    keys = keys_of(optim, optim_input, model)
-    new: dict[Any, Any] = dict(keys.names) if to_names else dict(keys.by_name)
-    if unknown := [str(key) for key in dict.fromkeys(present) if key not in new]:
-        rule = "Keys are the parameters that the optimizer was given"
-        fix = "Pass the optim that the state belongs to"
-        raise DropinKeyError(message("optim_state_dict", f"{listing(unknown)} is not a parameter", rule, fix))
-    state = {new[key]: entry for key, entry in optim_state_dict["state"].items()}
-    if groups is None:
-        return {"state": state}
-    rekeyed = [{**copy.deepcopy(group), "params": sorted(new[key] for key in group["params"])} for group in groups]
-    return {"state": state, "param_groups": rekeyed}
+    """Raise a TranslationError: state is by name, and :func:`optim_state_dict_to_load` numbers it."""
+    rule = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
+    fix = "Call one of these, or torch's own rekey_optim_state_dict on an unwrapped model"
+    raise Unavailable(message("rekey_optim_state_dict", "is not supported", rule, fix))
 
 
-def _warn(name: str, instead: str, optim_input: OptimInput = None) -> None:
-    texts = [f"FullyShardedDataParallel.{name} is deprecated. Use FullyShardedDataParallel.{instead}."] if name else []
+def _warn(name: str, replacement: str, optim_input: object = None) -> None:
+    text = f"{_FSDP}.{name} is deprecated. Use {_FSDP}.{replacement}."
+    warnings.warn(text, FutureWarning, stacklevel=3)
     if optim_input is not None:
-        texts.append("The `optim_input` argument is deprecated. Leave it out, and pass optim.")
-    for text in texts:
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        rule = "The optimizer itself says which parameters it holds"
+        raise Unavailable(message("optim_input", "is not supported", rule, "Leave it out, and pass optim"))
 
 
 def _config(model: nn.Module) -> OptimStateDictConfig:
     found = get_state_dict_type(model)
     if found is None:
-        rule = "state_dict_type is kept by the wrappers"
         fix = "Wrap it by FullyShardedDataParallel, or use shardkit.full_optimizer_state_dict"
-        raise TranslationError(message("model", "no part of it is wrapped", rule, fix))
+        raise TranslationError(message("model", "has no part that is wrapped", "", fix))
     if found.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise no_local_state("optim_state_dict", "an optimizer's state has no such form")
+        rule = "It is the state of a model only, each rank's shards, as of FSDP1"
+        fix = "Use StateDictType.SHARDED_STATE_DICT, or save optim.state_dict() on each rank"
+        raise Unavailable(message("LOCAL_STATE_DICT", "is not a form of optimizer state", rule, fix))
     return found.optim_state_dict_config
 
 
+class _StandIn(Optimizer):
+    """What the functions of ``shardkit.state`` read of an optimizer; it records what they load."""
+
+    def __init__(self, model: nn.Module, optim: Optimizer | None, packed: Mapping[str, Any] | None = None) -> None:
+        numbered = list(model.parameters())
+        groups: Any = optim.param_groups if optim is not None else [{"params": numbered}]
+        self.param_groups, self.state = groups, optim.state if optim is not None else {}  # type: ignore[assignment]
+        empty = {"state": {}, "param_groups": [{"params": list(range(len(numbered)))}]}
+        self.packed = packed or (optim.state_dict() if optim is not None else empty)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.packed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.packed = state_dict
+
+
 def _save(
-    model: nn.Module,
-    optim: Optimizer,
-    given: Mapping[str, Any] | None,
-    optim_input: OptimInput,
-    config: OptimStateDictConfig,
+    model: nn.Module, optim: Optimizer, config: OptimStateDictConfig, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    groups = groups_of(model)
-    with together(groups, DropinValueError, call="optim_state_dict") as poll:
-        optimizers.settle(optim)
-        packed = _pack(model, optim, optim.state_dict() if given is None else given, optim_input)
-        leaves = tensor_leaves(packed["state"])
-        routes = routes_of([*parameter_names(model), *leaves.values()])
-        poll.own = has_quantized(leaves)
-    _check_same_on_all_ranks([path for path, leaf in leaves.items() if isinstance(leaf, DTensor)], groups)
-    device = torch.device("cpu") if config.offload_to_cpu else None
-
-    def copied(_: str, tensor: Tensor) -> Tensor:
-        local = local_of(tensor)
-        new = local.to(device or local.device, copy=True)
-        return with_local(tensor, new) if isinstance(tensor, DTensor) else new
-
-    rank0_only = getattr(config, "rank0_only", False)
+    optimizers.settle(optim)
+    source = optim if given is None else _StandIn(model, optim, given)
+    device = torch.device("cpu") if config.offload_to_cpu else device_of(record_of(wrappers_of(model)[0]).mesh)
     if isinstance(config, FullOptimStateDictConfig):
-        values = as_values(packed["state"], groups) if poll.any else packed["state"]
-        state = full_leaves(values, routes, Want(not rank0_only, device))
-    else:
-        state = with_leaves(packed["state"], copied)
-    return {} if rank0_only and not routes.is_root else packed | {"state": state}
+        with together(groups_of(model), call="optim_state_dict") as poll:
+            state = sharded_optimizer_state_dict(model, source)["state"]
+            poll.same = {"which parameters have state": sorted(state)}
+        return full_optimizer_state_dict(model, source, rank0_only=config.rank0_only, device=device)
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.copy(value)
+        return copied(value, device if value.ndim else None)  # a step is on the CPU wherever its parameter is
+
+    made: dict[str, Any] = tree_map(copy_of, sharded_optimizer_state_dict(model, source))
+    return made
 
 
-def _pack(model: nn.Module, optim: Optimizer, given: Mapping[str, Any], optim_input: OptimInput) -> dict[str, Any]:
-    """Return the state by name, in the model's order, then the user's own keys; and the groups, if there are any."""
-    check_is_optimizer_state(given)
-    named = isinstance(next(iter(labels_of(given)), None), str)
-    names = keys_of(optim, optim_input, model, named=named).names
-    groups = given.get("param_groups")
-    if unknown := [str(key) for group in groups or () for key in group["params"] if key not in names]:
-        rule = "Groups hold the parameters that the optimizer has, by their numbers"
-        fix = "Pass the result of this optimizer's state_dict()"
-        raise DropinKeyError(message("optim_state_dict", f"param_groups hold {listing(unknown)}", rule, fix))
-    clean = parameter_names(model)
-    shown = {clean[param]: state_name(name) for name, param in named_sharded_parameters(model)}  # in the model's order
-    named_state = renamed_state(
-        {"state": given["state"], "param_groups": groups or []}, lambda key: shown[names[key]] if key in names else key
-    )
-    entries = named_state["state"]
-    state = {"state": {name: entries[name] for name in (*shown.values(), *entries) if name in entries}}
-    return state if groups is None else state | {"param_groups": copy.deepcopy(named_state["param_groups"])}
+def _to_load(
+    model: nn.Module, optim: Optimizer | None, given: Mapping[str, Any] | None, *, from_rank0: bool = False
+) -> dict[str, Any]:
+    if optim is not None:
+        optimizers.settle(optim)
+    stand_in = _StandIn(model, optim)
+    if from_rank0:
+        load_full_optimizer_state_dict(model, stand_in, given or {}, src="rank0")
+        return stand_in.packed  # type: ignore[return-value]
+    names = parameter_names(model)
+    params = {fqn: param for param, fqn in names.items()}
+    own = {fqn for group in group_names(stand_in, names) for fqn in group}
+    if (
+        not given
+        or not {"state", "param_groups"} <= given.keys()
+        or not all(isinstance(k, str) for k in given["state"])
+    ):
+        rule = "State is by name: numbers depend on the order in which an optimizer was given its parameters"
+        fix = "Pass the result of FSDP.optim_state_dict(model, optim)"
+        raise TranslationError(message("optim_state_dict", "is not an optimizer's state by name", rule, fix))
+    groups = [{**group, "params": [*map(clean_name, group["params"])]} for group in given["param_groups"]]
+    if differ := own.symmetric_difference(fqn for group in groups for fqn in group["params"]):
+        rule = "The dict and the optimizer must have the same parameters"
+        fix = "Build the optimizer from the same parameters"
+        raise TranslationError(message("optim_state_dict", f"does not fit: {listing(sorted(differ))}", rule, fix))
+    entries = {clean_name(key): entry for key, entry in given["state"].items()}
+    state = {
+        fqn: {key: _placed(value, params[fqn]) for key, value in entry.items()}
+        for fqn, entry in entries.items()
+        if fqn in own
+    }
+    install([stand_in], names, {"state": state, "param_groups": copy.deepcopy(groups)})
+    return stand_in.packed  # type: ignore[return-value]
 
 
-def _check_same_on_all_ranks(paths: list[str], groups: Groups) -> None:
-    """Raise RuntimeError on every rank where some rank lacks what another has. Collective: exchanges digests."""
-    digest = hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()
-    if len(set(gather_by_rank(digest, groups).values())) == 1:
-        return
-    known: dict[int, list[str]] = gather_by_rank(paths, groups)
-    everything = dict.fromkeys(path for found in known.values() for path in found)
-    lines = [f"- rank {rank}: {path[1:]}" for rank, found in known.items() for path in everything if path not in found]
-    # FSDP1's words, which programs may look for.
-    rule = (
-        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer "
-        "but some ranks are missing some of those states"
-    )
-    text = message("optim", f"{len(lines)} missing", rule, "Give the optimizers of all ranks the same parameters")
-    raise DropinRuntimeError("\n".join([text, *lines]))
+def _placed(value: Any, param: nn.Parameter) -> Any:
+    """Return a value of a parameter's state, full or sharded, as the optimizer holds it, in new memory."""
+    if not (isinstance(value, Tensor) or is_sharded_tensor(value)):
+        return copy.deepcopy(value)
+    if not isinstance(param, DTensor):
+        return whole_of(value).clone()
+    found = part_of(value, param)
+    if isinstance(found, DTensor):
+        return copied(found, param.to_local().device)
+    # Of another shape, such as the row and column means of Adafactor: a DTensor, since it was computed from one.
+    return replicated(found.to(param.to_local().device, copy=True), param.device_mesh) if found.ndim else found.clone()

@@ -1,38 +1,34 @@
-"""Optimizers that a program builds before it wraps its model: they are given the sharded parameters.
+"""Optimizers of drop-in models: given the sharded parameters if they were built before, and stepped on local shards.
 
-FSDP1 with ``use_orig_params=True`` kept the parameter objects, so such a program trained. ``fully_shard`` replaces
-them, and the optimizer would silently step tensors that no model has.
+FSDP1 with ``use_orig_params=True`` kept the parameter objects, so a program that built its optimizer first trained.
+``fully_shard`` replaces them, and the optimizer would silently step tensors that no model has.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._fsdp.fsdp1 import optimizers_in_backward
-from shardkit.errors import ShardkitError, listing, message
-from shardkit.fsdp1.dropin.errors import Unavailable
-from shardkit.fsdp1.dropin.tensors import as_before, as_dtensors, is_ours
+from shardkit.errors import ShardkitError, listing
+from shardkit.fsdp1.dropin import tensors
 from shardkit.optim import step_on_local_shards
 from shardkit.optim.local import finish_step
-from shardkit.shards import local_part
-from shardkit.state.place import unwritten
+from shardkit.shards import as_sharded, local_part
 
 logger = logging.getLogger("shardkit")
 
 _replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to its replacement and its FQN
 _settled: WeakSet[Optimizer] = WeakSet()  # those that were checked since the last wrapping
-_marked: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type]]] = WeakKeyDictionary()  # DTensors during a step only
 _stepping: Any = WeakIdKeyDictionary()  # parameters that are stepped in backward
 
 
@@ -60,7 +56,7 @@ def remember(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     _settled.clear()
 
 
-def attend() -> ExitStack:
+def install_step_hooks() -> ExitStack:
     """Prepare each optimizer of the process before each of its steps, until the result is closed. Local."""
     hooks = ExitStack()
     hooks.callback(register_optimizer_step_pre_hook(_before_step).remove)
@@ -68,61 +64,16 @@ def attend() -> ExitStack:
     return hooks
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     settle(optimizer)
-    if isinstance(optimizer, LBFGS):
-        _check_even(optimizer)
-    _show_dtensors(optimizer)
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _outside(optimizer, kwargs["closure"])}
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], _outside(optimizer, args[1]), *args[2:]), kwargs
-    return None
-
-
-def _check_even(optimizer: Optimizer) -> None:
-    """Refuse what ends in an error of torch's: LBFGS flattens gradients, and uneven DTensors cannot be flattened."""
-    uneven = [
-        str(tuple(param.shape))
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if isinstance(param, DTensor) and param.ndim > 1
-        for axis, place in enumerate(param.placements)
-        if isinstance(place, Shard) and param.shape[place.dim] % param.device_mesh.size(axis)
-    ]
-    if uneven:
-        rule = "LBFGS flattens gradients, which DTensors can do only where all ranks hold parts of the same size"
-        fix = "Use an element-wise optimizer, such as AdamW, or ShardingStrategy.NO_SHARD"
-        raise Unavailable(message("LBFGS", f"parameters of shape {listing(uneven, 6)} are sharded unevenly", rule, fix))
-
-
-def _show_dtensors(optimizer: Optimizer) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    _marked.setdefault(optimizer, []).extend(as_dtensors(params))  # a step may call that of its base class
-
-
-def _outside(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the closure of a step, run with the parameters as they are outside of the step."""
-
-    @functools.wraps(closure)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        as_before(_marked.pop(optimizer, ()))
-        found = closure(*args, **kwargs)  # after an error the step is over
-        _show_dtensors(optimizer)
-        return found
-
-    return called
+    for group in optimizer.param_groups:
+        tensors.as_dtensors(group["params"], stepping=True)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    as_before(_marked.pop(optimizer, ()))
+    for group in optimizer.param_groups:
+        tensors.as_gradients(group["params"])
     finish_step(optimizer)
-
-
-def restore() -> None:
-    """Undo what a step left that raised, for which torch runs no hook. Local."""
-    while _marked:
-        as_before(_marked.popitem()[1])
 
 
 def settle(optimizer: Optimizer) -> None:
@@ -136,7 +87,7 @@ def settle(optimizer: Optimizer) -> None:
         return
     _settled.add(optimizer)
     _repoint(optimizer)
-    ours = any(is_ours(param) for group in optimizer.param_groups for param in group["params"])
+    ours = any(isinstance(param, tensors.Sharded) for group in optimizer.param_groups for param in group["params"])
     if ours and type(optimizer).__module__.startswith("torch.optim."):  # others may not be element-wise
         with suppress(ShardkitError):  # those that are not step on DTensors
             step_on_local_shards(optimizer)
@@ -167,9 +118,7 @@ def _repoint(optimizer: Optimizer) -> None:
 def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     """Return this rank's part of state that has the parameter's shape; any other as it is."""
     if isinstance(value, Tensor) and value.shape == old.shape and value.ndim and isinstance(new, DTensor):
-        shard = unwritten(new, value.dtype, new.to_local().device)
-        shard.to_local().copy_(local_part(value, new))  # type: ignore[attr-defined]
-        return shard
+        return as_sharded(local_part(value, new).to(new.to_local().device, copy=True), new)
     return value
 
 

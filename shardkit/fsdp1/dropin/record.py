@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,12 @@ from torch.distributed.fsdp import (
 )
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
+from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
 from shardkit.fsdp1.translate.units import casts_inputs
+from shardkit.replacements import MEMBERS
 
 KEY = "_shardkit"
 WRAPPED = "_fsdp_wrapped_module"  # FSDP1's own name for it, which programs know
@@ -42,7 +43,6 @@ class Record:
         buffer_dtypes: the original dtypes of buffers that the first forward cast, by module and name.
         state_dict_settings: what ``state_dict_type`` was set to.
         summoned: whether ``summon_full_params`` is active.
-        shown: its full parameters that the last forward left gathered, marked so that writing to them raises.
     """
 
     given: Arguments
@@ -57,7 +57,6 @@ class Record:
         )
     )
     summoned: bool = False
-    shown: list[Any] = field(default_factory=list)
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -104,6 +103,20 @@ def is_wrapper(module: object) -> bool:
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
     """Return the wrappers at and below ``model``, parents first. Local, pure."""
     return [module for module in model.modules() if is_wrapper(module)]
+
+
+def wrappers_or_refuse(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return ``wrappers_of(model)`` for a static method of FSDP1's. Local, pure.
+
+    Raises:
+        TranslationError: there is none, and FSDP2 shards the model: the method would do nothing.
+    """
+    found = wrappers_of(model)
+    if not found and any(isinstance(module, FSDPModule) for module in model.modules()):
+        rule = "It is for models wrapped by FullyShardedDataParallel, and would do nothing"
+        problem = "was called on a model that is sharded by shard_model or fully_shard"
+        raise TranslationError(message(f"FSDP.{name}", problem, rule, MEMBERS[name].fix()))
+    return found
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:

@@ -6,14 +6,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 from shardkit._fsdp import not_compiled, own_parameters
 from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
 from shardkit.fsdp1.dropin import optimizers, tensors
 from shardkit.fsdp1.dropin.announce import announce
 from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
-from shardkit.runtime.hooks import install_hooks
 
 
 @not_compiled
@@ -23,7 +21,6 @@ def begin(wrapper: nn.Module) -> bool:
     As in FSDP1 the root stays gathered after forward and has its own setting for casting inputs, and buffers take
     their ``buffer_dtype`` now.
     """
-    optimizers.restore()
     record = record_of(wrapper)
     if record.root is None:
         for each in wrappers_of(wrapper):
@@ -38,41 +35,9 @@ def begin(wrapper: nn.Module) -> bool:
 
 @not_compiled
 def begin_forward(wrapper: nn.Module) -> None:
-    """Make ``wrapper`` the root if it is the first, and its parameters what forward expects. Local."""
-    begin(wrapper)
-    record = record_of(wrapper)
-    tensors.show_plain(record.shown)
-    record.shown = []
-
-
-@not_compiled
-def end_forward(wrapper: nn.Module) -> None:
-    """Mark what stays gathered for backward; without grad reshard it. Local."""
-    record = record_of(wrapper)
-    record.shown = tensors.show_gathered(sharded_of(wrapper))
-    if record.root and not torch.is_grad_enabled():
-        reshard(wrapper)
-
-
-def attend_to(module: nn.Module, strategy: ShardingStrategy) -> None:
-    """Handle a child, ``module.forward`` or inference_mode that runs first, and double backward. Local, in place.
-
-    Under NO_SHARD every rank has full parameters (see ``tensors``), so any module may be called by itself.
-    """
-    if isinstance(module, FSDPModule):
-        install_hooks(module)
-
-
-@not_compiled
-def reshard(wrapper: nn.Module) -> None:
-    """Reshard what a forward left gathered for a backward that will not come. Local.
-
-    Otherwise ``parameters()`` of a module around the wrapper would give full tensors, and an optimizer made from them
-    would train copies.
-    """
-    for module in wrapper.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Make ``wrapper`` the root if it is the first; refuse parameters in another dtype than their own. Local."""
+    if begin(wrapper):
+        tensors.check_own_dtype(wrapper)
 
 
 def _set_up_unit(wrapper: nn.Module) -> None:
@@ -89,6 +54,11 @@ def _set_up_unit(wrapper: nn.Module) -> None:
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def _cast_gradient(dtype: torch.dtype, param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad = param.grad.to(dtype)
+
+
 def _cast_behind(root: nn.Module) -> None:
     """Let the unit of a module that was wrapped twice cast the inputs of the outer wrapper, which has no unit."""
     inner = inner_of(root)
@@ -96,11 +66,6 @@ def _cast_behind(root: nn.Module) -> None:
         inner = inner_of(inner)
     if is_wrapper(inner) and sharded is not None and record_of(root).casts_inputs:
         set_cast_forward_inputs(sharded, True)
-
-
-def _cast_gradient(dtype: torch.dtype, param: torch.Tensor) -> None:
-    if param.grad is not None:
-        param.grad = param.grad.to(dtype)
 
 
 def _cast_buffers(root: nn.Module) -> None:

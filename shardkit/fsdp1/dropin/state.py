@@ -1,8 +1,7 @@
-"""state_dict() of wrapped models: full or sharded tensors by the names of the plain model; and state_dict_type."""
+"""Model state of wrapped models: full or sharded tensors by the names of the plain model; and state_dict_type."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -28,15 +26,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit._fsdp.fsdp1 import asked_by_checkpoint, use_dtensor
+from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
 from shardkit.errors import message
-from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError, Unavailable
-from shardkit.fsdp1.dropin.record import WRAPPED, record_of, without_wrappers, wrappers_of
-from shardkit.fsdp1.translate.strategy import HYBRID
-from shardkit.state.full_params import full_params_from
-from shardkit.state.names import is_extra, live_tensors, wants_live
-from shardkit.state.routes import local_of, routes_of
-from shardkit.state.transfer import Want
+from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError
+from shardkit.fsdp1.dropin.record import WRAPPED, record_of, wrappers_of, wrappers_or_refuse
+from shardkit.runtime.hooks import reshard
+from shardkit.shards import as_sharded, device_of, local_part
+from shardkit.state.model import full_state_dict, sharded_state_dict
+from shardkit.state.names import clean_name, is_extra, live_tensors, wants_live
 
 # Of models and of optimizers.
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -52,11 +49,11 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings | None:
-    """Set what ``state_dict()`` and ``load_state_dict()`` of all wrappers at and below ``module`` handle. Local.
+    """Set what ``state_dict()`` of all wrappers at and below ``module`` returns, and optimizers' state. Local.
 
     Args:
         module: a wrapper, or a module around some.
-        state_dict_type: FULL_STATE_DICT, the default, or SHARDED_STATE_DICT.
+        state_dict_type: FULL_STATE_DICT, the default, SHARDED_STATE_DICT, or LOCAL_STATE_DICT for models only.
         state_dict_config, optim_state_dict_config: of that type, for models and optimizers; None is torch's default.
 
     Returns:
@@ -64,16 +61,14 @@ def set_state_dict_type(
 
     Raises:
         RuntimeError: a config of another type than ``state_dict_type``.
-        AssertionError: wrappers had different types before, so there is no one answer.
+        AssertionError: wrappers had different settings before, so there is no one answer.
+        TranslationError: the model is sharded, but not wrapped.
     """
     settings = _checked(state_dict_type, state_dict_config, optim_state_dict_config)
-    records = [record_of(wrapper) for wrapper in wrappers_of(module)]
-    before = [record.state_dict_settings for record in records]
-    if len({(s.state_dict_type, type(s.state_dict_config), type(s.optim_state_dict_config)) for s in before}) > 1:
-        raise _disagreement("All FSDP modules should have the same state_dict_type", before)
-    for record in records:
-        record.state_dict_settings = replace(settings)
-    return before[0] if before else None
+    before = get_state_dict_type(module)
+    for wrapper in wrappers_of(module):
+        record_of(wrapper).state_dict_settings = replace(settings)
+    return before
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
@@ -81,13 +76,14 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
 
     Raises:
         AssertionError: they differ.
+        TranslationError: the model is sharded, but not wrapped.
     """
-    wrappers = wrappers_of(module)
-    settings = [record_of(wrapper).state_dict_settings for wrapper in wrappers]
+    settings = [record_of(each).state_dict_settings for each in wrappers_or_refuse(module, "state_dict_type")]
     if any(each != settings[0] for each in settings):
-        raise _disagreement("All FSDP modules must have the same state dict settings", settings)
-    for wrapper in wrappers:
-        _note_dtensors(wrapper)
+        rule = "All FSDP modules must have the same state dict settings"
+        different = ", ".join(dict.fromkeys(map(str, settings)))
+        text = message("state_dict_type", f"differs: {different}", rule, "Set the type on the whole model")
+        raise DropinAssertionError(text)
     return settings[0] if settings else None
 
 
@@ -114,165 +110,139 @@ def state_dict_type(
             record.state_dict_settings = settings
 
 
-def _note_dtensors(wrapper: nn.Module) -> None:
-    """Set ``_use_dtensor`` of the configs where FSDP1 did: for a model that was given a DeviceMesh. Local."""
-    record = record_of(wrapper)
-    settings = record.state_dict_settings
-    if record.given.device_mesh is not None and settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        use_dtensor(settings.state_dict_config)
-        use_dtensor(settings.optim_state_dict_config)
-
-
-def no_local_state(call: str, problem: str) -> Unavailable:
-    """Return the error for what LOCAL_STATE_DICT does not support."""
-    rule = "It is the state of a model only, each rank's shards, as of FSDP1"
-    fix = "Use StateDictType.SHARDED_STATE_DICT, whose files shardkit and torch.distributed.checkpoint read"
-    return Unavailable(message(call, f"LOCAL_STATE_DICT: {problem}", rule, fix))
-
-
 def _checked(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
     if kind not in _CONFIGS:
-        rule, fix = "It must be a member of torch.distributed.fsdp.StateDictType", "Pass StateDictType.FULL_STATE_DICT"
-        raise DropinRuntimeError(message("state_dict_type", f"is {kind!r}", rule, fix))
+        problem = f"must be a member of torch.distributed.fsdp.StateDictType, got {kind!r}"
+        raise DropinRuntimeError(message("state_dict_type", problem, "", "Pass StateDictType.FULL_STATE_DICT"))
     wanted, optim_wanted = _CONFIGS[kind]
     settings = StateDictSettings(kind, config or wanted(), optim_config or optim_wanted())
     for name, expected in (("state_dict_config", wanted), ("optim_state_dict_config", optim_wanted)):
         found = type(getattr(settings, name))
         if found is not expected:
-            problem, fix = f"Expected {name} of type {expected} but got {found}", f"Pass {expected.__name__}(), or None"
-            raise DropinRuntimeError(message(name, problem, f"Its type must be that of {kind}", fix))
+            problem = f"must be a {expected.__name__} for {kind}, got {found.__name__}"
+            raise DropinRuntimeError(message(name, problem, "", f"Pass {expected.__name__}(), or None"))
     return settings
 
 
-def _disagreement(problem: str, settings: list[StateDictSettings]) -> DropinAssertionError:
-    different = [each for number, each in enumerate(settings) if each not in settings[:number]]
-    rule = f"They have {', '.join(map(str, different))}"
-    return DropinAssertionError(message("state_dict_type", problem, rule, "Set the type on the whole model"))
-
-
-# state_dict()
+# ---- state_dict() -----------------------------------------------------------------------------------------------
 
 
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Return the state of a wrapped model by its settings, in ``destination`` if given. Collective if FULL."""
     if wants_live():
         return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
-    found = _by_settings(wrapper, prefix, keep_vars)
-    if destination is None:
-        return found
-    destination.update(found)
-    if hasattr(destination, "_metadata"):
-        metadata = {**_torch.state_dict_metadata(destination), **_torch.state_dict_metadata(found)}
-        _torch.with_state_dict_metadata(destination, metadata)
-    return destination
+    found = _by_settings(wrapper)
+    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in _torch.state_dict_metadata(found).items()}
+    destination = OrderedDict() if destination is None else destination
+    destination.update((prefix + name, value) for name, value in found.items())
+    return _torch.with_state_dict_metadata(destination, {**_torch.state_dict_metadata(destination), **metadata})
 
 
-def _by_settings(wrapper: nn.Module, prefix: str, keep_vars: bool) -> Any:
-    kind, config = kind_of(wrapper)
-    own = _Names(wrapper, prefix)
-    summoned = record_of(wrapper).summoned
-    if summoned or kind is not StateDictType.FULL_STATE_DICT:  # summoned: perhaps on this rank alone
-        is_local = kind is StateDictType.LOCAL_STATE_DICT
-        return own.finish(_collected(wrapper, prefix, keep_vars), config, copy=summoned, copy_shards=not is_local)
-    assert isinstance(config, FullStateDictConfig), "set_state_dict_type checks it"
-    rank = first_rank(wrapper)
-    want = Want(not config.rank0_only, torch.device("cpu") if config.offload_to_cpu else None)
-    with full_params_from(wrapper, rank, want):
-        if config.rank0_only and dist.get_rank() != rank:
-            return _torch.with_state_dict_metadata(OrderedDict(), {})
-        found = _collected(wrapper, prefix, keep_vars)
-    return own.finish(found, config)
-
-
-def _collected(wrapper: nn.Module, prefix: str, keep_vars: bool) -> dict[str, Any]:
-    """Return the current state from the modules' own ``state_dict``, with their hooks."""
-    with live_tensors():
-        return nn.Module.state_dict(wrapper, prefix=prefix, keep_vars=keep_vars)
-
-
-class _Names:
-    """The names in a state dict of a wrapper's sharded or summoned parameters, and of buffers that were cast."""
-
-    def __init__(self, wrapper: nn.Module, prefix: str) -> None:
-        summoned = record_of(wrapper).summoned
-        self.params = {
-            prefix + state_name(name)
-            for name, param in wrapper.named_parameters(remove_duplicate=False)
-            if summoned or isinstance(param, DTensor)
-        }
-        cast = {place: dtype for each in wrappers_of(wrapper) for place, dtype in record_of(each).buffer_dtypes.items()}
-        self.dtypes = {
-            prefix + state_name(f"{fqn}.{name}".lstrip(".")): cast[module, name]
-            for fqn, module in (wrapper.named_modules(remove_duplicate=False) if cast else ())
-            for name in module._buffers
-            if (module, name) in cast
-        }
-
-    def finish(
-        self, found: dict[str, Any], config: StateDictConfig, copy: bool = False, copy_shards: bool = True
-    ) -> dict[str, Any]:
-        """Give each parameter memory of its own, and buffers their original dtype; all else is the model's own."""
-        seen: set[int] = set()
-        for name, value in found.items():
-            if not isinstance(value, Tensor) or is_extra(name):
-                continue
-            device = torch.device("cpu") if config.offload_to_cpu else local_of(value).device
-            if isinstance(value, DTensor):
-                found[name] = _torch.with_local(value, local_of(value).to(device, copy=copy_shards))
-            elif name in self.params:
-                is_tied = value.data_ptr() in seen
-                seen.add(value.data_ptr())
-                found[name] = value.detach().to(device, copy=copy or is_tied)
-            else:
-                found[name] = value.to(device, self.dtypes.get(name, value.dtype))
-        return found
-
-
-def clean(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Rename, in a hook on ``state_dict()``, what the wrapped module holds to the plain model's names, in place."""
-    below = f"{prefix}{WRAPPED}."
-    for name in [name for name in state_dict if name.startswith(below)]:
-        state_dict[prefix + name.removeprefix(below)] = state_dict.pop(name)
-    metadata = getattr(state_dict, "_metadata", None) or {}
-    for name in [name for name in metadata if f"{name}.".startswith(below)]:
-        metadata[(prefix + f"{name}.".removeprefix(below))[:-1]] = metadata.pop(name)
-
-
-def kind_of(wrapper: nn.Module) -> tuple[StateDictType, StateDictConfig]:
-    """Return what kind of state a wrapper gives now. Local.
+def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
+    """Return the state by the plain model's names, and buffers in the dtypes that they had before they were cast.
 
     ``torch.distributed.checkpoint.state_dict`` gets sharded state whatever was set, as it does from FSDP1. NO_SHARD
     always gives full state, as in FSDP1.
-
-    Raises:
-        TranslationError: LOCAL_STATE_DICT of a model that was given a DeviceMesh, which FSDP1 refused too.
     """
+    record, settings = record_of(wrapper), get_state_dict_type(wrapper)
+    assert settings is not None, "it is a wrapper"
+    config, full = settings.state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
     if asked_by_checkpoint():
-        return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
-    _note_dtensors(wrapper)
-    found = get_state_dict_type(wrapper)
-    assert found is not None, "it is a wrapper"
-    full = found.state_dict_type is StateDictType.FULL_STATE_DICT
-    if record_of(wrapper).strategy is ShardingStrategy.NO_SHARD and not full:
-        problem = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned."
-        warnings.warn(problem, stacklevel=4)
-        return StateDictType.FULL_STATE_DICT, FullStateDictConfig(found.state_dict_config.offload_to_cpu)
-    if found.state_dict_type is StateDictType.LOCAL_STATE_DICT and record_of(wrapper).given.device_mesh is not None:
-        raise no_local_state("state_dict", "DeviceMesh is not compatible with LOCAL_STATE_DICT")
-    return found.state_dict_type, found.state_dict_config
+        config, full = ShardedStateDictConfig(), False
+    full = full or record.strategy is ShardingStrategy.NO_SHARD
+    device = torch.device("cpu") if config.offload_to_cpu else device_of(record.mesh)
+    if full and not record.summoned:  # summoned: the parameters are plain, perhaps on this rank alone
+        found = full_state_dict(wrapper, rank0_only=getattr(config, "rank0_only", False), device=device)
+        seen: set[int] = set()
+        for name, value in found.items():  # as in FSDP1, tied tensors have memory of their own: safetensors asks for it
+            found[name] = value.clone() if id(value) in seen and isinstance(value, Tensor) else value
+            seen.add(id(value))
+    else:
+        found = sharded_state_dict(wrapper)
+        is_live = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and not record.summoned
+        for name, value in found.items():
+            if isinstance(value, Tensor) and not (is_live or is_extra(name)):
+                found[name] = copied(value, torch.device("cpu") if config.offload_to_cpu else None)
+    cast = {place: dtype for each in wrappers_of(wrapper) for place, dtype in record_of(each).buffer_dtypes.items()}
+    for fqn, module in wrapper.named_modules(remove_duplicate=False) if cast else ():
+        for name in module._buffers:
+            clean = clean_name(f"{fqn}.{name}".lstrip("."))
+            if (module, name) in cast and clean in found:
+                found[clean] = found[clean].to(cast[module, name])
+    return found
 
 
-def first_rank(wrapper: nn.Module) -> int:
-    """Return the rank that ``rank0_only`` means: rank 0 of the group that shards, so one on each node of a hybrid."""
-    record = record_of(wrapper)
-    sharded = [param for param in wrapper.parameters() if isinstance(param, DTensor)]
-    if record.strategy.name in HYBRID or not sharded:
-        return dist.get_global_rank(record.process_group, 0)
-    return routes_of(sharded).root  # on a mesh with more axes, of all of it
+def copied(value: Tensor, device: torch.device | None) -> Tensor:
+    """Return a copy of a tensor, sharded or not, on the device, or where it is. Local."""
+    local = _torch.local_tensor(value) if isinstance(value, DTensor) else value.detach()
+    local = local.detach().to(device or local.device, copy=True)
+    return as_sharded(local, value) if isinstance(value, DTensor) else local
 
 
-def state_name(fqn: str) -> str:
-    """Return the name in a state dict, without ``checkpoint_wrapper``'s part and with ``torch.compile``'s."""
-    return without_wrappers(".".join(part for part in fqn.split(".") if part != "_checkpoint_wrapped_module"))
+# ---- load_state_dict() ------------------------------------------------------------------------------------------
+
+
+def attach(wrapper: nn.Module) -> None:
+    """Put hooks on a new wrapper, by which it and modules around it load state with clean names. Local."""
+    wrapper.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _before_load(
+    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: object
+) -> None:
+    """Rename state as ``nn.Module`` looks for it, and give each value the layout of the tensor that it is for.
+
+    Values may be full, DTensors, or ShardedTensors of FSDP1, whatever ``state_dict_type`` was set to. Collective if
+    values are sharded otherwise than the model; every rank then loads the same names.
+    """
+    given = [name for name in state_dict if name.startswith(prefix)]
+    if any(name.startswith(f"{prefix}{WRAPPED}.") for name in given):
+        return  # an outer wrapper did
+    if not record_of(wrapper).summoned:
+        reshard(wrapper)  # otherwise values would go into full parameters, which resharding throws away
+    with live_tensors():
+        live = nn.Module.state_dict(wrapper, keep_vars=True)
+    names = {clean_name(name): name for name in live}
+    for name in given:
+        value, found = state_dict[name], names.get(clean_name(name.removeprefix(prefix)))
+        if found is not None:
+            value = part_of(value, live[found])
+            if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
+                value = copied(value, None)  # as a view of the full tensor it would keep that alive
+            state_dict[prefix + found] = value
+            if prefix + found != name:
+                del state_dict[name]
+
+
+def _after_load(wrapper: nn.Module, keys: Any) -> None:
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [clean_name(name) for name in names]
+
+
+def part_of(value: Any, like: Any) -> Any:
+    """Return a full or sharded value with the layout of ``like``; others, and those of another shape, as they are.
+
+    Local where the value is full or sharded alike, and then perhaps a view; otherwise collective.
+    """
+    is_old = is_sharded_tensor(value)  # its ``shape`` warns
+    shape = torch.Size(value.metadata().size) if is_old else getattr(value, "shape", None)
+    if not isinstance(like, Tensor) or shape != like.shape:
+        return value
+    if not isinstance(like, DTensor):
+        return whole_of(value)
+    # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
+    alike = isinstance(value, DTensor) and value.placements == like.placements
+    if alike and torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
+        return as_sharded(_torch.local_tensor(value), like)
+    return as_sharded(local_part(whole_of(value), like).to(_torch.local_tensor(like).device), like)
+
+
+def whole_of(value: Any) -> Any:
+    """Return the full tensor. Collective if the value is sharded."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return gathered_sharded_tensor(value) if is_sharded_tensor(value) else value

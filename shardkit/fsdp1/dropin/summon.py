@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit import _fsdp
-from shardkit._fsdp import fsdp1 as _fsdp1
 from shardkit.errors import message
-from shardkit.fsdp1.dropin.attributes import assert_state
 from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinNotImplementedError
-from shardkit.fsdp1.dropin.record import Record, inner_of, record_of, sharded_of, wrappers_of
-from shardkit.fsdp1.dropin.state import first_rank
-from shardkit.state.full_params import full_params_from
-from shardkit.state.transfer import Want
+from shardkit.fsdp1.dropin.record import Record, inner_of, record_of, sharded_of, wrappers_or_refuse
+from shardkit.state.full_params import full_params
 
 
 @contextmanager
@@ -39,15 +34,17 @@ def summon_full_params(
         recurse: False is for ``module`` alone, and does nothing where that is not a wrapper.
         writeback: keep what was written; under NO_SHARD it is kept in any case, since the parameters themselves are
             shown.
-        rank0_only: full on rank 0 only.
+        rank0_only: full on the lowest rank only.
         offload_to_cpu: on the CPU.
         with_grads: with gradients.
 
     Raises:
         NotImplementedError: a combination that FSDP1 refuses too.
         AssertionError: inside a forward, a backward or another such context.
+        TranslationError: the model is sharded, but not wrapped.
     """
-    wrappers = [each for each in wrappers_of(module) if recurse or each is module]
+    found = wrappers_or_refuse(module, "summon_full_params")
+    wrappers = [each for each in found if recurse or each is module]
     records = [record_of(each) for each in wrappers]
     if any(record.summoned for record in records):
         raise _in_use("when already unsharding parameters", "Leave out the inner context")
@@ -57,17 +54,20 @@ def summon_full_params(
     if not wrappers:
         yield
         return
-    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records)
+    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
     if not recurse and (sharded := sharded_of(wrappers[0])) is not None:
         _fsdp.initialize(sharded)  # as a root: units inside it then gather themselves as parts of it
     for record in records:
         record.summoned = True
     try:
-        root = first_rank(wrappers[0]) if rank0_only else None
-        want = Want(not rank0_only, torch.device("cpu") if offload_to_cpu else None)
-        writes = writeback or (shown and not rank0_only)
-        target = module if recurse else inner_of(wrappers[0])
-        with full_params_from(target, root, want, writeback=writes, with_grads=with_grads, recurse=recurse):
+        with full_params(
+            module if recurse else inner_of(wrappers[0]),
+            writeback=writeback or shown,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+            recurse=recurse,
+        ):
             yield
     finally:
         for record in records:
@@ -76,16 +76,14 @@ def summon_full_params(
 
 def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
     """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
-    assert_state(wrapper, _fsdp1.TrainingState.IDLE)
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        fn(module)
+
     with summon_full_params(wrapper):
-        for module in _children_first(wrapper):
-            fn(module)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
+        visit(wrapper)
 
 
 def _check_combination(
@@ -100,11 +98,11 @@ def _check_combination(
         "offload_to_cpu=True and NO_SHARD": offload_to_cpu and replicated,
     }
     for arguments in (arguments for arguments, given in refused.items() if given):
-        rule, fix = "FSDP1 does not support it either", "Use shardkit.full_params, which supports it"
-        text = message("summon_full_params", f"{arguments} is not supported yet", rule, fix)
+        problem = f"with {arguments} is not supported by FSDP1 either"
+        text = message("summon_full_params", problem, "", "Use shardkit.full_params, which supports it")
         raise DropinNotImplementedError(text)
 
 
 def _in_use(when: str, fix: str) -> DropinAssertionError:
     problem, rule = f"Cannot manually unshard parameters {when}", "Parameters cannot be exchanged while they are in use"
-    return DropinAssertionError(message("summon_full_params", problem, rule, fix))
+    return DropinAssertionError(message("summon_full_params:", problem, rule, fix))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,7 +63,9 @@ class Arguments:
 
 def check_arguments(given: Arguments) -> None:
     """Raise one TranslationError for all arguments that FSDP1 would not take either."""
-    wrong = [message(name, shown(getattr(given, name)), f"It must be {rule}", fix) for name, rule, fix in _wrong(given)]
+    wrong = [
+        message(name, f"must be {what}, got {shown(getattr(given, name))}", "", "") for name, what in _wrong(given)
+    ]
     if wrong:
         raise TranslationError("\n".join(wrong))
     if given.world_size is not None:
@@ -71,23 +73,47 @@ def check_arguments(given: Arguments) -> None:
     if given.ranks_per_node is not None:
         check_ranks("ranks_per_node", given.ranks_per_node)
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
-        problem = "set, with FSDP_USE_FULL_PREC_IN_EVAL=1"
+        problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
         rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
         fix = "Unset the variable, or evaluate without mixed_precision"
         raise TranslationError(message("mixed_precision", problem, rule, fix))
 
 
+def _wrong(given: Arguments) -> Iterator[tuple[str, str]]:
+    """Yield the name and the rule of each argument with a wrong type."""
+    for name, kind, example in (
+        ("cpu_offload", CPUOffload, "CPUOffload(offload_params=True)"),
+        ("mixed_precision", MixedPrecision, "MixedPrecision(param_dtype=torch.bfloat16)"),
+        ("backward_prefetch", BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE"),
+    ):
+        if not isinstance(getattr(given, name), (kind, type(None))):
+            yield name, f"None or a {kind.__name__}, such as {example}"
+    if given.param_init_fn is not None and not callable(given.param_init_fn):
+        yield "param_init_fn", "a function of a module"
+    if not _is_device(given.device_id):
+        yield "device_id", "a device or the index of one, such as torch.cuda.current_device()"
+    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        if not isinstance(getattr(given, name), bool):
+            yield name, "True or False"
+
+
+def _is_device(given: Any) -> bool:
+    if isinstance(given, int):
+        return not isinstance(given, bool) and given >= 0
+    try:
+        return given is None or (isinstance(given, (str, torch.device)) and bool(torch.device(given)))
+    except RuntimeError:
+        return False
+
+
 def check_unwrapped(tree: ModelTree) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
-    wrapped = [
-        fqn or "(root)"
-        for fqn, module in zip(tree.fqns, tree.modules, strict=True)
-        if isinstance(module, FullyShardedDataParallel)
-    ]
+    pairs = zip(tree.fqns, tree.modules, strict=True)
+    wrapped = [fqn or "(root)" for fqn, module in pairs if isinstance(module, FullyShardedDataParallel)]
     if wrapped:
         rule = "A translation needs the plain model, since FSDP1 flattens parameters"
         fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
-        raise TranslationError(message(listing(wrapped, 6), "already wrapped by FSDP1", rule, fix))
+        raise TranslationError(message(listing(wrapped, 6), "is wrapped by FSDP1 already", rule, fix))
 
 
 def device_of(device_id: Any) -> torch.device | None:
@@ -113,32 +139,3 @@ def shown(value: Any) -> str:
     name = name or getattr(getattr(value, "func", None), "__name__", None)
     text = name if isinstance(name, str) else repr(value)
     return text if len(text) <= 60 else f"a {type(value).__name__}"
-
-
-def _wrong(given: Arguments) -> Iterator[tuple[str, str, str]]:
-    """Yield name, rule and fix of each argument with a wrong type."""
-    for name, kind, fix in (
-        ("cpu_offload", CPUOffload, "CPUOffload(offload_params=True)"),
-        ("mixed_precision", MixedPrecision, "MixedPrecision(param_dtype=torch.bfloat16)"),
-        ("backward_prefetch", BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE"),
-    ):
-        if not isinstance(getattr(given, name), (kind, type(None))):
-            yield name, f"a {kind.__name__} or None", f"Use {fix}"
-    if given.param_init_fn is not None and not isinstance(given.param_init_fn, Callable):  # type: ignore[arg-type]
-        yield "param_init_fn", "a function: it has to be callable with a module", "Pass a function"
-    if not _is_device(given.device_id):
-        yield "device_id", "a device or the index of one", "Use torch.cuda.current_device()"
-    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
-        if not isinstance(getattr(given, name), bool):
-            yield name, "True or False", f"Use {name}=True"
-
-
-def _is_device(given: Any) -> bool:
-    if isinstance(given, (torch.device, type(None))):
-        return True
-    if isinstance(given, int):
-        return not isinstance(given, bool) and given >= 0
-    try:
-        return isinstance(given, str) and bool(torch.device(given))
-    except RuntimeError:
-        return False

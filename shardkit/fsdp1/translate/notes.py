@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import listing
 from shardkit.fsdp1.translate.arguments import Arguments, shown
@@ -18,9 +18,7 @@ from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 from shardkit.replacements import ROWS, Support
 
-# FSDP1 reduced a unit's gradients as one flat tensor, with zeros for unused parameters. FSDP2 skips unused parameters,
-# which hangs or aborts if ranks use different ones; since torch 2.13 there is a switch.
-REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+REDUCES_UNUSED = True
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ def notes_on(decided: Decided) -> tuple[Note, ...]:
     changed = decided.given.changed() | {
         "module": decided.tree.modules[0],
         "sharding_strategy": decided.strategy,
+        "auto_wrap_policy": decided.given.auto_wrap_policy,
         "use_orig_params": decided.given.use_orig_params,
     }
     return tuple(note for name in ROWS if name in changed for note in _notes(decided, name, changed[name]))
@@ -83,15 +82,6 @@ def _shown_field(value: Any) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
-def _module(decided: Decided, value: Any) -> tuple[Support, str]:
-    if REDUCES_UNUSED:
-        return ROWS["module"][:2]
-    return "noted", (
-        "Sharded in place and returned, not wrapped; before torch 2.13 FSDP2 does not reduce unused parameters, so all "
-        "ranks must use the same parameters"
-    )
-
-
 def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Support, str]:
     alone = ". On one rank FSDP1 uses NO_SHARD, which is the same" if decided.plan.mesh.size == 1 else ""
     return "mapped", (
@@ -101,11 +91,13 @@ def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Support, str]:
 
 
 def _policy(decided: Decided, value: Any) -> tuple[Support, str]:
+    if value is None:
+        return "noted", "the root is the only unit, so the whole model is gathered at once, which is rarely intended"
     classes = dict.fromkeys(type(decided.tree.modules[each.entry]).__name__ for each in decided.wrapped)
     own = dict.fromkeys(name for each in decided.wrapped for name in each.arguments)
-    said = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
-    said += f", some with their own {listing(own)}" if own else ""
-    return ("noted", f"{said}; the plan's notes list the differences") if decided.plan.notes else ("mapped", said)
+    units = f"{len(decided.wrapped)} modules below the root ({listing(classes, 4) or 'none'})"
+    units += f", some with their own {listing(own)}" if own else ""
+    return ("noted", f"{units}; the plan's notes list the differences") if decided.plan.notes else ("mapped", units)
 
 
 def _orig_params(decided: Decided, value: bool) -> tuple[Support, str]:
@@ -120,10 +112,9 @@ def _orig_params(decided: Decided, value: bool) -> tuple[Support, str]:
 def _ignored(decided: Decided, value: Any) -> tuple[Support, str]:
     here = [param for param in decided.tree.params.values() if param in decided.ignored.params]
     elsewhere = len(decided.ignored.params) - len(here)
-    said = f"{len(here)} parameters are ignored_params"
-    said += f"; {elsewhere} more are not in the model" if elsewhere else ""
-    trained = any(param.requires_grad for param in here)
-    return "mapped", said + ("; neither FSDP reduces their gradients" if trained else "")
+    others = f"; {elsewhere} more are not in the model" if elsewhere else ""
+    trained = "; neither FSDP reduces their gradients" if any(param.requires_grad for param in here) else ""
+    return "mapped", f"{len(here)} parameters are ignored_params{others}{trained}"
 
 
 def _per_node(decided: Decided, value: int) -> tuple[Support, str]:
@@ -134,7 +125,6 @@ def _per_node(decided: Decided, value: int) -> tuple[Support, str]:
 
 # Where the value of an argument decides; only values other than the default get here.
 _BY_VALUE = {
-    "module": _module,
     "sharding_strategy": _strategy,
     "auto_wrap_policy": _policy,
     "backward_prefetch": lambda decided, value: (
@@ -142,10 +132,7 @@ _BY_VALUE = {
         "FSDP2 all-gathers the next unit before a unit's backward, like BACKWARD_PRE; one more unit may be gathered "
         "at a time than in FSDP1",
     ),
-    "limit_all_gathers": lambda decided, value: (
-        "noted",
-        "FSDP2 always limits all-gathers, without blocking the CPU",
-    ),
+    "limit_all_gathers": lambda decided, value: ("noted", ROWS["limit_all_gathers"].sentence),
     "use_orig_params": _orig_params,
     "ignored_modules": _ignored,
     "ignored_states": _ignored,

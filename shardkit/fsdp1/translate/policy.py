@@ -72,10 +72,9 @@ def wrapped_by(
             apart = None if mixed_precision is None else classes
             found = {module: {} for module in _ask_each(tree.modules[0], policy, ignored, apart)}
     except Exception as error:  # whatever a user's policy raises
-        problem = f"{policy!r} raised {type(error).__name__}: {error}"
         rule = "It is called as FSDP1 calls it: policy(module=, recurse=, nonwrapped_numel=)"
         fix = "Bind its other arguments with functools.partial"
-        raise TranslationError(message("auto_wrap_policy", problem, rule, fix)) from error
+        raise _error("auto_wrap_policy", f"{policy!r} raised {type(error).__name__}: {error}", fix, rule) from error
     first = {id(module): entry for entry, module in reversed(list(enumerate(tree.modules)))}
     entries = {first[id(module)]: (module, own) for module, own in found.items() if id(module) in first}
     return [
@@ -90,8 +89,8 @@ def _as_policy(policy: Any) -> Any:
         return ModuleWrapPolicy(set(classes))
     if isinstance(policy, FSDP1Policy) or (callable(policy) and not isinstance(policy, (type, nn.Module))):
         return policy
-    rule = "Use ModuleWrapPolicy, CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
-    raise TranslationError(message("auto_wrap_policy", repr(policy), rule, "Use ModuleWrapPolicy({MyBlock})"))
+    kinds = "a ModuleWrapPolicy, a CustomPolicy, a callable (module, recurse, nonwrapped_numel), or module classes"
+    raise _error("auto_wrap_policy", f"must be {kinds}, got {policy!r}", "Use ModuleWrapPolicy({MyBlock})")
 
 
 def _ask_once(
@@ -142,19 +141,20 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
     """
     if ignored_modules is not None and ignored_states is not None:
         rule = "Cannot pass both ignored_modules and ignored_states at the same time"
-        raise _error("ignored_states", "given together with ignored_modules", "Pass ignored_states alone", rule)
-    modules = _listed("ignored_modules", ignored_modules, nn.Module)
-    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter))
+        raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone", rule)
+    modules = _listed("ignored_modules", ignored_modules, nn.Module, "nn.Module")
+    both = "all nn.Parameter or all nn.Module"
+    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter), both)
     params = [state for state in states if isinstance(state, nn.Parameter)]
     if params and len(params) < len(states):
-        rule = f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
-        raise _error("ignored_states", "parameters and modules", "Pass either parameters or modules", rule)
+        rule = f"ignored_states expects {both} list elements but got types {_types(states)}"
+        raise _error("ignored_states", "has parameters and modules", "Pass either parameters or modules", rule)
     modules += [state for state in states if isinstance(state, nn.Module)]
     below = frozenset(inner for module in modules for inner in module.modules())
     ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
     if tree.params and ignored.params.issuperset(tree.params.values()):
         name = "ignored_modules" if ignored_modules is not None else "ignored_states"
-        raise _error(name, "every parameter of the model", "Leave some parameters to shard")
+        raise _error(name, "has every parameter of the model", "Leave some parameters to shard")
     return ignored
 
 
@@ -163,28 +163,23 @@ def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:
     return frozenset(fqn for fqn, param in tree.params.items() if param in ignored.params)
 
 
-def _listed(argument: str, given: Any, kinds: Any) -> list[Any]:
+def _listed(argument: str, given: Any, kinds: Any, expected: str) -> list[Any]:
+    """Return what is given as a list. The rule is in FSDP1's words, for which programs may look."""
     if given is None:
         return []
-    what = "modules" if kinds is nn.Module else "parameters or modules"
     if not isinstance(given, Iterable) or isinstance(given, (str, nn.Module)):
-        raise _error(argument, f"a {type(given).__name__}", f"Pass a list of {what}")
+        raise _error(argument, f"must be a list, got a {type(given).__name__}", "Pass a list")
     states = list(given)
     wrong = dict.fromkeys(type(state).__name__ for state in states if not isinstance(state, kinds))
     if wrong:
-        rule = f"{argument} expects {_KINDS[argument]} list elements but got types {_types(states)}"
-        raise _error(argument, listing(wrong), f"Pass a list of {what}", rule)
+        rule = f"{argument} expects {expected} list elements but got types {_types(states)}"
+        raise _error(argument, f"has elements of the types {listing(wrong)}", "Pass a list of modules", rule)
     return states
-
-
-# These rules are in FSDP1's words, for which programs may look.
-_KINDS = {"ignored_modules": "nn.Module", "ignored_states": "all nn.Parameter or all nn.Module"}
-_RULE = "It must be a list of modules or of parameters, and not the whole model"
 
 
 def _types(states: Iterable[object]) -> list[type]:
     return sorted({type(state) for state in states}, key=repr)
 
 
-def _error(argument: str, problem: str, fix: str, rule: str = _RULE) -> TranslationError:
+def _error(argument: str, problem: str, fix: str, rule: str = "") -> TranslationError:
     return TranslationError(message(argument, problem, rule, fix))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,12 +22,13 @@ from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, me
 from shardkit.apply.shard import carry_out, given_plan
 from shardkit.apply.validate import check_fit
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.translate.notes import REDUCES_UNUSED, Note
+from shardkit.fsdp1.translate.notes import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import Groups, accelerator, device_type, gather_by_rank, together
 
+_ANY = torch.float32  # for dtypes that ranks compare only after param_init_fn
 ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 
 
@@ -81,19 +82,6 @@ class Translation:
         cast_buffers(model, self)
         return model
 
-    def materialize(
-        self, model: nn.Module, device: torch.device | str | None = None, seed: int | None = None
-    ) -> nn.Module:
-        """Initialize a meta model that ``apply_plan(model, translation.plan)`` has sharded. Collective.
-
-        Only needed after ``apply_plan``; ``apply`` initializes the model itself. ``param_init_fn`` is called as
-        ``shardkit.materialize`` calls ``init``, so it must write in place. Then casts buffers to ``buffer_dtypes``.
-        ``device``, ``seed`` and errors are those of ``shardkit.materialize``.
-        """
-        materialize(model, device, seed, init=self.param_init_fn)
-        cast_buffers(model, self)
-        return model
-
     def ignored_in(self, model: nn.Module) -> set[nn.Module]:
         """Return the modules of ``ignored_modules``."""
         return {model.get_submodule(fqn) for fqn in self.ignored_modules}
@@ -128,7 +116,10 @@ def shard_translated(
         translation = decide()
         _check(model, translation)
         decided.append(translation)
-        return translation.plan
+        if not translation.sync_module_states:
+            return translation.plan
+        # A rank may begin on meta in another dtype than the first, which has the values, and cast in param_init_fn.
+        return replace(translation.plan, params=tuple(each._replace(dtype=_ANY) for each in translation.plan.params))
 
     def facts() -> dict[str, str]:
         sync, dtypes = decided[-1].sync_module_states, decided[-1].buffer_dtypes
@@ -136,18 +127,20 @@ def shard_translated(
         return alike | {"buffer_dtype": str(dict(dtypes))}
 
     with real_tensors():  # as in apply_decided
-        plan = agree_on_plan(decide_and_check, groups, facts)
-        translation = decided[0]
+        agree_on_plan(decide_and_check, groups, facts)
+        translation, plan = decided[0], decided[0].plan
         if not (any_start or translation.sync_module_states):
             check_same_start(model, plan.ignored, groups, sync_module_states=False)
-        recorded, anywhere_on_meta = _sources(model, translation, groups)
+        on_meta = any(True for _ in _on_meta(model, translation))
+        by_recording = on_meta and translation.param_init_fn is None and is_recorded(model)
+        answers = gather_by_rank((on_meta, by_recording), groups).values()
+        recorded, anywhere_on_meta = all(each[1] for each in answers), any(each[0] for each in answers)
         mesh = (mesh_of or mesh_for)(translation)
     needed = (translation.sync_module_states or anywhere_on_meta) and not recorded
     carry_out(model, plan, mesh, _UnitStates(model, translation, mesh) if needed else None)
     if recorded:
         materialize(model)
-    if REDUCES_UNUSED:
-        reduce_unused_beside_used(model)
+    reduce_unused_beside_used(model)
     return translation, mesh
 
 
@@ -179,14 +172,11 @@ def _check(model: nn.Module, translation: Translation) -> None:
     """Raise what can be refused before the model changes."""
     device, mesh = translation.device, translation.device_mesh
     if device is not None and device.type not in ("cpu", accelerator()):
-        problem, rule = f"{device} is not the device of this process", f"The process uses {accelerator()!r}"
-        raise TranslationError(message("device_id", problem, rule, "Remove device_id"))
+        problem = f"must be on this process's {accelerator()!r}, got {device}"
+        raise TranslationError(message("device_id", problem, "", "Remove device_id"))
     if mesh is not None and device is not None and mesh.device_type != device.type:
-        problem, rule = (
-            f"{device} with a device_mesh on {mesh.device_type!r}",
-            "A model is sharded on the mesh's device",
-        )
-        raise TranslationError(message("device_id", problem, rule, "Remove device_id"))
+        problem = f"is {device}, but the device_mesh is on {mesh.device_type!r}"
+        raise TranslationError(message("device_id", problem, "", "Remove device_id"))
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
     plan, tree = given_plan(model, translation.plan, mesh, translation.apart)
@@ -196,7 +186,7 @@ def _check(model: nn.Module, translation: Translation) -> None:
     on_meta = _on_meta(model, translation)
     without = [fqn or "(root)" for fqn, each in on_meta if not callable(getattr(each, "reset_parameters", None))]
     if without:
-        problem = "on the meta device, and without reset_parameters"
+        problem = "is on the meta device and has no reset_parameters"
         rule = "FSDP1 initializes a meta module by param_init_fn, or else by reset_parameters"
         fix = "Pass param_init_fn, or build the model under shardkit.init_on_meta()"
         raise TranslationError(message(listing(without, 6), problem, rule, fix))
@@ -218,14 +208,6 @@ def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, 
             yield fqn, module
 
 
-def _sources(model: nn.Module, translation: Translation, groups: Groups) -> tuple[bool, bool]:
-    """Return whether all ranks built the model under ``init_on_meta``, and whether any has meta tensors. Collective."""
-    on_meta = any(True for _ in _on_meta(model, translation))
-    recorded = on_meta and translation.param_init_fn is None and is_recorded(model)
-    answers = gather_by_rank((on_meta, recorded), groups).values()
-    return all(recorded for _, recorded in answers), any(on_meta for on_meta, _ in answers)
-
-
 class _UnitStates:
     """Called with each unit right before it is sharded: initializes and broadcasts its values. Collective.
 
@@ -240,14 +222,13 @@ class _UnitStates:
         self._synced: dict[int, Tensor] = {}  # keeps the buffers alive, so that ids stay unique
 
     def __call__(self, unit: ShardUnit) -> None:
-        with together(self._mesh.get_all_groups(), TranslationError):
+        with together(self._mesh.get_all_groups(), TranslationError, call="FullyShardedDataParallel") as poll:
             self._materialize(unit)
+            poll.same = {f"dtype of {fqn}": str(self._model.get_parameter(fqn).dtype) for fqn in unit.params}
             states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
             if any(state.is_meta for state in states):
-                problem = f"buffers of an ignored module in {unit.name} are on meta"
-                rule = "FSDP1 does not initialize ignored modules, but broadcasts their buffers"
-                fix = "Materialize the ignored modules first"
-                raise TranslationError(message("sync_module_states", problem, rule, fix))
+                problem = f"cannot broadcast buffers of an ignored module in {unit.name}, which are on meta"
+                raise TranslationError(message("sync_module_states", problem, "", "Initialize ignored modules first"))
         broadcast_from_first(states, self._mesh.get_all_groups(), self._mesh.device_type)
 
     def _materialize(self, unit: ShardUnit) -> None:
@@ -289,14 +270,14 @@ class _UnitStates:
 
     def _check_made(self, unit: ShardUnit, modules: list[nn.Module]) -> None:
         pairs = [(spec, self._model.get_parameter(spec.fqn)) for spec in self._translation.plan.specs_of(unit)]
+        casts = self._translation.sync_module_states  # then all ranks compare dtypes
         wrong = [
             spec.fqn
             for spec, param in pairs
-            if (tuple(param.shape), param.dtype, param.requires_grad) != (spec.shape, spec.dtype, spec.trainable)
-            or param.is_meta
+            if (tuple(param.shape), param.requires_grad, param.is_meta) != (spec.shape, spec.trainable, False)
+            or not (casts or param.dtype == spec.dtype)
         ]
         if wrong or any(buffer.is_meta for module in modules for buffer in module.buffers(recurse=False)):
             problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or with another shape or dtype"
-            rule = "It initializes all own parameters and buffers of each module, without changing shape or dtype"
             fix = "Call module.to_empty(device=..., recurse=False) in it, then initialize"
-            raise TranslationError(message("param_init_fn", problem, rule, fix))
+            raise TranslationError(message("param_init_fn", problem, "", fix))

@@ -50,8 +50,8 @@ def parse_strategy(given: Any) -> ShardingStrategy:
     text = str(given).strip() if isinstance(given, (str, int)) else ""
     found = by_number.get(text) or by_name.get(text.rpartition(".")[2].upper().replace("-", "_").strip("_"))
     if found is None:
-        rule = f"It must be a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
-        raise _error("sharding_strategy", repr(given), rule, "Use ShardingStrategy.FULL_SHARD")
+        names = f"a ShardingStrategy, the name of one ({listing(by_name)}), or accelerate's number 1 to 5"
+        raise _error("sharding_strategy", f"must be {names}, got {given!r}")
     return found
 
 
@@ -85,7 +85,7 @@ def resolve_strategy(given: Any, world_size: int, ranks_per_node: int | None = N
 def check_ranks(argument: str, value: Any) -> None:
     """Raise TranslationError unless ``value`` is a number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _error(argument, repr(value), "It must be a number of ranks, at least 1", f"Use {argument}=8")
+        raise _error(argument, f"must be a number of ranks, at least 1, got {value!r}")
 
 
 def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int | None) -> int:
@@ -93,15 +93,12 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
     if ranks_per_node is None and launched.isdecimal():
         ranks_per_node = int(launched)
     if ranks_per_node is None:
-        problem = f"{strategy.name} on {world_size} ranks, and the number of ranks per node is unknown"
-        rule = "It shards within a node and replicates across nodes; FSDP1 counted this node's devices"
+        problem = f"{strategy.name} shards within a node, and the number of ranks per node is unknown"
         fix = "Pass ranks_per_node=8, a device_mesh or the pair of process groups, or start with torchrun"
-        raise _error("sharding_strategy", problem, rule, fix)
+        raise _error("sharding_strategy", problem, fix)
     check_ranks("ranks_per_node", ranks_per_node)
     if world_size % ranks_per_node:
-        rule = f"{strategy.name} shards over the ranks of a node, and every node has the same number"
-        problem = f"{ranks_per_node} does not divide {world_size} ranks"
-        raise _error("ranks_per_node", problem, rule, f"Use a divisor of {world_size}")
+        raise _error("ranks_per_node", f"{ranks_per_node} does not divide {world_size} ranks", "Use a divisor")
     return ranks_per_node
 
 
@@ -133,7 +130,7 @@ def place_of(
         TranslationError: arguments contradict each other or the strategy, or do not include this rank.
     """
     if process_group is not None and device_mesh is not None:
-        raise _error("device_mesh", "given together with process_group", "Each defines the mesh", "Pass one of the two")
+        raise _error("device_mesh", "is given together with process_group, and each defines the mesh", "Pass one")
     if device_mesh is not None:
         place = _of_mesh(strategy, device_mesh)
     elif process_group is not None:
@@ -163,49 +160,43 @@ def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
 
 def _of_mesh(strategy: ShardingStrategy, mesh: Any) -> Place:
     if not isinstance(mesh, DeviceMesh):
-        raise _error("device_mesh", f"a {type(mesh).__name__}", "It must be a DeviceMesh", "Use init_device_mesh")
+        raise _error("device_mesh", f"must be a DeviceMesh, got a {type(mesh).__name__}", "Use init_device_mesh")
     _check_member("device_mesh", mesh.get_coordinate() is not None)
-    if strategy.name in HYBRID:
-        return _hybrid_of_mesh(strategy, mesh)
-    if any(size > 1 for size in mesh.shape[1:]):
-        rule = "FSDP1 shards over the first axis only, and the other axes would train separately"
-        fix = "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD"
-        raise _error("device_mesh", f"shape {tuple(mesh.shape)} for {strategy.name}", rule, fix)
-    if strategy is ShardingStrategy.NO_SHARD:
-        return _of_group(strategy, mesh.get_group(0))
-    return Place(spec_of(mesh), mesh) if mesh.ndim == 1 else _of_group(strategy, mesh.get_group(0))
-
-
-def _hybrid_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Place:
-    if mesh.ndim != 2:
-        problem = f"shape {tuple(mesh.shape)} for {strategy.name}"
+    shape = f"has the shape {tuple(mesh.shape)}"
+    if strategy.name in HYBRID and mesh.ndim != 2:
         fix = "Use init_device_mesh(device, (nodes, ranks_per_node))"
-        raise _error("device_mesh", problem, "It has two axes, which replicate and shard", fix)
-    if mesh.mesh_dim_names:
+        raise _error("device_mesh", f"{shape}, but {strategy.name} replicates over one axis and shards over one", fix)
+    if strategy.name in HYBRID and not mesh.mesh_dim_names:
+        # FSDP1 takes a mesh without axis names, which FSDP2 needs: make a named mesh of the same groups.
+        return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
+    if strategy.name in HYBRID:
         return Place(spec_of(mesh), mesh)
-    # FSDP1 takes a mesh without axis names, which FSDP2 needs: make a named mesh of the same groups.
-    return Place(MeshSpec.hybrid(*mesh.shape), groups=(mesh.get_group(0), mesh.get_group(1)))
+    if any(size > 1 for size in mesh.shape[1:]):
+        problem = f"{shape}, but {strategy.name} shards over the first axis only, and the others would train separately"
+        raise _error("device_mesh", problem, "Pass the axis to shard over, as in mesh['dp'], or use HYBRID_SHARD")
+    if mesh.ndim == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        return Place(spec_of(mesh), mesh)
+    return _of_group(strategy, mesh.get_group(0))
 
 
 def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     groups = given if isinstance(given, tuple) else (given,)
     hybrid = strategy.name in HYBRID
     if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
-        tuple_of = "a tuple of " if isinstance(given, tuple) else ""
-        problem = f"{tuple_of}{', '.join(type(each).__name__ for each in groups)} for {strategy.name}"
+        kinds = ", ".join(type(each).__name__ for each in groups)
         wanted = "Tuple[dist.ProcessGroup, dist.ProcessGroup]" if hybrid else "one dist.ProcessGroup of this rank"
+        problem = f"is {'a tuple of ' * isinstance(given, tuple)}{kinds} for {strategy.name}"
         rule = f"Expected process_group to be passed in as either None or {wanted}"
         fix = "Pass (shard_group, replicate_group)" if hybrid else "Pass one of them"
-        raise _error("process_group", problem, rule, fix)
+        raise _error("process_group", problem, fix, rule)
     _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
     if not hybrid:
         return _of_group(strategy, groups[0])
     shard, replicate = groups
     shared = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
     if shared != {dist.get_rank()}:
-        problem = f"the shard and the replicate group share ranks {sorted(shared)}"
-        fix = "Make them with dist.new_subgroups, or pass a device_mesh"
-        raise _error("process_group", problem, "They share only this rank", fix)
+        problem = f"is a shard and a replicate group that share the ranks {sorted(shared)}, not only this rank"
+        raise _error("process_group", problem, "Make them with dist.new_subgroups, or pass a device_mesh")
     return Place(MeshSpec.hybrid(replicate.size(), shard.size()), groups=(replicate, shard))
 
 
@@ -221,15 +212,13 @@ def _check_sizes(strategy: ShardingStrategy, spec: MeshSpec, per_node: int | Non
         if given is not None:
             check_ranks(name, given)
         if given is not None and matters and given != found:
-            problem = f"{given}, and the mesh or process group has {found}"
-            raise _error(name, problem, "They must be equal", f"Remove {name}")
+            raise _error(name, f"is {given}, but the mesh or process group has {found} ranks", f"Remove {name}")
 
 
 def _check_member(argument: str, inside: bool) -> None:
     if not inside:
-        problem, fix = f"does not include rank {dist.get_rank()}", "Shard on its ranks only"
-        raise _error(argument, problem, "Every rank that shards is part of it", fix)
+        raise _error(argument, f"does not include rank {dist.get_rank()}", "Shard on its ranks only")
 
 
-def _error(argument: str, problem: str, rule: str, fix: str) -> TranslationError:
+def _error(argument: str, problem: str, fix: str = "", rule: str = "") -> TranslationError:
     return TranslationError(message(argument, problem, rule, fix))

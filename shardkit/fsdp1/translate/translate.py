@@ -88,9 +88,10 @@ def shard_like_fsdp1(model: nn.Module, **arguments: Any) -> nn.Module:
         arguments: those of ``translate_fsdp1``: FSDP1's own, ``ranks_per_node`` and ``world_size``.
 
     Raises:
-        TranslationError: on every rank, with the model unchanged: FSDP1 would not take an argument either, or FSDP2
-            does not support it. Also if ``param_init_fn`` fails, which leaves the model partly sharded.
-        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit one of them.
+        TranslationError: with the model unchanged: FSDP1 would not take an argument either, or FSDP2 does not support
+            it. Also if ``param_init_fn`` fails, which leaves the model partly sharded.
+        PlanError: on every rank, with the model unchanged: ranks disagree, or the plan does not fit one of them; on
+            the other ranks where one rank alone raises a TranslationError.
     """
     groups = groups_to_agree(arguments.get("process_group"), arguments.get("device_mesh"))
     translation, _ = shard_translated(model, lambda: translate_fsdp1(model, **arguments), groups)

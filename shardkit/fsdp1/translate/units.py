@@ -26,7 +26,6 @@ from shardkit.planning.tree import ModelTree, assign
 # What a CustomPolicy may set for one module: settings of a unit, and settings that FSDP2 does not have.
 _OF_A_UNIT = ("sharding_strategy", "mixed_precision", "cpu_offload")
 _FSDP2S_OWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-_ONE_MESH = "Only reshard_after_forward and the policies can differ between the units of a plan"
 
 
 def unit_settings(
@@ -73,15 +72,15 @@ def _axes(strategy: Any) -> str:
 def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> None:
     own = {name: value for name, value in each.arguments.items() if name in (*_OF_A_UNIT, *_FSDP2S_OWN)}
     others = [name for name in each.arguments if name not in own]
+    fqn, rule = tree.fqns[each.entry], "Only reshard_after_forward and the policies can differ between units of a plan"
     if others:
-        problem = f"{listing(others)} for {tree.fqns[each.entry]} alone"
-        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, "Pass it for the whole model"))
+        problem = f"sets {listing(others)} for {fqn} alone"
+        raise TranslationError(message("auto_wrap_policy", problem, rule, "Pass it for the whole model"))
     check_arguments(Arguments(**own))
     if _axes(own.get("sharding_strategy", strategy)) != _axes(strategy):
-        named = parse_strategy(own["sharding_strategy"]).name
-        problem = f"{named} for {tree.fqns[each.entry]} in {strategy.name}"
+        problem = f"sets {parse_strategy(own['sharding_strategy']).name} for {fqn} in {strategy.name}"
         fix = "Use strategies of one mesh, or call fully_shard on these modules with a mesh of their own"
-        raise TranslationError(message("auto_wrap_policy", problem, _ONE_MESH, fix))
+        raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
 
 
 def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPrecisionPolicy:
@@ -122,22 +121,22 @@ def buffer_dtypes(
 
     A buffer follows the innermost unit around it; buffers of ignored modules keep their dtype.
     """
-    own = {
-        each.entry: None if each.full_precision else each.arguments.get("mixed_precision", mixed_precision)
-        for each in wrapped
-    }
+    own = {each.entry: each for each in wrapped}
     around: list[MixedPrecision | None] = []
     found: dict[str, torch.dtype] = {}
     seen: set[int] = set()
     for entry, module in enumerate(tree.modules):
-        around.append(own.get(entry, around[tree.parents[entry]] if entry else mixed_precision))
-        precision = around[entry]
+        precision = around[tree.parents[entry]] if entry else mixed_precision
+        if entry in own:
+            precision = (
+                None if own[entry].full_precision else own[entry].arguments.get("mixed_precision", mixed_precision)
+            )
+        around.append(precision)
+        dtype = precision.buffer_dtype if precision is not None and module not in ignored.modules else None
         for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) in seen or module in ignored.modules:
-                continue
+            if id(buffer) not in seen and dtype is not None and buffer.is_floating_point():
+                found[f"{tree.fqns[entry]}.{name}".lstrip(".")] = dtype
             seen.add(id(buffer))
-            if precision is not None and precision.buffer_dtype is not None and buffer.is_floating_point():
-                found[f"{tree.fqns[entry]}.{name}".lstrip(".")] = precision.buffer_dtype
     return found
 
 
@@ -154,9 +153,8 @@ def select_wrapped(
     """
     # FSDP1 wraps a ModuleList with a warning and never gathers it, since it is never called.
     called = [each for each in wrapped if has_forward(tree.modules[each.entry])]
-    uncalled = [each.entry for each in wrapped if each not in called]
-    holding = listing((tree.fqns[entry] for entry in uncalled if _holds_more(tree, entry, wrapped)), 6)
-    notes = [f"{holding}: has no forward, so the unit around it gathers its parameters"] if holding else []
+    uncalled = listing((tree.fqns[each.entry] for each in wrapped if each not in called), 6)
+    notes = [f"{uncalled}: has no forward, so the unit around it gathers its parameters"] if uncalled else []
     selections = [Selection((each.entry,), settings(each)) for each in called]
     selections.append(Selection((0,), settings(None), reshard=False))
     selections, tie_notes = join_ties(tree, selections, ignored)
@@ -165,18 +163,6 @@ def select_wrapped(
     selections, dtype_notes = split_dtypes(tree, selections, ignored)
     selections, empty_notes = _without_params(tree, selections, ignored)
     return selections, notes + tie_notes + dtype_notes + empty_notes
-
-
-def _holds_more(tree: ModelTree, entry: int, wrapped: list[Wrapped]) -> bool:
-    """Return whether a parameter at or below ``entry`` is in none of the units below it."""
-    inner = {each.entry for each in wrapped if each.entry != entry}
-    pending = [entry]
-    while pending:
-        place = pending.pop()
-        if tree.owned[place]:
-            return True
-        pending += [child for child in tree.children(place) if child not in inner]
-    return False
 
 
 def _without_params(

@@ -73,7 +73,7 @@ def test_wrong_values_are_errors_that_name_the_key_or_are_not_looked_at(name, da
     except TranslationError as error:
         for line in str(error).splitlines():
             subject = line.partition(" ")[0]
-            assert subject.split(".")[0] in {*config, "sharding_strategy", "nonsense"}, line  # the last a file that is not there
+            assert subject.split(".")[0] in {*config, "sharding_strategy", "nonsense"}, line
         return
     assert len(reading.notes) >= len([value for value in config.values() if value != {"a": 1}])
 

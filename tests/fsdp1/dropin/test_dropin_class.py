@@ -9,18 +9,16 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp1_models import CPU, TOKENS, Decoder, fsdp1, losses, pairs, quiet, token_loss
+from fsdp1_models import CPU, TOKENS, Decoder, fsdp1, losses, quiet, token_loss
 from small_models import Block
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles as torch_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1 import _traversal_utils as traversal_utils
 from shardkit.fsdp1.dropin.record import without_wrappers
 from shardkit.testing import distributed
 
@@ -55,7 +53,7 @@ def test_what_a_program_sees_of_a_wrapped_model():
         ours._flat_param  # noqa: B018
     with pytest.raises(AttributeError, match="nowhere"):
         ours.nowhere  # noqa: B018
-    with pytest.raises(AssertionError, match="set_reduce_precision"):  # FSDP1's class
+    with pytest.raises(ShardkitError, match="set_reduce_precision"):
         ours.register_comm_hook(None, print)
     assert ours.check_is_root()
     assert not ours.layers[0].check_is_root()
@@ -252,48 +250,44 @@ def test_methods_besides_forward():
     with pytest.raises(RuntimeError, match=r'register_fsdp_forward_method\(model.module, "embedded"\)'):
         model.embedded(tokens)
     whole = FSDP(Speaker(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    assert torch.equal(whole.embedded(tokens), plain.embedded(tokens))
     assert all(isinstance(param, DTensor) for param in whole.parameters())
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls, self.head = 0, nn.Linear(2, 2)
-
-    def scored(self, x):
-        self.calls += 1
-        return self.head(x)
+def with_penalty(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum() + model(x).square().sum()
 
 
+@pytest.mark.parametrize("first", ["a child", "inference"])
 @distributed(world_size=2, backend="gloo")
-def test_a_method_runs_once_and_under_no_shard_trains():
+def test_entries_besides_the_wrappers_forward(first):
     torch.manual_seed(0)
-    plain, x = Counting(), torch.ones(2, 2)
-    whole = FSDP(copy.deepcopy(plain), sharding_strategy=ShardingStrategy.NO_SHARD)
-    sharded = FSDP(copy.deepcopy(plain))
-    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
-        sharded.scored(x)
-    (whole.scored(x * (1 + dist.get_rank())) * 2).sum().backward()
-    (plain.scored(x * 1.5) * 2).sum().backward()  # the mean of both ranks' batches
-    assert [sharded.calls, whole.calls, plain.calls] == [1, 1, 1]
-    for ours, expected in zip(whole.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad.full_tensor(), expected.grad)
+    x = torch.randn(2, 3)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 1))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=True)
+    model[0](x) if first == "a child" else torch.inference_mode()(model)(x)
+    found, expected = model(x), plain(x)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-6, atol=1e-6)  # sums of two equals
+    with pytest.raises(ShardkitError, match="create_graph=True"):
+        with_penalty(model, x)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
 @distributed(world_size=2, backend="gloo")
-def test_zero_grad_drops_what_no_sync_put_aside(to_none):
+def test_zero_grad_drops_what_no_sync_put_aside():
     torch.manual_seed(0)
     model = FSDP(nn.Linear(3, 2))
-    for owner in (model, torch.optim.SGD(model.parameters())):
-        with model.no_sync():
-            model(torch.full((1, 3), 100.0)).sum().backward()
-            owner.zero_grad(set_to_none=to_none)
-        model(torch.ones(1, 3)).sum().backward()
-        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 3))
-        owner.zero_grad(set_to_none=to_none)
-        assert all((param.grad is None) == to_none for param in model.parameters())
+    with model.no_sync():
+        model(torch.full((1, 3), 100.0)).sum().backward()
+        model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 3))
+    model.zero_grad(set_to_none=False)
+    assert not model.weight.grad.full_tensor().any()
 
 
 @distributed(world_size=2, backend="gloo")
@@ -323,32 +317,6 @@ def test_buffers_are_cast_at_the_first_forward():
 
 
 @distributed(world_size=2, backend="gloo")
-def test_deep_copies():
-    precision = MixedPrecision(BF16, torch.float32, BF16)
-    arguments = {"mixed_precision": precision, "use_orig_params": True}
-    by_hand = Decoder()
-    by_hand.layers[1] = FSDP(by_hand.layers[1], **arguments)
-    for model in (FSDP(Decoder(), auto_wrap_policy=BLOCKS, **arguments), FSDP(by_hand, **arguments)):
-        losses(model, steps=1)
-        average = copy.deepcopy(model)
-        assert [str(each) for each in (model, average)] == [str(model)] * 2
-        assert average.module is not model.module
-        assert average.head.weight is average.embed.weight
-        with torch.no_grad():
-            assert torch.equal(token_loss(average, 1), token_loss(model, 1))
-            pairs = list(zip(average.parameters(), model.parameters(), strict=True))
-            before = [mine.to_local().clone() for mine, _ in pairs]
-        assert all(mine.placements == theirs.placements and mine.grad is None for mine, theirs in pairs)
-        expected = losses(copy.deepcopy(model))
-        assert torch.equal(losses(model), expected)
-        assert all(torch.equal(mine.to_local(), old) for (mine, _), old in zip(pairs, before, strict=True))
-        with torch.no_grad():
-            for mine, theirs in pairs:
-                mine.lerp_(theirs, 0.5)
-        assert len(FSDP.fsdp_modules(average)) == len(FSDP.fsdp_modules(model))
-
-
-@distributed(world_size=2, backend="gloo")
 def test_one_optimizer_for_sharded_and_ignored_parameters():
     def trained(wrapper, **how):
         model = Decoder()
@@ -365,29 +333,3 @@ def test_one_optimizer_for_sharded_and_ignored_parameters():
 
     for how in ({"fused": True}, {"foreach": True}, {}):
         assert torch.equal(trained(FSDP, **how), trained(fsdp1, **how)), how
-
-
-@distributed(world_size=2, backend="gloo")
-def test_weights_that_are_averaged_by_the_handles_of_fsdp1():
-    def averaged(wrapper, handles_of):
-        model = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True)
-        average = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True)
-        losses(model, steps=1)
-        for mine, theirs in zip(handles_of(average), handles_of(model), strict=True):
-            if theirs.flat_param.requires_grad:
-                torch._foreach_lerp_([mine.flat_param.data], [theirs.flat_param.data], 0.5)
-        with quiet(), torch.no_grad():
-            return token_loss(average, 1)
-
-    assert torch.equal(averaged(FSDP, traversal_utils._get_fsdp_handles), averaged(fsdp1, torch_handles))
-
-
-@distributed(world_size=4, backend="gloo")
-def test_each_group_that_shards_has_a_first_rank():
-    pair = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": pairs()}
-    for wrapper, kind in ((FSDP, FSDP), (fsdp1, TorchFSDP)):
-        model = wrapper(Decoder(), auto_wrap_policy=BLOCKS, use_orig_params=True, **pair)
-        with kind.summon_full_params(model, rank0_only=True, writeback=False):
-            shown = model.module.embed.weight
-            is_full = shown.shape == (TOKENS, 7) and not isinstance(shown, DTensor)
-            assert is_full is (dist.get_rank() in (0, 2)), kind

@@ -12,15 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 
-from shardkit import shard_model
-from shardkit.errors import ShardkitError
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1 import translate_fsdp1
-from shardkit.fsdp1.dropin import announce, guards, roots
+from shardkit.fsdp1.dropin import announce, guards
+from shardkit.fsdp1.dropin.record import record_of
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.testing import distributed, fake_world
 
@@ -43,13 +40,16 @@ def guarded():
 
 
 @pytest.fixture
-def recorded(guarded, monkeypatch):
-    """The calls that reach the drop-in's functions: name, positional arguments, keywords."""
+def recorded(monkeypatch):
+    """A model, and the calls that reach the drop-in's functions: name, positional arguments, keywords."""
     calls = []
     for name in guards.GUARDED:
         record = functools.partial(lambda name, *args, **kwargs: calls.append((name, args, kwargs)) or name, name)
         monkeypatch.setattr(FSDP, name, staticmethod(record))
-    return calls
+    guards.uninstall()
+    with fake_world(2):
+        yield FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))), calls
+    guards.uninstall()
 
 
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
@@ -88,10 +88,11 @@ def test_the_drop_in_has_it_with_torchs_parameters(name):
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_it_acts_on_a_model_of_ours(name, guarded, recorded):
-    for model in (guarded, guarded[0]) if name in ("clip_grad_norm_", "no_sync") else (nn.Sequential(guarded),):
+def test_it_acts_on_a_model_of_ours(name, recorded):
+    ours, calls = recorded
+    for model in (ours, ours[0]) if name in ("clip_grad_norm_", "no_sync") else (nn.Sequential(ours),):
         assert CALLS[name](getattr(TorchFSDP, name), model) == name
-        called, args, kwargs = recorded.pop()
+        called, args, kwargs = calls.pop()
         assert called == name
         assert any(each is model for each in (*args, *kwargs.values()))
 
@@ -101,32 +102,6 @@ def entered(name, model):
         warnings.simplefilter("ignore")  # FSDP1 is deprecated
         called = CALLS[name](getattr(TorchFSDP, name), model)
         stack.enter_context(called if hasattr(called, "__enter__") else contextlib.nullcontext())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("installed", [False, True])
-def test_on_a_model_that_shardkit_sharded_a_static_says_what_to_use(name, installed, guarded):
-    """Before there is a drop-in model too, when torch's functions are torch's own."""
-    guards.uninstall()
-    if installed:
-        guards.install(FSDP)
-    model = nn.Sequential(shard_model(nn.Linear(2, 2)))
-    with pytest.raises(
-        ShardkitError,
-        match=rf"\.{name}: the model is sharded by .*[Uu]se \w+\(model",
-    ):
-        entered(name, model)
-    assert TorchFSDP.fsdp_modules(model) == []  # which is true, and how programs ask
-    assert get_model_state_dict(model).keys() == {"0.weight", "0.bias"}  # torch asks FSDP1 first, and knows FSDP2
-
-
-def test_on_a_model_of_plain_fully_shard_they_are_torchs(guarded):
-    model = fully_shard(nn.Linear(2, 2))
-    before = inspect.getattr_static(TorchFSDP, "set_state_dict_type")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert TorchFSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).state_dict_type is None
-    assert before.__func__.__module__ == TorchFSDP.__module__
 
 
 def test_for_other_models_and_callers_it_is_torchs(guarded):
@@ -157,102 +132,24 @@ def test_guards_come_once_with_the_first_model_and_go():
 # --- What is said ---------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.down(self.up(x))
-
-
-def model_of_blocks():
-    return nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4))
-
-
-ARGUMENTS = {
-    "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "limit_all_gathers": False,
-    "device_id": torch.device("cpu"),
-}
-
-
-def by_policy():
-    return FSDP(model_of_blocks(), auto_wrap_policy=ModuleWrapPolicy({Block}), **ARGUMENTS)
-
-
-def by_hand():
-    model = model_of_blocks()
-    with enable_wrap(wrapper_cls=FSDP, **ARGUMENTS):
-        model[1], model[2] = wrap(model[1]), wrap(model[2])
-        return wrap(model)
-
-
-@pytest.mark.parametrize("wrapped", [by_policy, by_hand])
-def test_what_is_said_is_the_plan_and_code_that_gives_the_same(wrapped):
-    with fake_world(2):
-        model = wrapped()
-        roots.begin(model)
-        plan = announce.whole_plan(model)
-        assert plan == translate_fsdp1(model_of_blocks(), auto_wrap_policy={Block}, **ARGUMENTS).plan
-        text, code = announce.announcement(model), "\n".join(announce.replacement(model))
-        namespace = {"model": model_of_blocks()}
-        exec(code.replace("shard_like_fsdp1", "translate_fsdp1"), namespace)
-        assert namespace["model"].plan == plan
-    assert str(plan) in text
-    assert "- limit_all_gathers=False: noted" in text
-    assert "use_orig_params" not in text  # a default
-    assert "mapped" not in text
-    assert code.splitlines() == [
-        "import torch",
-        "from shardkit.fsdp1 import MixedPrecision, shard_like_fsdp1",
-        f"from {__name__} import Block",
-        "",
-        "model = shard_like_fsdp1(",
-        "    model,",
-        '    sharding_strategy="SHARD_GRAD_OP",',
-        "    auto_wrap_policy={Block},",
-        "    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),",
-        '    device_id=torch.device("cpu"),',
-        ")",
-    ]
-
-
-def code_for(model, **arguments):
-    with fake_world(2):
-        return "\n".join(announce.replacement(FSDP(model, **arguments)))
-
-
-def test_what_cannot_be_written_is_named():
-    assert code_for(nn.Linear(2, 2)).endswith("\nmodel = shard_like_fsdp1(model)")
-    model = model_of_blocks()
-    assert 'ignored_modules=[model.get_submodule("1.up")]' in code_for(model, ignored_modules=[model[1].up])
-    model = model_of_blocks()
-    assert 'ignored_states=[model.get_parameter("0.bias")]' in code_for(model, ignored_states=[model[0].bias])
-    own = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    some = CustomPolicy(lambda module: own if isinstance(module, Block) else False)
-    code = code_for(model_of_blocks(), auto_wrap_policy=some, param_init_fn=nn.Module.eval)
-    assert "auto_wrap_policy = ...  # the program's own, which wraps 1, 2\n" in code
-    assert "\nparam_init_fn = ...  # the program's own\n" in code
-    assert "    auto_wrap_policy=auto_wrap_policy,\n    param_init_fn=param_init_fn,\n" in code
-
-
 @pytest.fixture
 def unsaid(monkeypatch):
     monkeypatch.setattr(announce, "_shown", False)
     monkeypatch.delenv(announce.QUIET, raising=False)
 
 
-def test_it_is_said_once_to_stderr(unsaid, capsys):
+def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
     with fake_world(2):
-        model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)))
+        model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), limit_all_gathers=False)
         assert capsys.readouterr().err == ""
-        roots.begin(model)
+        model.check_is_root()
         first = capsys.readouterr()
         assert first.out == ""
-        assert first.err == f"\n{announce.announcement(model)}\n"
-        roots.begin(FSDP(nn.Linear(2, 2)))
+        assert str(record_of(model).translation.plan) in first.err
+        assert f"\n0: {record_of(model[0]).translation.plan}" in first.err
+        assert "- limit_all_gathers=False: noted" in first.err
+        assert "use_orig_params" not in first.err  # a default
+        FSDP(nn.Linear(2, 2)).check_is_root()
     assert capsys.readouterr().err == ""
 
 
@@ -260,15 +157,8 @@ def test_it_is_said_once_to_stderr(unsaid, capsys):
 def test_it_is_said_by_rank_0_unless_it_is_silenced(unsaid, monkeypatch, capsys, rank, quiet, said):
     monkeypatch.setenv(announce.QUIET, quiet)
     with fake_world(2, rank):
-        roots.begin(FSDP(nn.Linear(2, 2)))
+        FSDP(nn.Linear(2, 2)).check_is_root()
     assert bool(capsys.readouterr().err) == said
-
-
-def test_a_program_does_not_fail_for_what_it_is_told(unsaid, monkeypatch, capsys):
-    monkeypatch.setattr(announce, "announcement", lambda root: 1 / 0)
-    with fake_world(2):
-        roots.begin(FSDP(nn.Linear(2, 2)))
-    assert capsys.readouterr().err == ""
 
 
 # --- The scaler -----------------------------------------------------------------------------------------------------
@@ -325,21 +215,32 @@ def test_the_scaler_grows_and_backs_off_as_under_fsdp1():
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.plain = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.inner, self.plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 1)
 
     def forward(self, x):
         return self.plain(self.inner(x))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @distributed(world_size=2, backend="gloo")
-def test_the_scaler_takes_plain_parameters_beside_sharded_ones():
-    model = Mixed()
-    model = FSDP(model, ignored_modules=[model.plain])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
-    before = model.plain.weight.clone()
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    scaler.unscale_(optimizer)
-    assert torch.equal(model.plain.bias.grad, torch.tensor([2.0]))
-    scaler.step(optimizer)
-    assert not torch.equal(model.plain.weight, before)
+def test_an_optimizer_built_before_wrapping_is_scaled_clipped_and_stepped(kind):
+    """Also plain parameters beside sharded ones."""
+    data, losses = torch.linspace(-1, 1, 12).view(4, 3), []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Mixed()
+        optimizer = kind(model.parameters(), lr=0.1, **{"momentum": 0.9} if kind is torch.optim.SGD else {})
+        model = model if is_plain else FSDP(model, ignored_modules=[model.plain], use_orig_params=True)
+        scaler = (torch.amp.GradScaler if is_plain else ShardedGradScaler)("cpu", init_scale=4.0)
+        found = []
+        for _ in range(3):
+            loss = model(data).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            found += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(set(losses[0])) == 6

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from program_runs import PROGRAMS, losses, torchs_losses, with_changed_imports
 
 from shardkit._torch import torch_version
+from shardkit.errors import ShardkitError
 from shardkit.testing import distributed
 
 # Variants of each program, by its arguments.
 VARIANTS = {
     "nano_gpt": ["--sample", "--dtype bfloat16 --strategy SHARD_GRAD_OP", "--dtype bfloat16 --flat --always-sync"],
     "dpo": ["--sample --activation-checkpointing", "--policy-mp bfloat16"],
-    "dit_ema": ["--grad-clip 1e9", "--precision bf16 --grad-precision fp32 --no-sync --grad-clip 1e9 --by-handles"],
+    "dit_ema": ["--grad-clip 1e9", "--precision bf16 --grad-precision fp32 --no-sync --grad-clip 1e9"],
     "llama_finetune": [
         "--low-cpu-fsdp --use-peft --fsdp-activation-checkpointing",
         "--low-cpu-fsdp --use-peft --pure-bf16",
@@ -49,6 +50,14 @@ VARIANTS = {
     "seq2seq": ["--hybrid", "--half --generate"],
 }
 
+# What the drop-in refuses: private handles and flat parameters, and a norm by hand; with what it says.
+REFUSED = {
+    "dit_ema --by-handles": "_get_fsdp_handles is a private function .* Use model.parameters",
+    "dit_ema --by-hand": r"Use model.clip_grad_norm_\(...\), or call .item\(\) first",
+    "rlhf --by-handles": "(_is_root is an internal|_lazy_init is a private) .* Remove it",
+    "dino --by-handles": r"_handle is an internal .* module\.reshard\(\)",
+}
+
 # Three losses: the second is of the first update, and the third of an update from the optimizer's state. The programs
 # that evaluate at their end need two steps for that.
 SHORT = {
@@ -66,7 +75,7 @@ SHORT = {
 CLIPPED = {
     "nano_gpt": "--grad-clip 0.2",
     "dpo": "--max-grad-norm 0.2",
-    "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp --by-hand",
+    "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp",
     "llama_finetune": "--gradient-clipping 0.1 --use-fp16",
     "nested_lm": "--clip-norm 0.1 --norm-type inf --wrap-layers",
     "contrastive": "--grad-clip-norm 0.1",
@@ -93,7 +102,7 @@ FULL = {
     "distill": ("--save-at 2 --out {at}/all.pt", "--resume {at}/all.pt --first 2"),
     "nano_gpt": ("--save-at 2 --out {at}/ckpt.pt", "--init-from {at}/ckpt.pt"),
     "contrastive": ("--save-at 2 --out {at}/epoch.pt", "--resume {at}/epoch.pt"),
-    "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at} --by-flat-params"),
+    "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at}"),
     "video_critic": ("--save-at 3 --out {at}/m.pt --max-grad-norm 1e9", "--resume {at}/m.pt --max-grad-norm 1e9"),
     "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
     "flamingo": ("--steps 1 --save-at 1 --out {at}/trained.pt", "--resume {at}/trained.pt --first 1"),
@@ -127,10 +136,10 @@ def fail_if_any(differences):
 
 
 def compare(runs):
-    """Run programs on both: pairs of name and arguments, with the bound of each; imports changed and redirected."""
+    """Run programs on both: name and arguments, with the bound of each: imports changed, or torch's class replaced."""
     differences = []
     for index, ((name, arguments), bound) in enumerate(runs):
-        way = ("changed", "redirected")[index % 2]
+        way = ("changed", "replaced")[index % 2]
         words = shlex.split(f"{SHORT.get(name, '')} {arguments}")
         ours, theirs = losses(name, words, way), torchs_losses(name, tuple(words))
         differences.append(difference(f"{name} {arguments} ({way})", theirs, ours, bound))
@@ -147,6 +156,14 @@ def programs(table):
 @distributed(world_size=2, backend="gloo")
 def test_losses_are_those_of_fsdp1(name):
     compare(((name, arguments), 0.0) for arguments in VARIANTS[name])
+
+
+@pytest.mark.parametrize("program", REFUSED)
+@distributed(world_size=2, backend="gloo")
+def test_what_is_refused_says_what_to_use(program):
+    name, *arguments = program.split()
+    with pytest.raises(ShardkitError, match=REFUSED[program]):
+        losses(name, arguments, "changed")
 
 
 @distributed(world_size=2, backend="gloo")
@@ -169,7 +186,7 @@ def test_a_compiled_program_trains_as_on_fsdp1():
 def test_full_checkpoints_go_both_ways(name, tmp_path):
     save, resume = FULL[name]
     bound = FLOAT32 if name == "t5_summarize" else 0.0
-    saves, loads = [("changed", "redirected"), ("redirected", "changed")][list(FULL).index(name) % 2]
+    saves, loads = [("changed", "replaced"), ("replaced", "changed")][list(FULL).index(name) % 2]
     for way in ("torch", saves):
         losses(name, shlex.split(save.format(at=tmp_path / way)), way)
     expected = losses(name, shlex.split(resume.format(at=tmp_path / "torch")), "torch")

@@ -262,9 +262,9 @@ def test_cpu_offload_pins_only_for_an_accelerator():
 
 def test_what_a_custom_policy_cannot_have_alone_is_refused():
     for own, match in (
-        ({"device_id": 1}, "device_id for embed alone"),
-        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "NO_SHARD for embed in FULL_SHARD"),
-        ({"mixed_precision": "bf16"}, "mixed_precision: 'bf16'"),
+        ({"device_id": 1}, "sets device_id for embed alone"),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "sets NO_SHARD for embed in FULL_SHARD"),
+        ({"mixed_precision": "bf16"}, "mixed_precision must be .*, got 'bf16'"),
     ):
         policy = CustomPolicy(lambda module, own=own: own if isinstance(module, nn.Embedding) else False)
         with pytest.raises(TranslationError, match=match):
@@ -297,24 +297,27 @@ def test_what_fsdp1_has_wrapped_is_refused():
     with fake_world(2):
         model = Decoder()
         model.layers[1] = fsdp1(model.layers[1])
-        with pytest.raises(TranslationError, match=r"layers.1: already wrapped by FSDP1"):
+        with pytest.raises(TranslationError, match=r"layers.1 is wrapped by FSDP1 already"):
             translate_fsdp1(model)
 
 
 def test_evaluating_in_full_precision_is_refused(monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     assert translate_fsdp1(Decoder())
-    with pytest.raises(TranslationError, match="set, with FSDP_USE_FULL_PREC_IN_EVAL=1"):
+    with pytest.raises(TranslationError, match="is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"):
         translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"ignored_modules": 3}, "ignored_modules: a int"),
-        ({"ignored_modules": ["layers"]}, "ignored_modules: str"),
-        ({"ignored_states": [], "ignored_modules": []}, "ignored_states: given together with ignored_modules"),
-        ({"cpu_offload": True, "forward_prefetch": 2}, r"cpu_offload: True.*\n.*forward_prefetch: 2"),
+        ({"ignored_modules": 3}, "ignored_modules must be a list, got a int"),
+        ({"ignored_modules": ["layers"]}, "ignored_modules has elements of the types str"),
+        ({"ignored_states": [], "ignored_modules": []}, "ignored_states is given together with ignored_modules"),
+        (
+            {"cpu_offload": True, "forward_prefetch": 2},
+            r"cpu_offload must .*, got True.*\n.*forward_prefetch must .*, got 2",
+        ),
     ],
 )
 def test_arguments_that_fsdp1_would_not_take_are_refused(arguments, match):
@@ -324,7 +327,7 @@ def test_arguments_that_fsdp1_would_not_take_are_refused(arguments, match):
 
 def test_what_is_no_model_or_cannot_be_sharded_is_a_translation_error():
     scalar = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
-    for model, match in ((3, "a int is not a module"), (nn.ReLU(), "no parameters"), (scalar, "can be sharded: 0")):
+    for model, match in ((3, "must be a torch.nn.Module, got int"), (nn.ReLU(), "no parameters"), (scalar, "can be sharded: 0")):
         with pytest.raises(TranslationError, match=match):
             translate_fsdp1(model)
 

@@ -245,13 +245,13 @@ def test_classes_are_a_policy(policy):
 
 @pytest.mark.parametrize("policy", [3, "Block", set(), [3], [[Block]], nn.Linear(2, 2), {"Block"}], ids=str)
 def test_what_is_no_policy_is_refused(policy):
-    with pytest.raises(TranslationError, match=r"auto_wrap_policy: .* ModuleWrapPolicy"):
+    with pytest.raises(TranslationError, match=r"auto_wrap_policy must be .* got .* ModuleWrapPolicy"):
         translate_fsdp1(Decoder(), auto_wrap_policy=policy)
 
 
 @pytest.mark.parametrize("policy", [transformer_auto_wrap_policy, CustomPolicy(lambda module: "yes"), lambda: True])
 def test_a_policy_that_fails_is_refused_with_its_error(policy):
-    with pytest.raises(TranslationError, match=r"auto_wrap_policy: .* raised (TypeError|ValueError)") as caught:
+    with pytest.raises(TranslationError, match=r"auto_wrap_policy .* raised (TypeError|ValueError)") as caught:
         translate_fsdp1(Decoder(), auto_wrap_policy=policy)
     assert caught.value.__cause__ is not None
 

@@ -4,14 +4,13 @@ Features are made by methods other than forward, the optimizer's groups come fro
 every epoch ends with the state of everything in one file.
 """
 
-import argparse
 import math
-import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
+from harness import parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -90,7 +89,7 @@ def param_groups(model, lr, wd):
     named = list(model.named_parameters())
     gain_or_bias = [p for n, p in named if exclude(n) and p.requires_grad]
     rest = [p for n, p in named if not exclude(n) and p.requires_grad]
-    return [{"params": gain_or_bias, "weight_decay": 0.0}, {"params": rest, "weight_decay": wd}], len(rest)
+    return [{"params": gain_or_bias, "weight_decay": 0.0}, {"params": rest, "weight_decay": wd}]
 
 
 def wrap(model, args):
@@ -147,14 +146,11 @@ def save_everything(model, optimizer, epoch, path):
             "state_dict": model.state_dict(),
             "optimizer": FSDP.optim_state_dict(model, optimizer),
         }
-    if dist.get_rank() == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save(checkpoint, path)
-    dist.barrier()
+    write(checkpoint, path)
 
 
 def load_everything(model, optimizer, path):
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = read(path)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         message = model.load_state_dict(checkpoint["state_dict"])
         assert message.missing_keys == message.unexpected_keys == []
@@ -163,9 +159,10 @@ def load_everything(model, optimizer, path):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=4, lr=0.005, precision="fp32", grad_clip_norm=None, lock_image=False, blocks=False, zeroshot=False,
+        save_at=0, out="", resume="",
+    )  # fmt: skip
     rank = dist.get_rank()
     torch.manual_seed(2)
     model = CLIP()
@@ -174,7 +171,7 @@ def main(argv=None):
     model = wrap(model, args)
     assert isinstance(model, FSDP)
     assert unwrap_model(model).token_embedding.num_embeddings == 30
-    groups, decayed = param_groups(model, args.lr, 0.2)
+    groups = param_groups(model, args.lr, 0.2)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
     first = load_everything(model, optimizer, args.resume) if args.resume else 0
     losses = zero_shot(model, rank) if args.zeroshot else []
@@ -192,24 +189,8 @@ def main(argv=None):
         losses += [loss.item(), out["logit_scale"].item()]
         if args.out and step + 1 == args.save_at:
             save_everything(model, optimizer, step + 1, args.out)
-    print(f"{decayed} tensors decay")
     return losses + (zero_shot(model, rank) if args.zeroshot else [])
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--grad-clip-norm", type=float, default=None)
-    for switch in ("--lock-image", "--blocks", "--zeroshot"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

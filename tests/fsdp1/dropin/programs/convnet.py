@@ -1,12 +1,11 @@
 """The tutorial's image classifier: units by size, CPU offload, the whole state saved from a plain state_dict()."""
 
-import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import parse, read, run, write
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -45,19 +44,16 @@ def images(seed, count=16):
     return TensorDataset(data, torch.randint(0, 10, (count,), generator=generator))
 
 
-def test(model, rank, loader):
+def test(model, loader):
     model.eval()
-    total = torch.zeros(3)
+    total = torch.zeros(2)
     with torch.no_grad():
         for data, target in loader:
             output = model(data)
             total[0] += F.nll_loss(output, target, reduction="sum").item()
-            total[1] += output.argmax(dim=1, keepdim=True).eq(target.view(-1, 1)).sum().item()
-            total[2] += len(data)
+            total[1] += len(data)
     dist.all_reduce(total)
-    if rank == 0:
-        print(f"Test set: average loss {total[0] / total[2]:.4f}, accuracy {int(total[1])}/{int(total[2])}")
-    return (total[0] / total[2]).item()
+    return (total[0] / total[1]).item()
 
 
 def build(args):
@@ -79,9 +75,7 @@ def build(args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(argv, strategy="FULL_SHARD", offload=False, manual=False, init=False, out="", load="")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = images(0), images(1, 8)
     sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
@@ -89,11 +83,10 @@ def main(argv=None):
     test_loader = DataLoader(test_set, batch_size=4, sampler=DistributedSampler(test_set, world_size, rank))
     model = build(args)
     if args.load:
-        model.load_state_dict(torch.load(args.load, weights_only=True))
+        model.load_state_dict(read(args.load))
     elif args.init:
         model.apply(init_weights)
-    if rank == 0:
-        print(model)
+    assert "FullyShardedDataParallel" in str(model)
     optimizer = optim.Adadelta(model.parameters(), lr=0.5)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     losses = []
@@ -106,28 +99,12 @@ def main(argv=None):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        losses.append(test(model, rank, test_loader))
+        losses.append(test(model, test_loader))
         scheduler.step()
     if args.out:
-        dist.barrier()
-        states = model.state_dict()
-        if rank == 0:
-            os.makedirs(os.path.dirname(args.out), exist_ok=True)
-            torch.save(states, args.out)
-        dist.barrier()
+        write(model.state_dict(), args.out)
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    for switch in ("--offload", "--manual", "--init"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--load", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

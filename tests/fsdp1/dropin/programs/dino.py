@@ -4,13 +4,11 @@ The teacher is resharded by hand after its forward and follows the student by li
 root are given to the others, gradients are clipped part by part, and groups have rates of their own for each layer.
 """
 
-import argparse
-import os
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from harness import generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
@@ -86,7 +84,7 @@ def free(model):
 class SSLMetaArch(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.args, self.streams_differ = args, True
+        self.args, self.streams_differ = args, args.by_handles
         self.fp16_scaler = ShardedGradScaler(enabled=False)
         self.student = nn.ModuleDict({"backbone": Backbone(), "dino_head": Head()})
         self.teacher = nn.ModuleDict({"backbone": Backbone(), "dino_head": Head()})
@@ -106,7 +104,8 @@ class SSLMetaArch(nn.Module):
 
     def forward_backward(self, crops, local, masks):
         targets = self.targets(crops)
-        free(self.teacher)
+        if self.args.by_handles:
+            free(self.teacher)
         whole, part = self.student.backbone([crops, local], [masks, None])
         outputs = self.student.dino_head(torch.cat([whole["cls"], part["cls"]]).float())
         seen, cut = outputs.log_softmax(-1).split([len(crops), len(local)])
@@ -123,12 +122,14 @@ class SSLMetaArch(nn.Module):
 
     @torch.no_grad()
     def update_teacher(self, momentum):
-        students, teachers = [], []
-        for name in self.student:
-            pairs = zip(FSDP.fsdp_modules(self.student[name]), FSDP.fsdp_modules(self.teacher[name]), strict=True)
-            for mine, theirs in pairs:
-                students += mine.params
-                teachers += theirs.params
+        if self.args.by_handles:
+            students = [flat for module in FSDP.fsdp_modules(self.student) for flat in module.params]
+            teachers = [flat for module in FSDP.fsdp_modules(self.teacher) for flat in module.params]
+            return self.average(teachers, students, momentum)
+        with FSDP.summon_full_params(self):
+            return self.average(list(self.teacher.parameters()), list(self.student.parameters()), momentum)
+
+    def average(self, teachers, students, momentum):
         torch._foreach_mul_(teachers, momentum)
         torch._foreach_add_(teachers, students, alpha=1 - momentum)
 
@@ -152,22 +153,21 @@ class SSLMetaArch(nn.Module):
 
 def checkpoint(model, optimizer, folder, load):
     """A file a rank, of the state as it is there, of parts that are FSDP in a model that is not."""
-    path = os.path.join(folder, f"model.rank_{dist.get_rank()}.pth")
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         if load:
-            state = torch.load(path, weights_only=False)
+            state = read_own(folder)
             found = model.load_state_dict(state["model"], strict=False)
             assert found.missing_keys == found.unexpected_keys == []
             optimizer.load_state_dict(state["optimizer"])
         else:
-            os.makedirs(folder, exist_ok=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            write_own({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder)
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, first=0, clip_grad=1e9, strategy="SHARD_GRAD_OP", half=False, by_handles=False, save_at=0,
+        out="", resume="",
+    )  # fmt: skip
     torch.manual_seed(9)
     model = SSLMetaArch(args)
     model.prepare_for_distributed_training()
@@ -179,7 +179,7 @@ def main(argv=None):
     for step in range(args.first, args.steps):
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.01 * group["rate"], 0.04 * group["decay"]
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = generator_of(step)
         crops, local = (torch.randn(3, size, 6, generator=generator) for size in (5, 2))
         optimizer.zero_grad(set_to_none=True)
         loss = model.forward_backward(crops, local, torch.rand(3, 5, generator=generator) < 0.4)
@@ -195,19 +195,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--clip-grad", type=float, default=1e9)
-    parser.add_argument("--strategy", default="SHARD_GRAD_OP")
-    parser.add_argument("--half", action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,14 +4,13 @@ The optimizer is made before wrapping, as use_orig_params allows. The teacher fo
 parameters), and state is saved through the plain module, with set_state_dict_type.
 """
 
-import argparse
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
+from harness import generator_of, hybrid_groups, parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
@@ -77,14 +76,6 @@ class Distiller(nn.Module):
                 theirs.mul_(momentum).add_(mine, alpha=1 - momentum)
 
 
-def hybrid_groups():
-    """One group that shards all ranks, and one a rank that replicates nothing."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shard = dist.new_group(list(range(world)))
-    alone = [dist.new_group([other]) for other in range(world)]
-    return shard, alone[rank]
-
-
 def save(model, optimizer, path):
     FullyShardedDataParallel.set_state_dict_type(
         model,
@@ -95,10 +86,7 @@ def save(model, optimizer, path):
     settings = FullyShardedDataParallel.get_state_dict_type(model.student)
     assert settings.state_dict_type is StateDictType.FULL_STATE_DICT
     state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
-    if dist.get_rank() == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save(state, path)
-    dist.barrier()
+    write(state, path)
 
 
 def log_norms(model):
@@ -106,8 +94,7 @@ def log_norms(model):
     for name, param in model.student.named_parameters():
         clean = name.replace("_fsdp_wrapped_module.", "")
         assert not clean.startswith("module.")
-        if param.grad is not None and "weight" in clean and dist.get_rank() == 0:
-            print(clean, tuple(param.shape), param.grad.dtype)
+        assert param.grad is None or param.grad.dtype == param.dtype
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         named = dict(model.student.named_parameters())
         norms = [param.grad.norm().item() for param in named.values() if param.grad is not None]
@@ -116,9 +103,10 @@ def log_norms(model):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=4, first=0, policy="size", strategy="FULL_SHARD", process_groups=False, norms=False, save_at=0,
+        out="", resume="",
+    )  # fmt: skip
     torch.manual_seed(5)
     student = Encoder()
     teacher = copy.deepcopy(student)
@@ -134,7 +122,7 @@ def main(argv=None):
     assert sum(isinstance(module, FullyShardedDataParallel) for module in model.modules()) >= 2
     assert len(FullyShardedDataParallel.fsdp_modules(model, root_only=True)) == 2
     if args.resume:
-        state = torch.load(args.resume, weights_only=True)
+        state = read(args.resume)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(
@@ -144,7 +132,7 @@ def main(argv=None):
     model.teacher.eval()
     losses = []
     for step in range(args.first, args.steps):
-        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        x = torch.randn(6, 5, generator=generator_of(step, 100))
         loss, target = model(x)
         loss.backward()
         if args.norms:
@@ -163,20 +151,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--policy", default="size")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--process-groups", action="store_true")
-    parser.add_argument("--norms", action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

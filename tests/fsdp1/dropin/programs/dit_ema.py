@@ -4,26 +4,17 @@ The average is a deep copy made before wrapping and is wrapped itself. Checkpoin
 the optimizer as it is, one file a rank.
 """
 
-import argparse
 import functools
-import os
 from collections import OrderedDict
 from copy import deepcopy
-from time import time
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from harness import generator_of, parse, read, read_own, run, write, write_own
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 
 TOKENS, CHANNELS, CLASSES = 4, 6, 5
@@ -172,28 +163,19 @@ def training_losses(model, x, t, y, noise):
 
 
 def save_checkpoint(directory, model, ema, opt, step):
-    os.makedirs(directory, exist_ok=True)
     for name, module in (("consolidated", model), ("consolidated_ema", ema)):
         with FSDP.state_dict_type(
             module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
         ):
-            state = module.state_dict()
-            if dist.get_rank() == 0:
-                torch.save(state, os.path.join(directory, f"{name}.pth"))
-        dist.barrier()
-    rank, world = dist.get_rank(), dist.get_world_size()
+            write(module.state_dict(), f"{directory}/{name}.pth")
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        torch.save(opt.state_dict(), os.path.join(directory, f"optimizer.{rank:05d}-of-{world:05d}.pth"))
-    with open(os.path.join(directory, "resume_step.txt"), "w") as file:
-        print(step, file=file)
-    dist.barrier()
+        write_own(opt.state_dict(), directory)
+    write(step, f"{directory}/resume_step.pth")
 
 
 def resume_optimizer(opt, args):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    path = os.path.join(args.resume, f"optimizer.{rank:05d}-of-{world:05d}.pth")
-    if os.path.exists(path) and not args.fresh_optimizer:
-        opt.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+    if not args.fresh_optimizer:
+        opt.load_state_dict(read_own(args.resume))
         for group in opt.param_groups:
             group["lr"], group["weight_decay"] = args.lr, 0.01
 
@@ -204,8 +186,8 @@ def build(args):
     model_ema = deepcopy(model)
     if args.resume:
         if dist.get_rank() == 0:
-            model.load_state_dict(torch.load(os.path.join(args.resume, "consolidated.pth")), strict=True)
-            model_ema.load_state_dict(torch.load(os.path.join(args.resume, "consolidated_ema.pth")), strict=True)
+            model.load_state_dict(read(f"{args.resume}/consolidated.pth"), strict=True)
+            model_ema.load_state_dict(read(f"{args.resume}/consolidated_ema.pth"), strict=True)
         dist.barrier()
     requires_grad(model_ema, False)
     dtype = {"fp32": torch.float, "bf16": torch.bfloat16}[args.precision]
@@ -251,7 +233,8 @@ def train_step(model, ema, opt, generator, args):
     grad_norm = clip_by_hand(model, args.grad_clip) if args.by_hand else model.clip_grad_norm_(args.grad_clip)
     opt.step()
     (update_ema_by_handles if args.by_handles else update_ema)(ema, model)
-    return total, grad_norm
+    assert grad_norm > 0
+    return total
 
 
 @torch.no_grad()
@@ -267,55 +250,30 @@ def sample(ema, args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=4, batch_size=4, micro_batch_size=2, lr=0.003, grad_clip=2.0, policy="lambda", data_parallel="fsdp",
+        precision="fp32", grad_precision="", by_hand=False, by_handles=False, no_sync=False, fresh_optimizer=False,
+        save_at=0, out="", resume="",
+    )  # fmt: skip
     model, ema = build(args)
-    parameters = sum(p.numel() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     first = 0
     if args.resume:
         resume_optimizer(opt, args)
-        with open(os.path.join(args.resume, "resume_step.txt")) as file:
-            first = int(file.read().strip())
+        first = read(f"{args.resume}/resume_step.pth")
     else:
         update_ema(ema, model, decay=0)
     model.train()
-    losses, start = [], time()
+    losses = []
     for step in range(first, args.steps):
         torch.manual_seed(100 * step + dist.get_rank())
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss, grad_norm = train_step(model, ema, opt, generator, args)
-        losses.append(loss)
-        if dist.get_rank() == 0:
-            print(f"(step={step:07d}) {parameters} loss {loss:.4f} norm {grad_norm:.4f} {time() - start:.2f} s")
+        generator = generator_of(step)
+        losses.append(train_step(model, ema, opt, generator, args))
         if args.out and step + 1 == args.save_at:
             save_checkpoint(args.out, model, ema, opt, step + 1)
     losses.append(sample(ema, args))
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--grad-clip", type=float, default=2.0)
-    parser.add_argument("--policy", default="lambda")
-    parser.add_argument("--data-parallel", default="fsdp")
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--grad-precision", default="")
-    parser.add_argument("--by-hand", action="store_true")
-    parser.add_argument("--by-handles", action="store_true")
-    parser.add_argument("--no-sync", action="store_true")
-    parser.add_argument("--fresh-optimizer", action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,14 +4,13 @@ Both models come from one dictionary of keyword arguments. The policy's checkpoi
 drawn with generate inside summon_full_params.
 """
 
-import argparse
 import functools
-import os
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import class_named, parse, read, run, write
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -20,19 +19,12 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 VOCABULARY, PROMPT, ANSWER = 61, 4, 4
-
-
-def block_class(model, name):
-    """The class of the first module whose class has this name."""
-    return next(type(module) for module in model.modules() if type(module).__name__ == name)
 
 
 def preference_batches(steps, batch_size, seed):
@@ -67,7 +59,7 @@ class FSDPTrainer:
 
     def __init__(self, policy, reference_model, args, rank, world_size):
         self.args, self.rank, self.world_size = args, rank, world_size
-        wrap_class = block_class(policy, "GPT2Block")
+        wrap_class = class_named(policy, "GPT2Block")
         shared_fsdp_kwargs = {
             "auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={wrap_class}),
             "sharding_strategy": ShardingStrategy.FULL_SHARD,
@@ -158,39 +150,25 @@ class FSDPTrainer:
                 (loss / self.args.accumulation).backward()
                 losses.append(loss.item())
             if self.args.max_grad_norm:
-                grad_norm = self.clip_gradient()
-                metrics["grad_norm"].append(grad_norm)
+                metrics["grad_norm"].append(self.policy.clip_grad_norm_(self.args.max_grad_norm).item())
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.example_counter += 2 * self.args.accumulation
-            if self.rank == 0:
-                print({name: sum(values) / len(values) for name, values in metrics.items()})
         self.evaluate(losses)
         return losses
-
-    def clip_gradient(self):
-        return self.policy.clip_grad_norm_(self.args.max_grad_norm).item()
-
-    def write(self, state, name):
-        os.makedirs(self.args.out, exist_ok=True)
-        torch.save({"step_idx": self.example_counter, "state": state}, os.path.join(self.args.out, name))
 
     def save(self):
         save_policy = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(self.policy, StateDictType.FULL_STATE_DICT, state_dict_config=save_policy):
             policy_state_dict = self.policy.state_dict()
-        if self.rank == 0:
-            self.write(policy_state_dict, "policy.pt")
+        write({"step_idx": self.example_counter, "state": policy_state_dict}, f"{self.args.out}/policy.pt")
         del policy_state_dict
-        dist.barrier()
         save_policy = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(self.policy, StateDictType.FULL_STATE_DICT, optim_state_dict_config=save_policy):
             optimizer_state_dict = FSDP.optim_state_dict(self.policy, self.optimizer)
-        if self.rank == 0:
-            self.write(optimizer_state_dict, "optimizer.pt")
-            self.write(self.scheduler.state_dict(), "scheduler.pt")
-        dist.barrier()
+        write({"state": optimizer_state_dict}, f"{self.args.out}/optimizer.pt")
+        write({"state": self.scheduler.state_dict()}, f"{self.args.out}/scheduler.pt")
 
 
 def build(args):
@@ -202,13 +180,14 @@ def build(args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, accumulation=2, lr=0.001, beta=0.5, seed=3, dropout=0.0, max_grad_norm=0.0, policy_mp="",
+        activation_checkpointing=False, sample=False, archive="", out="",
+    )  # fmt: skip
     torch.manual_seed(args.seed)
     policy, reference = build(args), build(args)
     if args.archive:
-        state_dict = torch.load(args.archive, map_location="cpu", weights_only=True)
+        state_dict = read(args.archive)
         policy.load_state_dict(state_dict["state"])
         reference.load_state_dict(state_dict["state"])
     else:
@@ -220,23 +199,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--beta", type=float, default=0.5)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--max-grad-norm", type=float, default=0.0)
-    parser.add_argument("--policy-mp", default="")
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--sample", action="store_true")
-    parser.add_argument("--archive", default="")
-    parser.add_argument("--out", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,12 +4,10 @@ The model itself is no FSDP module, so every part is a root: gradients are clipp
 own blocks are unfrozen, as FSDP needs for freeing them, and left out of the optimizer by an attribute.
 """
 
-import argparse
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import Block, generator_of, parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -24,15 +22,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
 WIDTH, VOCABULARY = 12, 30
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + F.gelu(self.mlp(self.norm(x)).cumsum(1))
 
 
 class CrossAttention(nn.Module):
@@ -53,7 +42,7 @@ class LanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.old_decoder_blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.old_decoder_blocks = nn.ModuleList([Block(WIDTH) for _ in range(3)])
         self.gated_cross_attn_layers = nn.ModuleList([None if i % 2 else CrossAttention() for i in range(3)])
         self.bias = nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
         self.media = None
@@ -132,23 +121,21 @@ def save(model, optimizer, path):
         FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
     )
     state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer, group=dist.group.WORLD)
-    if dist.get_rank() == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save({"model": trained_only(model, state), "optimizer": optim}, path)
-    dist.barrier()
+    write({"model": trained_only(model, state), "optimizer": optim}, path)
 
 
 def load(model, optimizer, path):
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = read(path)
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
     assert not model.load_state_dict(state["model"], strict=False).unexpected_keys
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, first=0, learning_rate=0.01, max_norm=1e9, strategy="FULL_SHARD", precision="fp32", flat=False,
+        save_at=0, out="", resume="",
+    )  # fmt: skip
     torch.manual_seed(7)
     model = Flamingo()
     half = torch.bfloat16
@@ -169,7 +156,7 @@ def main(argv=None):
         load(model, optimizer, args.resume)
     losses = []
     for step in range(args.first, args.steps):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = generator_of(step)
         for weight in (1.0, 0.2):  # one batch from each of two data sets
             images, tokens = (
                 torch.randn(2, 3, 4, generator=generator),
@@ -187,21 +174,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--max-norm", type=float, default=1e9)
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--flat", action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,12 +4,12 @@ The model begins on meta with a tied head, which param_init_fn ties again. The o
 emptied and filled by cleaned names. Hooks that talk to other ranks are put on every wrapped module.
 """
 
-import argparse
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import Block, generator_of, parse, run
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -25,15 +25,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import CustomPolicy
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x)).cumsum(1)))
 
 
 class Decoder(nn.Module):
@@ -142,8 +133,7 @@ def prepare_fsdp_module(model, optimizer, args):
             limit_all_gathers=True,
             use_orig_params=True,
         )
-        if not hasattr(wrapped, "_exec_order_data"):
-            print("prefetch limits are ignored")
+        getattr(wrapped, "_exec_order_data", None)  # for prefetch limits
         if args.checkpointing:
             apply_activation_checkpointing(
                 wrapped,
@@ -159,9 +149,7 @@ def prepare_fsdp_module(model, optimizer, args):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(argv, steps=3, lr=0.005, clip=1e9, hooks=False, pure=False, checkpointing=False)
     with torch.device("meta"):
         model = TrainerModel()
     decay = [p for name, p in model.named_parameters() if p.dim() > 1]
@@ -172,7 +160,7 @@ def main(argv=None):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     losses = []
     for step in range(args.steps):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = generator_of(step)
         micro_batches = torch.randint(0, 40, (4, 7), generator=generator).split(2)
         for index, tokens in enumerate(micro_batches):
             last = index + 1 == len(micro_batches)
@@ -188,16 +176,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--clip", type=float, default=1e9)
-    for switch in ("--hooks", "--pure", "--checkpointing"):
-        parser.add_argument(switch, action="store_true")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

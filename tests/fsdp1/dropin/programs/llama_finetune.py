@@ -4,11 +4,11 @@ Policies and checkpoint handlers are in llama_policies.py. Evaluation prints a p
 are directories of torch.distributed.checkpoint.
 """
 
-import argparse
 import contextlib
 
 import torch
 import torch.distributed as dist
+from harness import parse, run
 from llama_policies import (
     OFFLOAD,
     PRECISION,
@@ -131,8 +131,6 @@ def evaluation(model, args, rank, world_size):
             eval_loss += model(**batch).loss.detach().float()
     dist.all_reduce(eval_loss, op=dist.ReduceOp.SUM)
     eval_epoch_loss = eval_loss / 2 / world_size
-    if rank == 0:
-        print(f"eval_ppl={torch.exp(eval_epoch_loss)} eval_epoch_loss={eval_epoch_loss}")
     return eval_epoch_loss.item()
 
 
@@ -171,9 +169,12 @@ def train(model, optimizer, scheduler, args, rank, world_size):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, num_epochs=2, first_epoch=0, lr=0.005, seed=42, gradient_accumulation_steps=1,
+        gradient_clipping=0.0, sharding_strategy="FULL_SHARD", precision="none", freeze_layers=0, use_peft=False,
+        low_cpu_fsdp=False, pure_bf16=False, use_fp16=False, fsdp_cpu_offload=False,
+        fsdp_activation_checkpointing=False, dist_checkpoint="", out="",
+    )  # fmt: skip
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = wrap_model(build_model(args, rank), args, rank)
     if args.dist_checkpoint:
@@ -184,32 +185,9 @@ def main(argv=None):
     scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
     if args.dist_checkpoint:
         load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
-    if rank == 0:
-        print(f"{model.module.config.model_type}: {sum(p.numel() for p in optimizer.param_groups[0]['params'])}")
+    assert model.module.config.model_type == "llama"
     return train(model, optimizer, scheduler, args, rank, world_size)
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--num-epochs", type=int, default=2)
-    parser.add_argument("--first-epoch", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
-    parser.add_argument("--gradient-clipping", type=float, default=0.0)
-    parser.add_argument("--sharding-strategy", default="FULL_SHARD")
-    parser.add_argument("--precision", choices=PRECISION, default="none")
-    parser.add_argument("--freeze-layers", type=int, default=0)
-    for switch in (
-        "use-peft", "low-cpu-fsdp", "pure-bf16", "use-fp16", "fsdp-cpu-offload", "fsdp-activation-checkpointing",
-    ):  # fmt: skip
-        parser.add_argument(f"--{switch}", action="store_true")
-    parser.add_argument("--dist-checkpoint", default="")
-    parser.add_argument("--out", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

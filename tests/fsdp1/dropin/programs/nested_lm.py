@@ -4,18 +4,15 @@ FSDP is subclassed, as older training libraries do, and takes its group by posit
 state is one file a rank (SHARDED and LOCAL), and the norm of the weights is logged.
 """
 
-import argparse
 import contextlib
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     LocalStateDictConfig,
     MixedPrecision,
@@ -119,19 +116,16 @@ def state_type(args):
 
 
 def save(model, optimizer, args):
-    os.makedirs(args.out, exist_ok=True)
     kind, config, optim_config = state_type(args)
     with FSDP.state_dict_type(model, kind, config, optim_config):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if kind is StateDictType.SHARDED_STATE_DICT:
             state["optimizer"] = FSDP.optim_state_dict(model, optimizer)
-    torch.save(state, os.path.join(args.out, f"checkpoint-shard{dist.get_rank()}.pt"))
-    dist.barrier()
+    write_own(state, args.out)
 
 
 def load(model, optimizer, args):
-    path = os.path.join(args.restore, f"checkpoint-shard{dist.get_rank()}.pt")
-    state = torch.load(path, weights_only=False)
+    state = read_own(args.restore)
     kind, config, optim_config = state_type(args)
     with FSDP.state_dict_type(model, kind, config, optim_config):
         model.load_state_dict(state["model"])
@@ -143,7 +137,7 @@ def load(model, optimizer, args):
 
 def train_step(model, optimizer, scaler, args, step):
     losses = []
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    generator = generator_of(step)
     optimizer.zero_grad()
     for micro in range(args.update_freq):
         tokens = torch.randint(0, 40, (2, 6), generator=generator)
@@ -163,15 +157,15 @@ def train_step(model, optimizer, scaler, args, step):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, first=0, layers=2, update_freq=2, clip_norm=0.0, norm_type=2.0, bf16=False, reshard=False,
+        wrap_layers=False, checkpoint_activations=False, state="sharded", save_at=0, out="", restore="",
+    )  # fmt: skip
     model = build(args)
     assert model.unwrapped_module.max_positions() == model.max_positions() == 128
     assert model.use_sharded_state
     assert model.check_is_root()
-    units = FSDP.fsdp_modules(model)
-    print(f"{len(units)} units, types {sorted({type(unit).__name__ for unit in units})}")
+    assert {type(unit) for unit in FSDP.fsdp_modules(model)} == {FullyShardedModel}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98))
     scaler = ShardedGradScaler(init_scale=4.0, enabled=False, process_group=dist.group.WORLD)
     if args.restore:
@@ -185,23 +179,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--update-freq", type=int, default=2)
-    parser.add_argument("--clip-norm", type=float, default=0.0)
-    parser.add_argument("--norm-type", type=float, default=2.0)
-    for switch in ("--bf16", "--reshard", "--wrap-layers", "--checkpoint-activations"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--state", default="sharded")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--restore", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

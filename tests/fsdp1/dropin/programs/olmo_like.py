@@ -4,14 +4,13 @@ The policy is a plain function of (module, recurse, nonwrapped_numel); initial v
 the full parameters; the learning rate and the clipping of each step are the trainer's own; evaluation comes first.
 """
 
-import argparse
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import parse, read, read_own, run, write, write_own
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -163,8 +162,6 @@ class Trainer:
 
     def save_checkpoint(self, path):
         """Unsharded: rank 0 writes two files. Sharded: each rank writes its own."""
-        os.makedirs(path, exist_ok=True)
-        rank = dist.get_rank()
         if self.cfg.sharded:
             with FSDP.state_dict_type(
                 self.fsdp_model,
@@ -176,7 +173,7 @@ class Trainer:
                     "model": self.fsdp_model.state_dict(),
                     "optim": FSDP.optim_state_dict(self.fsdp_model, self.optim),
                 }
-            torch.save({**state, "step": self.global_step}, os.path.join(path, f"rank{rank}.pt"))
+            write_own({**state, "step": self.global_step}, path)
         else:
             with FSDP.state_dict_type(
                 self.fsdp_model,
@@ -186,55 +183,35 @@ class Trainer:
             ):
                 model_state = self.fsdp_model.state_dict()
                 optim_state = FSDP.optim_state_dict(self.fsdp_model, self.optim)
-            if rank == 0:
-                torch.save(model_state, os.path.join(path, "model.pt"))
-                torch.save({"optim": optim_state, "step": self.global_step}, os.path.join(path, "optim.pt"))
-        dist.barrier()
+            write(model_state, f"{path}/model.pt")
+            write({"optim": optim_state, "step": self.global_step}, f"{path}/optim.pt")
 
     def restore_checkpoint(self, path):
         if self.cfg.sharded:
-            state = torch.load(os.path.join(path, f"rank{dist.get_rank()}.pt"), weights_only=False)
+            state = read_own(path)
             kind, model_state, optim_state = StateDictType.SHARDED_STATE_DICT, state["model"], state["optim"]
             configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
             self.global_step = state["step"]
         else:
-            state = torch.load(os.path.join(path, "optim.pt"), weights_only=True)
+            state = read(f"{path}/optim.pt")
             kind, optim_state = StateDictType.FULL_STATE_DICT, state["optim"]
-            model_state = torch.load(os.path.join(path, "model.pt"), weights_only=True)
+            model_state = read(f"{path}/model.pt")
             configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
             self.global_step = state["step"]
         with FSDP.state_dict_type(self.fsdp_model, kind, *configs):
-            if self.cfg.by_flat_params:
-                self.fill_flat_params(model_state)
-            else:
-                self.fsdp_model.load_state_dict(model_state)
+            self.fsdp_model.load_state_dict(model_state)
             for turn in range(dist.get_world_size()):  # one rank after another, to save memory
                 if turn == dist.get_rank() or self.cfg.sharded:
                     flattened = FSDP.optim_state_dict_to_load(self.fsdp_model, self.optim, optim_state)
                 dist.barrier()
         self.optim.load_state_dict(flattened)
 
-    @torch.no_grad()
-    def fill_flat_params(self, full):
-        """Write this rank's parts of full tensors where FSDP keeps them."""
-        wrapped = [(name, module) for name, module in self.fsdp_model.named_modules() if isinstance(module, FSDP)]
-        flats = [(name, flat) for name, module in wrapped for flat in module.params]
-        for _, flat in flats:
-            flat.fill_(torch.nan)
-        for name, flat in flats:
-            assert flat._is_flat_param
-            for fqn, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
-                if info.in_shard:
-                    key = f"{name}.{fqn}".replace("_fsdp_wrapped_module.", "").removeprefix("_fsdp_wrapped_module")
-                    part = full[key.lstrip(".")].flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
-                    flat[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard].copy_(part)
-        assert not any(flat.isnan().any() for _, flat in flats)
-
 
 def main(argv=None):
-    cfg = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    cfg = parse(
+        argv, steps=4, microbatch=2, lr=0.004, max_grad_norm=None, precision="fp32", strategy="FULL_SHARD",
+        wrap="by_block", sharded=False, autocast=False, sync_once=False, save_at=0, save_folder="", load_path="",
+    )  # fmt: skip
     torch.manual_seed(6)
     olmo_model = OLMo()
     precision = None
@@ -269,23 +246,5 @@ def main(argv=None):
     return trainer.losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--microbatch", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--max-grad-norm", type=float, default=None)
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--wrap", default="by_block")
-    for switch in ("--sharded", "--autocast", "--sync-once", "--by-flat-params"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--save-folder", default="")
-    parser.add_argument("--load-path", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -4,13 +4,11 @@ Rank 0 holds the weights and the others begin on meta. Log probabilities are com
 then resharded by hand. The rollout receives the weights from sharded state, or the adapters unit by unit.
 """
 
-import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from harness import Block, class_named, generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
@@ -35,23 +33,13 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.out(F.silu(self.mix(self.norm(x)).cumsum(1)))
-
-
 class Policy(nn.Module):
-    _no_split_modules = ("DecoderLayer",)
+    _no_split_modules = ("Block",)
 
     def __init__(self, width=12, layers=2):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList([DecoderLayer(width) for _ in range(layers)])
+        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, input_ids):
@@ -64,7 +52,7 @@ class Policy(nn.Module):
 def add_adapters(model):
     model.requires_grad_(False)
     for layer in model.layers:
-        layer.mix, layer.out = Adapted(layer.mix), Adapted(layer.out)
+        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
     return model
 
 
@@ -72,10 +60,6 @@ def init_fn(module):
     if dist.get_rank() != 0:
         module = module.to_empty(device=torch.device("cpu"), recurse=False)
     return module
-
-
-def class_named(model, name):
-    return next(type(module) for module in model.modules() if type(module).__name__ == name)
 
 
 def get_fsdp_wrap_policy(module, is_lora):
@@ -147,12 +131,12 @@ def log_probs(model, tokens):
     return torch.gather(logits.log_softmax(-1), 2, tokens[:, PROMPT:].unsqueeze(2)).squeeze(2)
 
 
-def without_grad(model, tokens):
+def without_grad(model, tokens, by_handles):
     """Outside of training nothing reshards a root, which would stay whole."""
     model.eval()
     with torch.no_grad():
         found = log_probs(model, tokens)
-    if dist.get_world_size() > 1:
+    if by_handles:
         model._handle.reshard(True)
     return found
 
@@ -188,24 +172,21 @@ def update(actor, optimizer, tokens, old, reference, args):
 
 def checkpoint(actor, optimizer, folder, load):
     """One file a rank."""
-    path = os.path.join(folder, f"rank{dist.get_rank()}.pt")
     configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
     with FSDP.state_dict_type(actor, StateDictType.SHARDED_STATE_DICT, *configs):
         if load:
-            state = torch.load(path, weights_only=False)
+            state = read_own(folder)
             actor.load_state_dict(state["model"])
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(actor, optimizer, state["optimizer"]))
         else:
-            os.makedirs(folder, exist_ok=True)
-            state = {"model": actor.state_dict(), "optimizer": FSDP.optim_state_dict(actor, optimizer)}
-            torch.save(state, path)
-    dist.barrier()
+            write_own({"model": actor.state_dict(), "optimizer": FSDP.optim_state_dict(actor, optimizer)}, folder)
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=2, first=0, lr=0.005, grad_clip=1e9, lora=False, offload=False, hybrid=False, by_handles=False,
+        save_at=0, out="", resume="",
+    )  # fmt: skip
     world, cpu = dist.get_world_size(), torch.device("cpu")
     mesh = init_device_mesh(
         "cpu", (1, world) if args.hybrid else (world,), mesh_dim_names=("ddp", "fsdp")[-1 - args.hybrid :]
@@ -217,13 +198,15 @@ def main(argv=None):
         checkpoint(actor, optimizer, args.resume, load=True)
     losses = []
     for step in range(args.first, args.steps):
-        move_model(actor, cpu, to_host=True)
+        if args.by_handles:
+            move_model(actor, cpu, to_host=True)
         move_optimizer(optimizer, cpu)
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = generator_of(step)
         tokens = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
-        move_model(actor, cpu, to_host=False)
+        if args.by_handles:
+            move_model(actor, cpu, to_host=False)
         move_optimizer(optimizer, cpu)
-        old, reference = without_grad(actor, tokens), without_grad(ref, tokens)
+        old, reference = (without_grad(each, tokens, args.by_handles) for each in (actor, ref))
         losses += [update(actor, optimizer, tokens, old, reference, args) for _ in range(2)]
         losses += weights_for_rollout(actor, args).values()
         if args.out and step + 1 == args.save_at:
@@ -231,20 +214,5 @@ def main(argv=None):
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--grad-clip", type=float, default=1e9)
-    for switch in ("--lora", "--offload", "--hybrid"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

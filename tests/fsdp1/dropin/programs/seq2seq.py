@@ -4,13 +4,12 @@ State is sharded from the start, by one call, and saved as each rank's tensors. 
 parameters, cast to half, with the wrappers' forward replaced by that of what they wrap.
 """
 
-import argparse
-import os
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import generator_of, hybrid_groups, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -77,7 +76,7 @@ def to_fsdp1(module, args, applier):
     """The module with its parts and itself wrapped, and sharded state."""
     group, full, partly = dist.group.WORLD, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
     if args.hybrid:
-        group, full, partly = gangs(), ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+        group, full, partly = hybrid_groups(), ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
     precision = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=None) if args.half else None
 
     def wrap(each, reshard_after_forward=None):
@@ -107,12 +106,6 @@ def to_fsdp1(module, args, applier):
     )
     nn.SyncBatchNorm.convert_sync_batchnorm(module, dist.group.WORLD)
     return module
-
-
-def gangs():
-    """One group that shards all ranks, and one a rank that replicates nothing."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return dist.new_group(list(range(dist.get_world_size()))), alone[dist.get_rank()]
 
 
 def local_state_dict(module):
@@ -164,20 +157,19 @@ def generate(module, source):
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=3, first=0, max_norm=1e9, hybrid=False, half=False, generate=False, save_at=0, out="", resume="",
+    )  # fmt: skip
     torch.manual_seed(dist.get_rank())  # rank 0's values are everybody's
     module = to_fsdp1(Model(), args, apply_to_layers)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02, betas=(0.9, 0.98))
-    path = os.path.join(args.resume or args.out, f"rank_{dist.get_rank()}.pt")
     if args.resume:
-        state = torch.load(path, weights_only=False)
+        state = read_own(args.resume)
         load_local_state_dict(module, state["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(module, optimizer, state["optimizer"]))
     losses = []
     for step in range(args.first, args.steps):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = generator_of(step)
         source, target = torch.randint(0, VOCABULARY, (2, 2, 6), generator=generator)
         logits = module(source, target[:, :-1]).float()
         loss = F.cross_entropy(logits.transpose(1, 2), target[:, 1:], reduction="sum")
@@ -190,26 +182,11 @@ def main(argv=None):
         if args.generate:
             losses.append(float(generate(module, source).float().mean()))
         if args.out and step + 1 == args.save_at:
-            os.makedirs(args.out, exist_ok=True)
-            state = {"model": local_state_dict(module), "optimizer": FSDP.optim_state_dict(module, optimizer)}
-            torch.save(state, path)
-            dist.barrier()
+            write_own(
+                {"model": local_state_dict(module), "optimizer": FSDP.optim_state_dict(module, optimizer)}, args.out
+            )
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--max-norm", type=float, default=1e9)
-    for switch in ("--hybrid", "--half", "--generate"):
-        parser.add_argument(switch, action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

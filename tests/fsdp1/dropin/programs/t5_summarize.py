@@ -4,12 +4,11 @@ As tutorials do it: everything by keyword, one FullStateDictConfig made once and
 full_optim_state_dict / scatter_full_optim_state_dict.
 """
 
-import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
+from harness import parse, read, run, write
 from torch import optim
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -19,9 +18,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -59,9 +56,8 @@ class Articles(Dataset):
         }
 
 
-def train(model, rank, loader, optimizer, epoch, sampler, losses, clip):
+def train(model, loader, optimizer, epoch, sampler, losses, clip):
     model.train()
-    fsdp_loss = torch.zeros(2)
     sampler.set_epoch(epoch)
     for batch in loader:
         optimizer.zero_grad()
@@ -72,14 +68,9 @@ def train(model, rank, loader, optimizer, epoch, sampler, losses, clip):
             model.clip_grad_norm_(clip)
         optimizer.step()
         losses.append(loss.item())
-        fsdp_loss[0] += loss.item()
-        fsdp_loss[1] += len(batch)
-    dist.all_reduce(fsdp_loss, op=dist.ReduceOp.SUM)
-    if rank == 0:
-        print(f"Train Epoch: {epoch}, Loss: {fsdp_loss[0] / fsdp_loss[1]:.4f}")
 
 
-def validate(model, rank, loader):
+def validate(model, loader):
     model.eval()
     fsdp_loss = torch.zeros(2)
     with torch.no_grad():
@@ -90,10 +81,7 @@ def validate(model, rank, loader):
             fsdp_loss[0] += output["loss"].item()
             fsdp_loss[1] += len(batch)
     dist.all_reduce(fsdp_loss, op=dist.ReduceOp.SUM)
-    result = fsdp_loss[0] / fsdp_loss[1]
-    if rank == 0:
-        print(f"Validation Loss: {result:.4f}")
-    return result
+    return fsdp_loss[0] / fsdp_loss[1]
 
 
 def build_model(args):
@@ -115,8 +103,7 @@ def setup_model(args, rank):
     """The plain model; a checkpoint is read by rank 0 alone, and reaches the others when they are wrapped."""
     model = build_model(args)
     if args.resume and rank == 0:
-        model.load_state_dict(torch.load(os.path.join(args.resume, "t5.pt"), weights_only=True))
-        print("model checkpoint loaded to rank0 cpu")
+        model.load_state_dict(read(f"{args.resume}/t5.pt"))
     wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
     return FSDP(
         model,
@@ -132,27 +119,25 @@ def setup_model(args, rank):
     )
 
 
-def save(model, optimizer, rank, out):
-    os.makedirs(out, exist_ok=True)
+def save(model, optimizer, out):
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, SAVE_POLICY):
         cpu_state = model.state_dict()
     optim_state = FSDP.full_optim_state_dict(model, optimizer)
-    if rank == 0:
-        torch.save(cpu_state, os.path.join(out, "t5.pt"))
-        torch.save(optim_state, os.path.join(out, "t5-adamw.pt"))
-    dist.barrier()
+    write(cpu_state, f"{out}/t5.pt")
+    write(optim_state, f"{out}/t5-adamw.pt")
 
 
 def load_optimizer(model, optimizer, rank, path):
-    full = torch.load(os.path.join(path, "t5-adamw.pt"), weights_only=False) if rank == 0 else None
+    full = read(f"{path}/t5-adamw.pt") if rank == 0 else None
     sharded = FSDP.scatter_full_optim_state_dict(full, model)
     optimizer.load_state_dict(sharded)
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    args = parse(
+        argv, batch_size=2, samples=8, epochs=2, first_epoch=1, lr=0.002, seed=1, dropout=0.0, clip=0.0,
+        precision="none", strategy="FULL_SHARD", device="cpu", offload=False, out="", resume="",
+    )  # fmt: skip
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, val_set = Articles(args.samples), Articles(4, seed=1)
     sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
@@ -161,8 +146,6 @@ def main(argv=None):
     val_loader = DataLoader(val_set, batch_size=args.batch_size, sampler=val_sampler)
 
     model = setup_model(args, rank)
-    if rank == 0:
-        print(f"t5 has {sum(p.numel() for p in model.parameters())} parameters on this rank")
     optimizer = optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     if args.resume:
@@ -170,36 +153,16 @@ def main(argv=None):
 
     losses, best = [], float("inf")
     for epoch in range(args.first_epoch, args.first_epoch + args.epochs):
-        train(model, rank, train_loader, optimizer, epoch, sampler, losses, args.clip)
-        current = validate(model, rank, val_loader)
+        train(model, train_loader, optimizer, epoch, sampler, losses, args.clip)
+        current = validate(model, val_loader)
         losses.append(current.item())
         scheduler.step()
         if args.out and current < best:
-            save(model, optimizer, rank, args.out)
+            save(model, optimizer, args.out)
         best = min(best, current.item())
     dist.barrier()
     return losses
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description="T5 FSDP")
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--first-epoch", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=0.002)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--clip", type=float, default=0.0)
-    parser.add_argument("--precision", choices=POLICIES, default="none")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

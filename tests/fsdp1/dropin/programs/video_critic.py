@@ -4,13 +4,12 @@ The average lives on rank 0 and is taken within summon_full_params. State is gat
 through DTensor-free dictionaries of FSDP.optim_state_dict.
 """
 
-import argparse
-import os
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import generator_of, parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -190,13 +189,10 @@ class Trainer:
             "generator_optimizer": FSDP.optim_state_dict(self.model.generator, self.generator_optimizer),
             "step": self.step,
         }
-        if self.rank == 0:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            torch.save(state, path)
-        dist.barrier()
+        write(state, path)
 
     def load(self, path):
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read(path)
         for name, optimizer in (("generator", self.generator_optimizer), ("critic", self.critic_optimizer)):
             module = getattr(self.model, name)
             with FSDP.state_dict_type(module, StateDictType.FULL_STATE_DICT):
@@ -208,7 +204,7 @@ class Trainer:
         self.step = state["step"]
 
     def fwdbwd(self, train_generator):
-        generator = torch.Generator().manual_seed(10 * self.step + self.rank)
+        generator = generator_of(self.step)
         noise = torch.randn(2, 3, 4, generator=generator)
         self.model.eval()  # no dropout, but gradients
         if train_generator:
@@ -242,27 +238,12 @@ class Trainer:
 
 
 def main(argv=None):
-    args = parse(argv)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    args = parse(
+        argv, steps=5, max_grad_norm=10.0, strategy="full", wrap="size", mixed_precision=False, offload=False,
+        ema_shards=False, save_at=0, out="", resume="",
+    )  # fmt: skip
     return Trainer(args).train()
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--max-grad-norm", type=float, default=10.0)
-    parser.add_argument("--strategy", default="full")
-    parser.add_argument("--wrap", default="size")
-    parser.add_argument("--mixed-precision", action="store_true")
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--ema-shards", action="store_true")
-    parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--resume", default="")
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    print(main())
-    dist.destroy_process_group()
+    run(main)

@@ -1,0 +1,190 @@
+"""torch.distributed.fsdp's names in shardkit.fsdp1, and programs that run with torch's class replaced."""
+
+import contextlib
+import importlib
+import pickle
+import sys
+import textwrap
+from multiprocessing import spawn
+from types import ModuleType
+
+import forks
+import pytest
+import torch
+from program_runs import replaced
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+import shardkit.fsdp1
+from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
+from shardkit.fsdp1.__main__ import main
+from shardkit.testing import fake_world
+
+PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
+OURS = {"FullyShardedDataParallel", "ShardedGradScaler"}
+
+
+def both(module: str) -> tuple[ModuleType, ModuleType]:
+    names = (f"{package}{module}" for package in ("torch.distributed.fsdp", "shardkit.fsdp1"))
+    return importlib.import_module(next(names)), importlib.import_module(next(names))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_torchs_own(module):
+    torchs, ours = both(module)
+    public = getattr(torchs, "__all__", ["ShardedGradScaler"] if "scaler" in module else vars(torchs))
+    names = {name for name in public if name[0] != "_" and not isinstance(getattr(torchs, name), ModuleType)}
+    found = {name: (getattr(ours, name), getattr(torchs, name)) for name in names}
+    assert {name for name, (mine, its) in found.items() if mine is not its} == OURS & names
+
+
+def test_the_class_is_one_and_ours():
+    assert shardkit.fsdp1.fully_sharded_data_parallel.FullyShardedDataParallel is FSDP
+    assert issubclass(shardkit.fsdp1.sharded_grad_scaler.ShardedGradScaler, torch.amp.GradScaler)
+    assert pickle.loads(pickle.dumps(FSDP)) is FSDP is not TorchFSDP
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_star_import_brings_the_same_names(module):
+    brought = []
+    for package in ("torch.distributed.fsdp", "shardkit.fsdp1"):
+        namespace: dict[str, object] = {}
+        exec(f"from {package}{module} import *", namespace)
+        brought.append(namespace.keys() - {"__builtins__"})
+    torchs, ours = brought
+    # torch's scaler module has no __all__, so its star import brings what it imports itself.
+    assert ours == torchs if module != ".sharded_grad_scaler" else ours == {"ShardedGradScaler"}
+
+
+def test_its_own_names_are_still_there():
+    for name in ("from_config", "shard_like_fsdp1", "translate_fsdp1", "Translation", "Note", "parse_strategy"):
+        assert getattr(shardkit.fsdp1, name).__module__.startswith("shardkit.fsdp1")
+    assert {"ShardingStrategy", "translate_fsdp1"} <= set(dir(shardkit.fsdp1))
+
+
+PRIVATE = {
+    "wrap": "_module_wrap_policy _or_policy _Policy _recursive_wrap",
+    "_common_utils": "clean_tensor_name FSDP_WRAPPED_MODULE FSDP_PREFIX TrainingState",
+    "_flat_param": "FlatParameter FlatParamHandle",
+    "_wrap_utils": "_auto_wrap",
+    "fully_sharded_data_parallel": "FLAT_PARAM FlatParameter StateDictType CustomPolicy TrainingState",
+    "": "FlatParameter",
+}
+
+
+@pytest.mark.parametrize("module", PRIVATE)
+def test_private_names_are_torchs_own(module):
+    torchs, ours = both(f".{module}".rstrip("."))
+    assert all(getattr(ours, name) is getattr(torchs, name) for name in PRIVATE[module].split())
+
+
+@pytest.mark.parametrize("statement", ["from shardkit.fsdp1{} import novel", "import shardkit.fsdp1{}.novel"])
+@pytest.mark.parametrize("module", [*PUBLIC, "._common_utils"])
+def test_what_torch_has_not_is_an_import_error(module, statement):
+    with pytest.raises(ImportError):  # which programs catch for names of other versions
+        exec(statement.format(module), {})
+
+
+def test_wrap_takes_our_class():
+    from shardkit.fsdp1.wrap import always_wrap_policy, enable_wrap, wrap
+
+    with fake_world(2), enable_wrap(wrapper_cls=FSDP, auto_wrap_policy=always_wrap_policy):
+        inner = wrap(nn.Sequential(nn.Linear(2, 2)))
+        assert isinstance(inner, FSDP)
+        assert isinstance(inner[0], FSDP)
+    assert type(wrap(nn.Linear(2, 2))) is nn.Linear
+
+
+def test_every_import_brings_our_class_and_torch_keeps_its_own():
+    with replaced():
+        from torch.distributed.checkpoint import state_dict
+        from torch.distributed.fsdp import FullyShardedDataParallel as first
+        from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as second
+
+        assert first is second is torch.distributed.fsdp.FullyShardedDataParallel is FSDP
+        assert state_dict.FSDP is TorchFSDP
+    assert torch.distributed.fsdp.FullyShardedDataParallel is TorchFSDP
+
+
+# --- Running: in this process, with what python -m shardkit.fsdp1 does to it undone -----------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, getattr(sys, name)[:])
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
+    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
+    with replaced():
+        yield
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere.py"], ["-m", "nowhere.at.all"], ["-m"], ["--novel", "train.py"]])
+def test_what_is_no_program_is_a_usage_error(alone, arguments, capsys):
+    with contextlib.suppress(SystemExit):  # argparse's
+        assert main(arguments) == 2
+    assert "python -m shardkit.fsdp1" in capsys.readouterr().err
+
+
+def test_a_file_runs_as_under_plain_python(alone, tmp_path, capsys):
+    (tmp_path / "helper.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP")
+    (tmp_path / "train.py").write_text(
+        "import pickle, sys, helper\nclass Mine: pass\nassert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
+        "print(helper.FSDP.__module__, __file__, sys.argv, sys.path[0], __package__)\nsys.exit(3)"
+    )
+    script = str(tmp_path / "train.py")
+    with pytest.raises(SystemExit, match="3"):
+        main([script, "--lr", "1"])
+    seen = ["shardkit.fsdp1.dropin.module", script, [script, "--lr", "1"], str(tmp_path), None]
+    assert capsys.readouterr().out == " ".join(map(str, seen)) + "\n"
+    del sys.modules["helper"]
+
+
+def test_a_module_runs_as_under_plain_python(alone, tmp_path, monkeypatch, capsys):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as F")
+    (tmp_path / "pkg" / "__main__.py").write_text("from . import F\nprint(F.__module__, __spec__.name, __package__)")
+    (tmp_path / "pkg" / "train.py").write_text("import sys\nfrom . import F\nprint(sys.argv)\nsys.exit(7)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="7"):
+        main(["-m", "pkg.train", "--lr", "1"])
+    assert main(["-m", "pkg"]) == 0
+    arguments, ran = capsys.readouterr().out.splitlines()
+    assert ran == "shardkit.fsdp1.dropin.module pkg.__main__ pkg"
+    assert arguments == str([str(tmp_path / "pkg" / "train.py"), "--lr", "1"])
+    del sys.modules["pkg"]
+
+
+SPAWNING = """
+    import multiprocessing, sys
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    class Mine:
+        def __init__(self):
+            self.wrapper = FSDP.__module__
+
+    def child(queue):
+        queue.put((__name__, Mine(), sys.argv))
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        name, mine, argv = queue.get()
+        process.join()
+        print(name, type(mine) is Mine, mine.wrapper, FSDP.__module__, argv[1:], process.exitcode)
+        raise RuntimeError("seen")
+    """
+
+
+def test_the_command_runs_a_script_and_the_processes_that_it_spawns(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNING))
+    # As torchrun -m shardkit.fsdp1 train.py starts each rank.
+    run = forks.python("-m", "shardkit.fsdp1", "train.py", "--lr", "1", cwd=tmp_path)
+    module = "shardkit.fsdp1.dropin.module"
+    assert run.stdout == f"__mp_main__ True {module} {module} ['--lr', '1'] 0\n", run.stderr
+    assert f'File "{tmp_path / "train.py"}", line 20, in <module>' in run.stderr
+    assert run.stderr.endswith("RuntimeError: seen\n")
+    assert run.returncode == 1
