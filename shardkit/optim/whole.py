@@ -187,7 +187,7 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
     param: Any = bucket.matrices[0].param
     mesh = param.device_mesh
     axes = [axis for axis, place in enumerate(param.placements) if hasattr(place, "dim") and mesh.size(axis) > 1]
-    return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, bucket.ranks[0], None).connect()
+    return mesh.get_group(axes[0]) if len(axes) == 1 else ModelGroup(bucket.ranks, None).connect()
 
 
 # ---- one bucket --------------------------------------------------------------------------------------------------
