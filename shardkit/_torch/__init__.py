@@ -131,12 +131,9 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     """
     world = dist.group.WORLD
     assert world is not None, "the mesh has groups"
-    for group in mesh.get_all_groups():
-        for device in group._device_types:
-            chosen: Any = getattr(world._get_backend(device), "options", None)
-            backend = group._get_backend(device)
-            if hasattr(chosen, "_timeout") and hasattr(backend, "_set_default_timeout"):  # gloo and NCCL
-                backend._set_default_timeout(chosen._timeout)
+    options: Any = getattr(world._get_backend(torch.device(mesh.device_type)), "options", None)
+    for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
+        torch.distributed.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
 
 
