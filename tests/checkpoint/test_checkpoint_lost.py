@@ -77,6 +77,7 @@ def save_and_die(path: Path, value: float, rank: int, at: int | None, **options:
     sys.settrace(killer)
     try:
         save_checkpoint(path, model, extra={"value": value}, **options).wait()
+        finish_deletions()
     finally:
         sys.settrace(None)
         threading.settrace(None)
