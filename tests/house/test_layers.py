@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "state": STATE | {"meta"},
     "checkpoint": STATE | {"state", "meta"},
     "sequence": STATE | {"grads"},  # any FSDP2 model; the core and the rest never import it
-    "watching": {"errors", "ranks", "grads", "_fsdp"},
+    "watching": {"errors", "ranks", "shards", "grads", "_fsdp"},
     "fsdp1": EVERYTHING - {"fsdp1"} | {"replacements"},
     "integrations": {"errors", "_fsdp", "optim"},  # other trainers, for any FSDP2 model; nothing imports it
     "__init__": {"_torch"},
