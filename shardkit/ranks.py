@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -111,11 +111,6 @@ def gather_by_rank(value: Any, groups: Groups) -> dict[int, Any]:
     return dict(sorted(dict(known).items()))
 
 
-def any_true(value: bool, groups: Groups) -> bool:
-    """Return whether ``value`` is true on any rank of the groups. Collective: one element for each group."""
-    return _highest([int(value)], groups)[0] > 0
-
-
 def _highest(values: list[int], groups: Groups) -> list[int]:
     for group in groups:
         highest = torch.tensor(values, dtype=torch.int64, device=collective_device(group))
@@ -192,74 +187,65 @@ def raise_together(
         same = {"call": call, **poll.same}
         highest, most, least = _highest([own, *_both_ways(same)], groups)
         poll.any = highest > 0
-        if highest < 2 and most == -least:
-            return
         if highest < 2:
-            raise error(_unequal(same, groups, call, poll.fix))
+            if most != -least:
+                raise error(_unequal(same, groups, call, poll.fix))
+            return
         reasons = gather_by_rank(None if problem is None else f"{type(problem).__name__}: {problem}", groups)
     if isinstance(problem, ShardkitError):
         raise problem
     lines = [f"- rank {rank}: {reason}" for rank, reason in reasons.items() if reason is not None]
-    text = f"{len(lines)} of {len(reasons)} ranks failed:"
-    raise error("\n".join([text, *lines])) from problem
+    raise error("\n".join([f"{len(lines)} of {len(reasons)} ranks failed:", *lines])) from problem
 
 
 @contextmanager
 def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
     """Run a local body; when it raises on any rank, every rank raises, as :func:`raise_together` says.
 
-    The body must not contain collectives: a rank that raises before one would leave the others in it.
-
-    Args:
-        groups: as for :func:`raise_together`.
-        error: likewise.
-        call: the public function that begins here. If some ranks never call it, those that do log a warning.
+    The body must not contain collectives: a rank that raises before one would leave the others in it. With ``call``,
+    the public function that begins here, ranks that wait ``PATIENCE`` seconds for others log a warning.
 
     Yields:
         a poll: ``own`` and ``same`` are for the body to set; after the context every rank knows ``any``.
     """
     problem: Exception | None = None
-    poll = Poll()
+    poll, timer = Poll(), None
     if call is not None:
         note(call)
-    with _warn_if_late(call) if call is not None and groups else nullcontext():
+        if groups:
+            timer = threading.Timer(PATIENCE, _warn_of_waiting, [call])
+            timer.daemon = True
+            timer.start()
+    try:
         try:
             yield poll
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             problem = caught
         raise_together(problem, groups, error, poll, call)
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
-@contextmanager
-def _warn_if_late(call: str) -> Iterator[None]:
-    """Log once if the body takes longer than ``PATIENCE``: a process group waits silently for minutes."""
-    problem = f"rank {dist.get_rank()} has waited {PATIENCE:g} s for other ranks"
+def _warn_of_waiting(call: str) -> None:
+    problem = f"has waited {PATIENCE:g} s on rank {dist.get_rank()} for other ranks"
     rule = "The call is collective: every rank must make it, in the same order among its collectives"
     fix = "Move it out of `if rank == 0:`. SHARDKIT_WATCH=30 names the ranks in another call, and their lines"
-    timer = threading.Timer(PATIENCE, logger.warning, [message(call, problem, rule, fix)])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    logger.warning(message(call, problem, rule, fix))
 
 
 def _unequal(values: Mapping[str, Any], groups: Groups, call: str | None, fix: str = "Make them equal") -> str:
     """Return the error that says which arguments differ from the first rank's, on which ranks, and how. Collective."""
     own = json.loads(json.dumps(values, default=repr))
     first = min(gather_by_rank(None, groups))
-    is_first = dist.get_rank() == first
-    model = gather_by_rank(own if is_first else None, groups)[first]
+    model = gather_by_rank(own if dist.get_rank() == first else None, groups)[first]
     names = [name for name in {**model, **own} if own.get(name) != model.get(name)]
-    unlike = {name: list(_unlike(model.get(name), own.get(name))) for name in names}
-    found = gather_by_rank(unlike, groups)
+    found = gather_by_rank({name: list(_unlike(model.get(name), own.get(name))) for name in names}, groups)
     parts = []
     for name in dict.fromkeys(name for differing in found.values() for name in differing):
         ranks = [rank for rank, differing in found.items() if name in differing]
-        how = found[ranks[0]][name]
         where = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {listing(map(str, ranks))} differ"
-        parts.append(f"{where} from rank {first} in {name} ({listing(how, _MOST)})")
+        parts.append(f"{where} from rank {first} in {name} ({listing(found[ranks[0]][name], _MOST)})")
     subject, problem = (call, "was called differently") if call else ("ranks", "disagree")
     rule = "All ranks must make the same call with the same arguments"
     return message(subject, f"{problem}: {'; '.join(parts)}", rule, fix)
@@ -275,5 +261,4 @@ def _unlike(one: Any, other: Any) -> Iterator[str]:
     if not keys:
         yield "in another order"
     for key in keys[: _MOST + 1]:
-        for how in _unlike(one.get(key, "missing"), other.get(key, "missing")):
-            yield f"{key}: {how}"
+        yield from (f"{key}: {how}" for how in _unlike(one.get(key, "missing"), other.get(key, "missing")))

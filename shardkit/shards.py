@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardkit import _torch
+from shardkit._torch.states import is_wrapper, with_local
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for each dim of the full tensor
 
@@ -75,7 +75,7 @@ def local_value(tensor: Tensor) -> Tensor:
     """
     with torch.no_grad():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    while _torch.is_wrapper(local):
+    while is_wrapper(local):
         inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
         if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (local.shape, local.dtype):
             break
@@ -85,7 +85,7 @@ def local_value(tensor: Tensor) -> Tensor:
 
 def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
     """Wrap a plain tensor in the subclasses of ``like`` that :func:`local_value` unwraps. Local."""
-    if not _torch.is_wrapper(like):
+    if not is_wrapper(like):
         return memory
     (name,), context = like.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: wrapped_as(memory, getattr(like, name))}
@@ -102,7 +102,7 @@ def around(
     """
     alike = torch.empty(local.shape, dtype=local.dtype, device="meta")
     like = DTensor.from_local(alike, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return _torch.with_local(like, local)
+    return with_local(like, local)
 
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardkit._torch import TorchDispatchMode
+from shardkit._torch.dispatch import TorchDispatchMode
 
 MOST_POINTS = 2000
 

@@ -21,16 +21,9 @@ from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")  # set by a launcher only, where some hosts always set MASTER_ADDR
 _LAUNCHER_VARIABLES = (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-# This rank's index on its host, set by torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and MPICH.
-_LOCAL_PLACE = (
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "PMI_LOCAL_RANK",
-)
+# This rank's index on its host: torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and MPICH.
+_LOCAL_RANKS = "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
+_LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
 
 logger = logging.getLogger("shardkit")
 
@@ -61,21 +54,18 @@ def ensure_process_group() -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    assert dist.group.WORLD is not None, "just made"
-    atexit.register(_destroy, weakref.ref(dist.group.WORLD))
-    if not launched:
         logger.warning(
             "shardkit: no process group and no torchrun, so this process trains alone (world size 1). To use another "
             "group, call init_process_group before this, or destroy_process_group() first"
         )
+    assert dist.group.WORLD is not None, "just made"
+    atexit.register(_destroy, weakref.ref(dist.group.WORLD))
 
 
 def _local_device(count: int) -> int:
     """Return the index of this rank's device among ``count`` visible ones; a launcher may show each rank its own."""
-    named = next((os.environ[name] for name in _LOCAL_PLACE if name in os.environ), None)
-    if count == 1:
-        return 0
-    return int(named) if named is not None else int(os.environ.get("RANK", 0)) % count
+    named = next((int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ), None)
+    return 0 if count == 1 else int(os.environ.get("RANK", 0)) % count if named is None else named
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, gather_by_rank, raise_together
-
-
-def axes_of(tensors: Iterable[Tensor]) -> Groups:
-    """Return the process groups of all mesh axes of these tensors that have more than one rank. Local."""
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
-
-
-def spanning_axes(tensors: Iterable[Tensor]) -> Groups:
-    """Return groups that reach each rank of the tensors once: the axes of a mesh with all ranks, or the world."""
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    ranks = {rank for mesh in {each.device_mesh for each in sharded} for rank in mesh.mesh.flatten().tolist()}
-    widest = max(sharded, key=lambda tensor: tensor.device_mesh.size(), default=None)
-    return world() if widest is None or widest.device_mesh.size() < len(ranks) else axes_of([widest])
 
 
 def world(group: dist.ProcessGroup | None = None) -> Groups:

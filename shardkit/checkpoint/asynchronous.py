@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -48,17 +47,11 @@ class SaveHandle:
                 checkpoint is unchanged.
             TimeoutError: the save is not done in time, and continues.
         """
-        self.finish(timeout)
-
-    def finish(self, timeout: float | None = None, *, keep_group: bool = False) -> None:
-        """As :meth:`wait`; may keep the background's process group for the next save."""
         if self._future is None:
             return
         if wait([self._future], timeout).not_done:
             problem, rule = f"is not done after {timeout} s", "The save continues in the background"
             raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
-        if not keep_group and _pending in (self, None):
-            release_groups()
         future, self._future = self._future, None
         future.result()
 
@@ -71,15 +64,12 @@ class SaveHandle:
 _pending: SaveHandle | None = None
 
 
-def finish_pending(*, keep_group: bool = False) -> None:
-    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local.
-
-    May keep the background's process group for the next save.
-    """
+def finish_pending() -> None:
+    """Wait for the pending save, if any, and for deletions; raise if the save failed. Local."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
-        pending.finish(keep_group=keep_group)
+        pending.wait()
     finish_deletions()
 
 
@@ -117,14 +107,6 @@ def background_groups(groups: Groups) -> Groups:
     return [_groups[base]]
 
 
-def release_groups() -> None:
-    """Destroy the groups of finished background saves, with their threads and descriptors. Local."""
-    for base in list(_groups):
-        group = _groups.pop(base)
-        with contextlib.suppress(ValueError, AssertionError):  # already destroyed, with the world
-            dist.destroy_process_group(group)
-
-
 class HostCopies:
     """CPU memory for copies of a state, pinned for copies from an accelerator, and reused by later saves."""
 
@@ -134,7 +116,7 @@ class HostCopies:
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies in CPU memory; ties stay, and memory of names that are gone is freed. Local."""
-        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
         made = {key: self._copy(name, tensors[name]) for key, name in first.items()}
         if any(tensor.device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()

@@ -28,11 +28,6 @@ class Runs(NamedTuple):
     starts: Sequence[int]  # of each run in the full tensor, in elements, ascending
     length: int  # of every run, in elements
 
-    @property
-    def span(self) -> int:
-        """Elements from the start of the first run to the end of the last one."""
-        return self.starts[-1] + self.length - self.starts[0] if self.starts else 0
-
     def bytes(self, itemsize: int) -> Iterator[tuple[int, int, int]]:
         """For each run its first byte and its end in the part, and its first byte in the full tensor."""
         step = self.length * itemsize
@@ -56,24 +51,17 @@ def runs_of(box: Box, shape: Sequence[int]) -> Runs:
     return Runs([offset + sum(at) for at in itertools.product(*steps)], length)
 
 
-def blocks(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Cut a box into blocks with a span of at most ``limit`` elements, in the order of elements. Pure.
-
-    The span includes the elements between the runs, so that a block can be read with one system call.
-    """
-    if not all(size for _, size in box):
+def blocks(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into blocks of at most ``limit`` elements, in the order of elements. Pure."""
+    sizes = [size for _, size in box]
+    if math.prod(sizes) <= limit:
+        yield from [box] if all(sizes) else []
         return
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    gaps = [(size - 1) * stride for (_, size), stride in zip(box, strides, strict=True)]
-    if sum(gaps) < limit:
-        yield box
-        return
-    dim = next(dim for dim, (_, size) in enumerate(box) if size > 1)
-    (start, size), inner = box[dim], 1 + sum(gaps[dim + 1 :])
-    step = max(1, (limit - inner) // strides[dim] + 1)
-    for first in range(0, size, step):
-        cut = (start + first, min(step, size - first))
-        yield from blocks((*box[:dim], cut, *box[dim + 1 :]), shape, limit)
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    step = max(1, limit // math.prod(sizes[dim + 1 :]))
+    for first in range(0, sizes[dim], step):
+        cut = (box[dim][0] + first, min(step, sizes[dim] - first))
+        yield from blocks((*box[:dim], cut, *box[dim + 1 :]), limit)
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -134,8 +122,7 @@ def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
     starts = [start * size % _WORD for start in runs.starts]
     is_aligned = runs.length * size % _WORD == 0 and not any(starts)
     if not is_aligned and part.nbytes > _SUMMED:
-        cuts = blocks(box, shape, _SUMMED // size)
-        return sum(part_sum(inside(part, box, cut), cut, shape) for cut in cuts) & MASK
+        return sum(part_sum(inside(part, box, cut), cut, shape) for cut in blocks(box, _SUMMED // size)) & MASK
     data = part.detach().resolve_conj().resolve_neg().contiguous().view(-1).unsqueeze(-1).view(torch.uint8)
     if is_aligned:
         return word_sum(data.flatten())

@@ -238,10 +238,8 @@ def clear_stale(parent: Path) -> None:
                 continue
             if match["kind"] == "old" and not place.exists():
                 os.rename(sibling, place)
-            elif sibling == lock or (match["kind"] == "gone" and sibling.is_symlink()):
+            elif sibling == lock or sibling.is_symlink():
                 sibling.unlink()
-            elif match["kind"] == "gone":
-                _delete_written(sibling, place)
             else:
                 shutil.rmtree(sibling, ignore_errors=True)
 
@@ -273,9 +271,8 @@ def rotate(path: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` complete checkpoints of the family of ``path``. Local.
 
     A family are siblings whose names differ only in numbers, so ``best`` survives the rotation of ``step-100``.
-    ``path`` itself is never deleted, nor a checkpoint that is being loaded, since loading holds its lock. Damaged
-    checkpoints are neither counted nor deleted, and links are only counted. Only files that the save wrote are
-    deleted: a directory with other files stays, with these and the manifest.
+    ``path`` itself is never deleted, nor a checkpoint that is being loaded, since loading holds its lock, nor one with
+    files that shardkit did not write. Damaged checkpoints are neither counted nor deleted, and links are only counted.
     """
 
     def family(name: str) -> str:
@@ -284,25 +281,9 @@ def rotate(path: Path, keep: int) -> None:
     found = [each for each in _complete_checkpoints(path.parent) if family(each.name) == family(path.name)]
     for each in found[: len(found) - keep]:
         gone = sibling_path(each, "gone", new_token())
-        with _if_unused(each / manifest.NAME) as unused, contextlib.suppress(OSError):  # another process rotates too
-            if unused and each != path and not each.is_symlink():  # the target of a link is not ours
+        # Another process may rotate too.
+        with _if_unused(each / manifest.NAME) as unused, contextlib.suppress(OSError, CheckpointError):
+            is_ours = not each.is_symlink() and set(os.listdir(each)) <= manifest.written_files(each)
+            if unused and is_ours and each != path:
                 os.rename(each, gone)
-        if gone.exists():
-            _delete_written(gone, each)
-
-
-def _delete_written(gone: Path, place: Path) -> None:
-    """Delete the files that the manifest in ``gone`` lists; move the directory back if it has other files.
-
-    Then the manifest stays with them, so that a later save recognizes the directory. If a listed file cannot be
-    deleted, everything stays hidden for :func:`clear_stale`.
-    """
-    with contextlib.suppress(OSError, CheckpointError):
-        ours = manifest.written_files(gone) - {manifest.NAME}
-        for name in ours:
-            _unlink(gone / name)
-        left = set(os.listdir(gone))
-        if left <= {manifest.NAME}:
-            shutil.rmtree(gone)
-        elif left.isdisjoint(ours) and not place.exists():
-            os.rename(gone, place)
+        shutil.rmtree(gone, ignore_errors=True)

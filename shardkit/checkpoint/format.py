@@ -150,25 +150,13 @@ def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
 
 
 def strict_json(text: bytes) -> Any:
-    """Parse JSON, without Python's extensions and without repeated keys. Pure.
-
-    Raises:
-        ValueError: it is not JSON in this sense, or nested too deeply.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a key appears twice in its header")
-        for key in table:
-            key.encode()  # raises for half a surrogate pair, which JSON can escape
-        return table
+    """Parse JSON, without Python's extensions. Pure; raises ValueError for anything else."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(text.decode("utf-8"), parse_constant=refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

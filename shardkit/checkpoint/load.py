@@ -6,32 +6,42 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import tree_leaves
+from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import connected, world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.load_optimizer import plan_optimizer
 from shardkit.checkpoint.native import NativeCheckpoint, Safetensors
 from shardkit.checkpoint.read import locate
-from shardkit.checkpoint.source import Contents, Source, Stored, check_stored_ties, is_stored, read_values
+from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
+from shardkit.shards import as_sharded, local_value
 from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
+from shardkit.state.optimizer import (
+    OptimizerState,
+    group_names,
+    optimizers_of,
+    renamed_state,
+    sharded_optimizer_state_dict,
+)
+from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
 from shardkit.state.plan import (
     KeyMap,
     Request,
@@ -39,10 +49,14 @@ from shardkit.state.plan import (
     check_key_map,
     exactly,
     plan_load,
+    raise_listed,
     rename,
 )
+from shardkit.state.quantized import is_quantized
 
 logger = logging.getLogger("shardkit")
+
+_INNER = "__tensor_flatten__"  # the key of quantized state as it was saved until version 0.1: by inner tensors
 
 
 def load_checkpoint(
@@ -111,7 +125,7 @@ def load_checkpoint(
             contents, request = source.contents, Request(str(path), strict, key_map, among_floats if cast else exactly)
             _check_present(contents, optimizer, scheduler, request)
             targets, others, check = _model_targets(source, _wanted(contents, model, request, rank), request)
-            load = None if optimizer is None else plan_optimizer(model, optimizer, source, request)
+            load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
             compared = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
             poll.same = compared | {"what is at path": _described(contents)}
         if verify and isinstance(source, NativeCheckpoint):
@@ -194,18 +208,10 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, rank: int) -
     if not contents.trainable_only:
         return state
     trains, there = trainable_state(state), {rename(name, request.key_map) for name in contents.model}
-    new = [name for name in trains.tensors if name not in there]
-    if request.strict and new:
-        rule = "Parameters that train now were frozen when it was saved, so they are not in it"
-        fix = "Freeze the same parameters, or pass strict=False to leave them unchanged, with new optimizer state"
-        problem = f"was saved with trainable_only=True, and has no {listing(new)}"
-        raise CheckpointError(message(request.where, problem, rule, fix))
     wanted = {n: t for n, t in state.tensors.items() if n in trains.tensors or n in there}
     if rank == 0:
-        left = len(state.tensors) - len(wanted)
-        logger.warning(
-            "%s was saved with trainable_only=True: %d frozen tensors are left unchanged", request.where, left
-        )
+        text = "%s was saved with trainable_only=True: %d frozen tensors are left unchanged"
+        logger.warning(text, request.where, len(state.tensors) - len(wanted))
     return replace(state, tensors=wanted, others=trains.others)
 
 
@@ -229,3 +235,70 @@ def _model_targets(
     targets = [(found[key].key, state.tensors[name]) for name, key in plan.copies.items() if name in state.tensors]
     others = {name: found[key] for name, key in plan.copies.items() if name not in state.tensors}
     return targets, read_values(source, others), partial(check_stored_ties, source, plan, state.tensors, request)
+
+
+# ---- optimizers -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _OptimizerLoad:
+    """What is read for optimizers."""
+
+    optimizers: list[Optimizer]
+    names: dict[nn.Parameter, str]  # the FQN of each parameter of the model
+    state: OptimizerState  # by FQN, with tensors that are to be filled
+    targets: list[tuple[str, Tensor]] = field(default_factory=list)  # memory to read into, with keys
+    quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # state, and the memory with its values
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give each optimizer its state and its groups their options. Local; the targets are filled."""
+        for into, values in self.quantized:
+            local_value(into).copy_(local_value(values))
+        install(self.optimizers, self.names, self.state, exact=True)
+
+
+def _plan_optimizer(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], source: Source, request: Request
+) -> _OptimizerLoad:
+    """Match the stored state with an optimizer, which need not have stepped. Local; changes nothing.
+
+    Existing state of the same shape and dtype is filled in place. New state is placed as by
+    ``load_full_optimizer_state_dict``. Values are quantized where the optimizer has quantized state, or would make it
+    in its first step, if the saved state was quantized too.
+    """
+    names, optimizers = parameter_names(model), optimizers_of(optimizer)
+    params = {fqn: param for param, fqn in names.items()}
+    stored = by_name(dict(source.contents.optimizer or {}), list(params))
+    found = renamed_state(stored, partial(rename, key_map=request.key_map))
+    own = [fqns for each in optimizers for fqns in group_names(each, names)]
+    problems = mismatches(own, found)
+    if not request.strict:
+        problems = {kind: names for kind, names in problems.items() if kind not in ("missing", "unexpected")}
+    rule = "The optimizer must have the parameters and groups that were saved; nothing was changed"
+    fix = "Build it as before, with the same parameters frozen, "
+    fix += "or pass strict=False to leave out parameters that only one side has"
+    raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
+    kept = set(chain.from_iterable(own))
+    entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
+    if inner := [n for n, entry in entries.items() if any(isinstance(v, dict) and _INNER in v for v in entry.values())]:
+        rule = "Quantized state was saved so until version 0.1, and now as its values"
+        fix = "Load the model alone, and start with a fresh optimizer"
+        raise CheckpointError(message(request.where, f"has inner tensors of {listing(inner)}", rule, fix))
+    load = _OptimizerLoad(optimizers, names, {"param_groups": read_values(source, found["param_groups"])})
+    present = sharded_optimizer_state_dict(model, optimizers, initialize=source.contents.quantized)["state"]
+
+    def place(fqn: str, path: str, leaf: Stored, there: Tensor | None) -> Tensor:
+        if there is not None and is_quantized(there):
+            room = torch.empty(local_value(there).shape, dtype=leaf.dtype)
+            values = as_sharded(room, there) if isinstance(there, DTensor) else room
+            load.quantized.append((there, values))
+        else:
+            if there is None or (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
+                there = room_for(params[fqn], path, leaf, there)
+            values = there
+        load.targets.append((leaf.key, values))
+        return there
+
+    load.state["state"] = with_rooms(entries, present, place, is_stored)
+    return load

@@ -18,7 +18,7 @@ from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.manifest import CONFIG, WAY, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import Located, locate, read_parts
-from shardkit.checkpoint.source import Contents, Stored, checked_optimizer
+from shardkit.checkpoint.source import Contents, Stored
 from shardkit.checkpoint.transfer import Progress, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
@@ -92,7 +92,7 @@ class NativeCheckpoint(Safetensors):
             raise ValueError("the manifest does not list it")
         state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
         if self._dcp is None:
-            contents.optimizer = checked_optimizer(decode(state["optimizer"], self.stored("optimizer")))
+            contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
         random = decode(state["random"], tensors)

@@ -1,6 +1,6 @@
 """Which rank writes which part of a tensor, and whether together they wrote every element.
 
-A tensor's own mesh says where its parts lie. Where that mesh is a slice of a larger one, each slice has the full tensor:
+A tensor's own mesh says where its parts lie. Where that mesh is a slice of a larger one, each slice has the full one:
 the slice with the lowest rank writes it, and the values of all slices must be equal.
 """
 

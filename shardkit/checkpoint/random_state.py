@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardkit._torch import accelerator_state, default_generator
+from shardkit._torch.dispatch import accelerator_state, default_generator
 
 OfRanks = Sequence[bytes]  # the states of one kind of generator, for each rank
 

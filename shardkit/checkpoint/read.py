@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _torch
-from shardkit.checkpoint.agreement import axes_of
+from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.chunks import (
     Part,
     blocks,
@@ -43,7 +43,6 @@ from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
 from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
 
-_PAGE = 4096  # bytes; the system reads no less, so shorter runs are read together with the bytes between them
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
@@ -82,7 +81,7 @@ def read_tensors(
         strict: raise for missing and unexpected names.
         cast: convert floating-point values to the dtype of their tensor.
         progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
-        groups: process groups that together reach all ranks that read; None: those of the tensors' meshes.
+        groups: process groups that together reach all ranks that read; None: all ranks.
 
     Returns:
         the names that were left alone with ``strict=False``.
@@ -91,7 +90,7 @@ def read_tensors(
         CheckpointError: on every rank; the files break a rule of their format or do not fit, and nothing was changed.
             Also if reading itself fails, and then tensors may be partly changed.
     """
-    groups = axes_of(into.values()) if groups is None else groups
+    groups = world() if groups is None else groups
     with together(groups, CheckpointError):
         refuse_subclasses(into)
         found = locate(path)
@@ -122,29 +121,19 @@ def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None =
 
 
 def _read_part(descriptor: int, part: Part, entry: Entry, staging: Staging, meter: Meter) -> None:
-    def read(values: Tensor, box: Box) -> None:
+    def read(values: Tensor, box: Box) -> Tensor:
         data = raw(values)
-        for low, high, start in runs_of(box, entry.shape).bytes(size):
+        for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
             read_all(descriptor, data[low:high], entry.start + start, meter)
+        return values
 
-    (values, box), size = part, entry.dtype.itemsize
-    runs = runs_of(box, entry.shape)
-    is_fine = len(runs.starts) > 1 and runs.length * size < _PAGE
-    if values.dtype == entry.dtype and is_plain_memory(values) and not is_fine:
+    values, box = part
+    if values.dtype == entry.dtype and is_plain_memory(values):
         read(values, box)
         return
-    for block in blocks(box, entry.shape, Staging.BYTES // size):
+    for block in blocks(box, Staging.BYTES // entry.dtype.itemsize):
         view = inside(values, box, block)
-        if is_fine:  # in one piece, with the bytes between the runs
-            runs = runs_of(block, entry.shape)
-            staged = staging.take((runs.span,), entry.dtype, view.device)
-            read_all(descriptor, raw(staged), entry.start + runs.starts[0] * size)
-            meter.add(view.numel() * size)
-            staged = staged.as_strided(view.shape, torch.empty(entry.shape, device="meta").stride())
-        else:
-            staged = staging.take(view.shape, entry.dtype, view.device)
-            read(staged, block)
-        view.copy_(staged)
+        view.copy_(read(staging.take(view.shape, entry.dtype, view.device), block))
 
 
 @torch.no_grad()

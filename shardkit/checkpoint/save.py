@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ class Content:
     optimizer: dict[str, Tensor]  # by path in the state
     rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
     plain: dict[str, Any]  # everything else, encoded
-    layouts: dict[str, Layout] = field(default_factory=dict)  # of safetensors files: model and optimizer
     random: dict[str, str] = field(default_factory=dict)  # this rank's generators
     quantized: bool = False  # whether optimizer state is quantized on this rank
     meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
@@ -67,10 +66,6 @@ class Content:
             "optimizer": optimizer | dict(leaves_of(self.plain["optimizer"])),
             "scheduler": dict(leaves_of(self.plain["scheduler"])),
         }
-
-
-# Writes the tensors of a checkpoint into a directory, and returns the entries of its files. Local.
-Writer: TypeAlias = Callable[[Path], dict[str, FileEntry]]
 
 
 def save_checkpoint(
@@ -117,8 +112,8 @@ def save_checkpoint(
         overwrite: replace the files that shardkit wrote if there is a checkpoint at ``path``; they are deleted in a
             thread, for which the next save or load waits. Other files in the directory are carried over; it is an error
             if the save needs the name of one.
-        keep: after the save, likewise, delete all but the newest ``keep`` checkpoints beside this one whose names differ from
-            its own only in numbers; never one that is being loaded, nor files that shardkit did not write.
+        keep: after the save, likewise, delete all but the newest ``keep`` checkpoints beside this one whose names
+            differ from its own only in numbers; never one that is being loaded, or has files of others.
         trainable_only: leave out frozen parameters, such as the base of an adapter: save only parameters with
             ``requires_grad``, the buffers and extra state of the modules that hold them directly, and their optimizer
             state. Frozen parameters are neither read nor copied, and :func:`load_checkpoint` leaves them unchanged.
@@ -136,16 +131,14 @@ def save_checkpoint(
     Example:
         >>> save_checkpoint(f"runs/step-{step}", model, optimizer, scheduler, extra={"step": step}, keep=3)
     """
-    finish_pending(keep_group=async_)
+    finish_pending()
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         replaces = check_destination(place, format, overwrite, keep)
         content = _collected(model, optimizer, scheduler, extra, format, trainable_only)
         options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
         poll.same = options | {"trainable_only": trainable_only} | content.compared()
-        poll.fix = (
-            "Pass the same on all ranks; ranks that hold different models, such as pipeline stages, save with group="
-        )
+        poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
         content = _staged(content, model) if async_ else content
     write = partial(commit_checkpoint, place, format, content, replaces=replaces, keep=keep)
     if not async_:
@@ -173,9 +166,7 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     if not (path / manifest.NAME).is_file():
         rule = "Only a checkpoint of shardkit is ever replaced"
         raise CheckpointError(message("path", f"{path} is not a checkpoint", rule, "Use another path"))
-    written = manifest.written_files(path) - {manifest.NAME}
-    # Rotation leaves a manifest alone beside files of others, which are carried over.
-    if not overwrite and any(os.path.lexists(path / name) for name in written):
+    if not overwrite:
         raise CheckpointError(message("path", f"{path} exists", "", "Use another path, or pass overwrite=True"))
     return True
 
@@ -196,9 +187,8 @@ def _collected(
     encoded, tensors = encode(named, "", sharded=True)
     given = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": extra}
     beside, beside_tensors = encode(given, "")
-    quantized = sorted(name for name, tensor in tensors.items() if is_quantized(tensor))
     # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
-    moments = {name: plain_values(tensor) if name in quantized else tensor.detach() for name, tensor in tensors.items()}
+    moments = {n: plain_values(each) if is_quantized(each) else each.detach() for n, each in tensors.items()}
     refuse_subclasses(state.tensors | moments)
     found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
     ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
@@ -207,14 +197,16 @@ def _collected(
         optimizer=moments,
         rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
         plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
-        quantized=bool(quantized),
+        quantized=any(map(is_quantized, tensors.values())),
         random={kind: each.hex() for kind, each in random_state.states().items()},
         meshes=[{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found],
         trainable_only=trainable_only,
         config="" if trainable_only else config_text(model),
     )
-    laid_out(content.rest, "state")  # whether they can be written
-    return content if format == "dcp" else replace(content, layouts=_layouts(content))
+    laid_out(content.rest, "state")  # all of it is checked now
+    if format == "safetensors":
+        _layouts(content)
+    return content
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -231,15 +223,10 @@ def _layouts(content: Content) -> dict[str, Layout]:
 def _staged(content: Content, model: nn.Module) -> Content:
     """Return it with copies in CPU memory. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
-    made = copies_of(model).copy(
-        {f"{key}/{name}": each for key, part in sections.items() for name, each in part.items()}
-    )
+    flat = {f"{key}/{name}": tensor for key, part in sections.items() for name, tensor in part.items()}
+    made = copies_of(model).copy(flat)
     copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
-    layouts = {
-        key: Layout({name: copied[key][name] for name in old.tensors}, old.files)
-        for key, old in content.layouts.items()
-    }
-    return replace(content, layouts=layouts, **copied)
+    return replace(content, **copied)
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
@@ -253,21 +240,22 @@ def commit_checkpoint(
     *,
     replaces: bool = False,
     keep: int | None = None,
-    writer: Writer | None = None,
+    writer: Callable[[Path], dict[str, FileEntry]] | None = None,
 ) -> None:
     """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
 
-    Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
-    parts, and when it has written the rest, flushed and renamed.
+    A ``writer`` writes the tensors into the directory instead, and returns the entries of its files. Ranks wait for
+    each other three times: when the first has made the files, when all have written and flushed their parts, and when
+    it has written the rest, flushed and renamed.
     """
+    layouts = _layouts(content) if format == "safetensors" and writer is None else {}
 
     def prepare(place: Path) -> None:
-        for layout in content.layouts.values():
-            create_files(place, layout.files)
+        create_files(place, [file for layout in layouts.values() for file in layout.files])
 
     def write() -> dict[str, Any]:
         report: dict[str, Any] = {"random": content.random, "quantized": content.quantized, "written": {}}
-        for section, layout in content.layouts.items():
+        for section, layout in layouts.items():
             progress = ProgressLine(f"save {section}")
             report["written"][section] = write_own(draft.directory, layout, ranks, progress, flush=True)
             progress.close()
@@ -284,9 +272,9 @@ def commit_checkpoint(
         with together(groups, CheckpointError):
             if draft.is_first:
                 check_copies(each["copies"] for each in reports.values())
-                for section, layout in content.layouts.items():
-                    written = (each["written"][section] for each in reports.values())
-                    sums = check_written({name: each.numel() for name, each in layout.tensors.items()}, written)
+                for section, layout in layouts.items():
+                    sizes = {name: tensor.numel() for name, tensor in layout.tensors.items()}
+                    sums = check_written(sizes, (each["written"][section] for each in reports.values()))
                     files |= entries_of(layout.files, sums)
                 by_rank = dist.get_process_group_ranks(groups[0]) if groups else ranks
                 rest = _write_rest(path, draft.directory, content, [reports[rank] for rank in by_rank])

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardkit._torch import tree_map
+from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
@@ -122,22 +122,6 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
         problem = f"it has no tensors under {listing(map(str, tree))}"
         raise CheckpointError(message(where, problem, rule, "Save the model's state dict under one of these keys"))
     return Contents(flat, None if optimizer is None else _optimizer(optimizer))
-
-
-def checked_optimizer(found: Any) -> dict[str, Any] | None:
-    """Return an optimizer's state, or None; raise ValueError for anything else."""
-    if found is None:
-        return None
-    if not isinstance(found, dict) or found.keys() != {"state", "param_groups"}:
-        raise ValueError("an optimizer has state and param_groups")
-    groups, entries = found["param_groups"], found["state"]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise ValueError("param_groups is a list of dicts")
-    if not all(isinstance(name, str) for group in groups for name in group.get("params", [None])):
-        raise ValueError("params are names")
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ValueError("state is a dict of dicts")
-    return found
 
 
 def _flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, spanning_axes
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.chunks import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
-from shardkit.checkpoint.format import METADATA, NAMES, Entry, File, Spec, lay_out
+from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
 from shardkit.checkpoint.owners import check_copies, check_written, copies, owned
 from shardkit.checkpoint.transfer import Meter, Progress, Staging, flush_files, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
@@ -69,8 +69,7 @@ def write_tensors(
         dtype: convert floating-point tensors to this dtype while writing; None keeps theirs.
         flush: flush the files to the disk (fsync) before this returns, though not the directory.
         progress: called on each rank with the bytes it has written, and its total, every 64 MiB.
-        groups: process groups that together reach each rank that writes once; None: the axes of the tensors' largest
-            mesh, or the world if that mesh does not have all ranks, or if there is no DTensor.
+        groups: process groups that together reach each rank that writes once; None: all ranks.
 
     Returns:
         the files, the index last; the same on every rank.
@@ -79,7 +78,7 @@ def write_tensors(
         CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, separate meshes
             have different values of one tensor, or writing failed on some rank, with its reason.
     """
-    groups, target = spanning_axes(tensors.values()) if groups is None else groups, Path(directory)
+    groups, target = world() if groups is None else groups, Path(directory)
     with together(groups, CheckpointError, call="write_tensors") as poll:
         layout = laid_out(tensors, name, max_shard_size, metadata, dtype)
         poll.same = {"tensors": layout.described()}
@@ -112,34 +111,20 @@ def laid_out(
     metadata: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Layout:
-    """Assign different tensors to files, after checking that safetensors can hold them. Local; :func:`write_tensors`'s
-    arguments and errors.
-    """
-    if os.path.basename(name) != name or not name:
-        raise CheckpointError(message("name", f"must be the start of file names, got {name!r}", "", "Use 'model'"))
-    if not isinstance(most, int) or most <= 0:
-        raise CheckpointError(
-            message("max_shard_size", f"must be a number of bytes, got {most!r}", "", "Use 5 * 10**9")
-        )
+    """Assign different tensors to files, after checking that safetensors can hold them. Local."""
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
         floats = ", ".join(str(each) for each in NAMES if each.is_floating_point)
         raise CheckpointError(message("dtype", f"must be one of {floats}, got {dtype}", "", "Leave it out"))
     # By identity: empty shards of different tensors have the same memory.
-    once = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    once = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     different = {name: tensor for name, tensor in tensors.items() if once[id(tensor)] == name}
     specs = {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in different.items()}
-    if unfit := [f"{n} ({reason})" for n, tensor in different.items() for reason in _unfit(n, tensor, specs[n])]:
+    if unfit := [f"{n} ({reason})" for n, tensor in different.items() for reason in _unfit(tensor, specs[n])]:
         rule = "A safetensors file holds strided tensors of " + ", ".join(str(each) for each in NAMES)
         fix = "Leave them out, or convert them"
         if any(local_value(tensor).is_meta for tensor in different.values()):
             fix = "Call shardkit.materialize(model), or load_pretrained, before saving"
         raise CheckpointError(message("tensors", f"cannot be written: {listing(unfit)}", rule, fix))
-    if unfit := [
-        key for key, text in (metadata or {}).items() if not isinstance(key, str) or not isinstance(text, str)
-    ]:
-        raise CheckpointError(
-            message("metadata", f"must map strings to strings, and {unfit} are others", "", "Use str()")
-        )
     return Layout(different, lay_out(specs, name, most, {"format": "pt", **(metadata or {})}))
 
 
@@ -148,10 +133,8 @@ def written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _unfit(name: str, tensor: Tensor, spec: Spec) -> Iterator[str]:
+def _unfit(tensor: Tensor, spec: Spec) -> Iterator[str]:
     local = local_value(tensor)
-    if name == METADATA or any("\ud800" <= character <= "\udfff" for character in name):  # half a surrogate pair
-        yield "the name"
     if spec.dtype not in NAMES:
         yield str(spec.dtype)
     elif local.is_meta:
@@ -230,6 +213,6 @@ def _as_stored(part: Part, entry: Entry, staging: Staging) -> Iterator[Part]:
     if values.dtype == entry.dtype and is_plain_memory(values):
         yield part
         return
-    for block in blocks(box, entry.shape, Staging.BYTES // entry.dtype.itemsize):
+    for block in blocks(box, Staging.BYTES // entry.dtype.itemsize):
         view = inside(values, box, block)
         yield staging.take(view.shape, entry.dtype, view.device).copy_(view), block

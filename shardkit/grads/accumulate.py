@@ -17,7 +17,8 @@ from shardkit._fsdp.accumulation import (
     reset_iteration,
     units_gathered_until_backward,
 )
-from shardkit._torch import named_sharded_parameters, steps_in_backward
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.steps import steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, note
 from shardkit.runtime.stepping import watch_gradients

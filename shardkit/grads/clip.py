@@ -12,16 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit._torch import (
-    by_device_and_dtype,
-    foreach_mul_,
-    foreach_norm,
-    layout_of,
-    local_tensor,
-    plain_attributes,
-    sharded_parameters,
-    steps_in_backward,
-)
+from shardkit._torch import local_tensor, plain_attributes, sharded_parameters
+from shardkit._torch.steps import by_device_and_dtype, foreach_mul_, foreach_norm, layout_of, steps_in_backward
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import collective_device, note
 

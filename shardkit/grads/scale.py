@@ -12,13 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._fsdp import fsdp_units
-from shardkit._torch import (
-    UnscalingGradScaler,
-    amp_unscale_,
-    by_device_and_dtype,
-    foreach_mul_,
-    named_sharded_parameters,
-)
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.steps import UnscalingGradScaler, amp_unscale_, by_device_and_dtype, foreach_mul_
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import device_type, note
 from shardkit.runtime.means import divisor, reduce_groups, reduce_size

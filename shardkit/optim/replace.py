@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from shardkit._torch import count_for_schedulers, counts_for_schedulers
+from shardkit._torch.steps import count_for_schedulers, counts_for_schedulers
 from shardkit.errors import ShardkitError, message
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
-from shardkit._torch import named_sharded_parameters, version_of
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.dispatch import version_of
 from shardkit.errors import listing, message
 from shardkit.runtime.stepping import replicated_waiting
 from shardkit.shards import device_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,14 @@ Decay = float | Callable[[int], float] | None
 def sharded_average(model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool = False) -> ShardedAverage:
     """Return a running average of the model's weights, sharded like the model. Local: no collective, now or later.
 
-    It takes the place of ``torch.optim.swa_utils.AveragedModel``, which copies the model, as FSDP2 models cannot be. It
-    computes with the same functions of torch on this rank's shards, and its state dict has the same names
-    (``n_averaged``, ``module.<FQN>``), so each can load the other's full state.
-
-    ``update_parameters(model)`` after ``optimizer.step()`` adds the present weights; the first call copies them.
-    ``with average.swapped(model):`` evaluates or exports the average. It is an ``nn.Module`` of DTensors: save it with
-    ``save_checkpoint(path, average)`` and load it into any world with ``load_checkpoint(path, average)``.
+    It takes the place of ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, with the same
+    functions of torch on this rank's shards, and the same names (``n_averaged``, ``module.<FQN>``), so each can load
+    the other's full state. ``update_parameters(model)`` after ``optimizer.step()`` adds the present weights; the first
+    call copies them. ``with average.swapped(model):`` evaluates or exports the average. It is an ``nn.Module`` of
+    DTensors: ``save_checkpoint(path, average)`` saves it, and ``load_checkpoint`` loads it into any world.
 
     Args:
-        model: sharded or plain, not on meta. Its names, shapes and placements must stay.
+        model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which parameters train.
         decay: the share of the average that an update keeps, from 0 to 1; or a function that returns it for the number
             of updates so far (1 or more), such as a warm-up; or None for the equal average of all updates (SWA).
         use_buffers: average floating-point buffers too; else they are copied in each update. Non-persistent ones stay
@@ -61,31 +59,26 @@ class ShardedAverage(nn.Module):
         self.decay, self.use_buffers, self.is_swapped = decay, use_buffers, False
         self.module = nn.Module()
         self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long, device="cpu"))
-        copies = {tensor: _copy(tensor) for tensor in tensors.values()}  # of tied ones, one
+        copies: dict[Tensor, Tensor] = {}  # of tied ones, one
         for name, tensor in tensors.items():
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if tensor not in copies:
+                made = nn.Parameter if isinstance(tensor, nn.Parameter) else nn.Buffer
+                copies[tensor] = tensor if is_frozen else made(tensor.detach().clone())
             *path, last = name.split(".")
             module: nn.Module = self.module
             for part in path:
                 if part not in module._modules:
                     setattr(module, part, nn.Module())
                 module = module.get_submodule(part)
-            copy = copies[tensor]
-            module.register_parameter(last, copy) if isinstance(copy, nn.Parameter) else module.register_buffer(
-                last, copy
-            )
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: it has no modules to run."""
-        fix = "Call model(...) in `with average.swapped(model):`"
-        raise ShardkitError(message("ShardedAverage", "has no forward", "It holds weights only", fix))
+            setattr(module, last, copies[tensor])
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Add the model's present weights to the average. In place, local.
 
         Raises:
-            ShardkitError: inside of ``swapped``; the model's tensors differ from those that were averaged; or one
-                trains that was frozen when the average was made.
+            ShardkitError: inside of ``swapped``, or the model's tensors differ from those that were averaged.
         """
         pairs, count = self._pairs(model, "update_parameters"), int(self.n_averaged)
         decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
@@ -123,18 +116,8 @@ class ShardedAverage(nn.Module):
             rule = "Names, shapes, dtypes, devices and placements must be those of the model that it was made from"
             fix = "Make it from this model, after sharding and moving it"
             raise ShardkitError(message(listing(differing), "differs from the average", rule, fix))
-        if thawed := [name for name in theirs if own[name] is theirs[name] and theirs[name].requires_grad]:
-            rule = "An average holds copies of the parameters that trained when it was made"
-            fix = "Make it again with sharded_average(model), and load_checkpoint into it"
-            raise ShardkitError(message(listing(thawed), "trains now, and was frozen then", rule, fix))
         found = {id(own[name]): (own[name], theirs[name]) for name in own if own[name] is not theirs[name]}
         return sorted(found.values(), key=lambda pair: not isinstance(pair[0], nn.Parameter))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.detach().clone()
-    return nn.Parameter(tensor.detach().clone()) if tensor.requires_grad else tensor
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import is_wrapper
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import collective_device
 from shardkit.shards import Box, box_at, device_of, local_part, local_value
@@ -33,6 +34,7 @@ BY_MESSAGES = ("gloo", "fake")
 Item = TypeVar("Item")
 Part: TypeAlias = tuple[Tensor, torch.dtype]  # a view to read or write, and the dtype in which it travels
 
+_by_size = attrgetter("itemsize")  # things are sent in the smaller dtype of both ends, so that nothing is rounded twice
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
 _groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
 
@@ -50,8 +52,12 @@ class ModelGroup:
     """The ranks that hold a model's tensors."""
 
     ranks: tuple[int, ...]  # global; empty without a process group
-    root: int  # the one that gathers and scatters
     mesh: DeviceMesh | None  # of all the ranks; None: the default group
+
+    @property
+    def root(self) -> int:
+        """The lowest rank, which gathers and scatters."""
+        return self.ranks[0] if self.ranks else 0
 
     @property
     def is_root(self) -> bool:
@@ -62,35 +68,31 @@ class ModelGroup:
         """Return a process group of the ranks, ready for messages between any of them. Collective."""
         if len(self.ranks) < 2:
             return None
-        axes = [axis for axis, size in enumerate(self.mesh.shape) if size > 1] if self.mesh is not None else []
-        key = (dist.group.WORLD, self.ranks)
-        group = dist.group.WORLD if len(self.ranks) == dist.get_world_size() else _groups.get(key)
-        if self.mesh is not None and len(axes) == 1:
-            group = self.mesh.get_group(axes[0])
-        elif group is None:
-            group = _groups[key] = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        world, groups = dist.group.WORLD, [] if self.mesh is None else self.mesh.get_all_groups()
+        group = next((each for each in (world, *groups) if each is not None and each.size() == len(self.ranks)), None)
+        if group is None and (group := _groups.get((world, self.ranks))) is None:
+            group = _groups[world, self.ranks] = dist.new_group(list(self.ranks), use_local_synchronization=True)
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages (torch 2.13).
             dist.all_reduce(torch.zeros(1, device=collective_device(group)), group=group)
         return group
 
 
-def model_group(tensors: Iterable[Tensor], root: int | None = None) -> ModelGroup:
-    """Return the ranks that hold a model's tensors; the root is by default the lowest. Local.
+def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
+    """Return the ranks that hold a model's tensors; the root is the lowest. Local.
 
-    Without a DTensor they are all ranks of the default group. Raises if no mesh has all ranks of the others: then ranks
-    would not agree on a root.
+    Without a DTensor they are all ranks. Raises if no mesh has all ranks of the others: ranks might name other roots.
     """
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
-        return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), root or 0, None)
+        return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
     ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         problem = f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
         rule = "One mesh must have all ranks of the others, so that one rank can gather from all"
         raise ShardkitError(message("model", problem, rule, "Gather the parts of the model on each mesh by themselves"))
-    return ModelGroup(tuple(ranks), ranks[0] if root is None else root, widest)
+    return ModelGroup(tuple(ranks), widest)
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
@@ -107,22 +109,14 @@ def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple
     return known[key]
 
 
-def in_boxes(tensor: Tensor) -> bool:
-    """Whether ranks hold boxes of a tensor: a DTensor without partial sums, ragged shards or quantized blocks."""
-    if not isinstance(tensor, DTensor) or is_wrapper(local_value(tensor)):
-        return False
+def in_boxes(tensor: DTensor) -> bool:
+    """Whether ranks hold boxes of a tensor: no partial sums, and no ragged shards."""
     return all(place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements)
 
 
 def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
     """Return the coordinate of a global rank in a mesh that has it. Pure."""
     return tuple((mesh.mesh == rank).nonzero()[0].tolist())
-
-
-def is_in_replica(tensor: DTensor, replica: Sequence[int], first_axis: int = 0) -> bool:
-    """Whether this rank has the replica at a coordinate of the mesh, on the axes from the first one. Pure."""
-    here, places = tensor.device_mesh.get_coordinate() or (), tensor.placements
-    return all(hasattr(places[n], "dim") or here[n] == replica[n] for n in range(first_axis, len(places)))
 
 
 def cut(full: Tensor, box: Box) -> Tensor:
@@ -136,11 +130,6 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim."""
     if target.numel():
         target.copy_(value)
-
-
-def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Return the smaller dtype, in which to send, so that nothing is rounded twice."""
-    return target if target.itemsize <= source.itemsize else source
 
 
 def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device:
@@ -173,11 +162,11 @@ class Batch:
         """Exchange all messages. Collective over the ranks that are named."""
         operations, received = [], []
         packed: dict[object, Tensor] = {}  # what several peers are sent is packed once
-        for (is_sent, peer), parts in sorted(self._parts.items(), key=lambda item: item[0]):
-            for group in _messages(parts):
-                key = (is_sent, *(id(view) for view, _ in group), None if is_sent else peer)
+        for is_sent, peer in sorted(self._parts):
+            for parts in _messages(self._parts[is_sent, peer]):
+                key = (is_sent, *(id(view) for view, _ in parts), None if is_sent else peer)
                 if key not in packed:
-                    packed[key], pairs = self._packed(group)
+                    packed[key], pairs = self._packed(parts)
                     received += [] if is_sent else pairs
                     for view, part in pairs if is_sent else ():
                         part.copy_(view)
@@ -191,8 +180,8 @@ class Batch:
         """Return the bytes of a message, and views with their parts of it; none where the bytes are the view's own."""
         view, dtype = parts[0]
         device = self._device or view.device
-        if len(parts) == 1 and view.dtype == dtype and view.device == device and view.is_contiguous():
-            return view.view(-1).view(torch.uint8), []
+        if len(parts) == 1 and (view.dtype, view.device) == (dtype, device) and view.is_contiguous():
+            return as_bytes(view), []
         sizes = [view.numel() * dtype.itemsize for view, dtype in parts]
         data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         found = zip(parts, torch.split(data, sizes), strict=True)
@@ -209,6 +198,11 @@ def _messages(parts: Iterable[Part]) -> Iterator[list[Part]]:
             small.append((view, dtype))
     if small:
         yield sorted(small, key=lambda part: -part[1].itemsize)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a view, so that any dtype can be sent."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def buckets(
@@ -239,41 +233,33 @@ def gather(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors by name, in new memory and in order, on the root or on all ranks. Collective.
+    """Yield full tensors by name, in new memory and in order, on the root or everywhere. Collective.
 
-    Every rank must pass the same names, and exhaust the iterator. Besides what was yielded it holds one bucket.
-
-    Args:
-        tensors: DTensors, and plain tensors, of which each rank gets its own.
-        ranks: those that hold them, from :func:`model_group`.
-        everywhere: yield on all ranks.
-        dtype: of floating-point tensors; None keeps theirs. They are sent in the smaller dtype.
-        device: of the result; None: where the shards are, or their mesh's device.
-
-    Raises:
-        ShardkitError: a shard is quantized, and torch cannot join such shards.
+    Every rank passes the same names, and exhausts the iterator. Besides what was yielded it holds one bucket. Of plain
+    tensors each rank gets its own. ``dtype`` is that of floating-point tensors; ``device`` None is where shards are
+    sent from. Raises for quantized shards, which torch cannot join.
     """
     group, listed = ranks.connect(), list(tensors)
-    if quantized := {n: t for n, t in listed if isinstance(t, DTensor) and is_wrapper(local_value(t))}:
-        kinds = {type(local_value(tensor)).__name__ for tensor in quantized.values()}
-        problem = f"is quantized ({listing(kinds)}), and cannot be gathered"
+    shards = {name: local_value(tensor) for name, tensor in listed if isinstance(tensor, DTensor)}
+    if kinds := {name: type(shard).__name__ for name, shard in shards.items() if is_wrapper(shard)}:
+        problem = f"is quantized ({listing(set(kinds.values()))}), and cannot be gathered"
         rule, fix = "Blocks and scales are each shard's own", "Save it with save_checkpoint, or dequantize it first"
-        raise ShardkitError(message(listing(quantized), problem, rule, fix))
-    is_target = everywhere or ranks.is_root
+        raise ShardkitError(message(listing(kinds), problem, rule, fix))
+    collects = group is not None and dist.get_backend(group) not in BY_MESSAGES
     dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in listed}
-    for batch, wire, bucket in buckets((((n, t), t, dtypes[n]) for n, t in listed), group):
+    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group):
         fulls: list[tuple[str, Tensor]] = []
         for name, like in bucket:
-            sent = wire_dtype(like.dtype, dtypes[name])
+            full, sent = None, min(dtypes[name], like.dtype, key=_by_size)
             if not isinstance(like, DTensor):
-                full = like.detach().to(device or like.device, dtypes[name], copy=True) if is_target else None
+                full = like.detach().to(device or like.device, dtypes[name], copy=True)
             elif not in_boxes(like):
                 full = like.full_tensor()
-            elif everywhere and wire == local_value(like).device and _has_fast_all_gather(like, group):
+            elif everywhere and collects and wire == local_value(like).device and _is_chunked(like):
                 full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
-            else:
+            elif everywhere or ranks.root in like.device_mesh.mesh:  # else on a slice whose values the root's has too
                 full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
-            fulls += [(name, full)] if full is not None and is_target else []
+            fulls += [(name, full)] if full is not None and (everywhere or ranks.is_root) else []
         batch.run()
         while fulls:  # none is held here once it is yielded
             name, full = fulls.pop(0)
@@ -281,28 +267,25 @@ def gather(
             del full
 
 
-def _has_fast_all_gather(like: DTensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether torch's all-gather is the faster way, and exact: for strided and empty shards it is not (torch 2.13)."""
+def _is_chunked(like: DTensor) -> bool:
+    """Whether torch's all-gather is exact: for strided and empty shards it is not (torch 2.13)."""
     shards = [place for place in like.placements if hasattr(place, "dim")]
-    is_even_rule = len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.numel() > 0
-    return is_even_rule and group is not None and dist.get_backend(group) not in BY_MESSAGES
+    return len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.numel() > 0
 
 
 def _gather_boxes(
     like: DTensor, dtype: torch.dtype, sent: torch.dtype, batch: Batch, device: torch.device, root: int | None
 ) -> Tensor | None:
     """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
-    mesh, rank, own = like.device_mesh, dist.get_rank(), local_value(like)
-    if root is not None and root not in mesh.mesh:
-        return None  # a slice of a larger mesh, with values equal to those of the root's slice
-    replica = coordinate_of(mesh, rank if root is None else root)
-    found = holders(like, replica) if root in (None, rank) else []
-    for peer in [holder for holder, _ in found] if root is None else [root] * is_in_replica(like, replica):
+    rank, own = dist.get_rank(), local_value(like)
+    boxes = dict(holders(like, coordinate_of(like.device_mesh, rank if root is None else root)))
+    for peer in {*boxes} if root is None else {root} if rank in boxes else ():
         if peer != rank:
             batch.send(own, sent, peer)
-    full = torch.empty(like.shape, dtype=dtype, device=device) if found else None
-    for holder, box in found:
-        assert full is not None
+    if root not in (None, rank):
+        return None
+    full = torch.empty(like.shape, dtype=dtype, device=device)
+    for holder, box in boxes.items():
         if holder == rank:
             copy_into(cut(full, box), own)
         else:
@@ -320,51 +303,50 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     group, moves = ranks.connect(), list(moves)
     for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):
         replicated = []
-        for move in bucket:
-            like, sent = move.target, wire_dtype(move.dtype, move.target.dtype)
+        for like, full, dtype in bucket:
+            sent = min(like.dtype, dtype, key=_by_size)
             if isinstance(like, DTensor) and in_boxes(like) and like.device_mesh.size() == len(ranks.ranks):
-                _scatter_boxes(like, move.full, sent, batch, ranks)
+                _scatter_boxes(like, full, sent, batch, ranks.root)
                 replicated.append(like)
                 continue
-            full = torch.empty(like.shape, dtype=sent, device=device) if move.full is None else move.full
+            full = torch.empty(like.shape, dtype=sent, device=device) if full is None else full
             full = full.to(device, sent).contiguous()
             if group is not None and full.numel():
-                dist.broadcast(full.view(-1).view(torch.uint8), ranks.root, group=group)
+                dist.broadcast(as_bytes(full), ranks.root, group=group)
             _write(like, full)
         batch.run()
-        for axis in range(max((like.device_mesh.ndim for like in replicated), default=0)):
-            _broadcast_replicas([like for like in replicated if axis < like.device_mesh.ndim], axis, ranks.root, device)
+        _broadcast_replicas(replicated, ranks.root, device)
     torch.autograd.graph.increment_version([move.target for move in moves])  # for autograd to see it
 
 
-def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, ranks: ModelGroup) -> None:
-    own, replica = local_value(like), coordinate_of(like.device_mesh, ranks.root)
-    if full is None and is_in_replica(like, replica):
-        batch.receive(own, sent, ranks.root)
-    for holder, part in [(each, cut(full, box)) for each, box in holders(like, replica)] if full is not None else ():
-        if holder == ranks.root:
+def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
+    own, boxes = local_value(like), dict(holders(like, coordinate_of(like.device_mesh, root)))
+    if full is None and dist.get_rank() in boxes:
+        batch.receive(own, sent, root)
+    for holder, part in [(each, cut(full, box)) for each, box in boxes.items()] if full is not None else ():
+        if holder == root:
             copy_into(own, part)
         else:
             batch.send(part, sent, holder)
 
 
-def _broadcast_replicas(likes: Iterable[DTensor], axis: int, root: int, device: torch.device) -> None:
-    """Broadcast shards along an axis of their meshes from the root's replica, all at once. Collective."""
-    waiting = []
-    for like in likes:
-        mesh, own = like.device_mesh, local_value(like)
-        replica = coordinate_of(mesh, root)
-        if hasattr(like.placements[axis], "dim") or mesh.size(axis) == 1 or not own.numel():
-            continue
-        if is_in_replica(like, replica, axis + 1):
-            sent = own.to(device).contiguous()
-            data, group = sent.view(-1).view(torch.uint8), mesh.get_group(axis)
-            work = dist.broadcast(data, group=group, group_src=replica[axis], async_op=True)
-            waiting.append((own, sent, work))
-    for own, sent, work in waiting:
-        work.wait()
-        if sent is not own:
-            own.copy_(sent)
+def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.device) -> None:
+    """Broadcast shards from the root's replica, along one axis of their meshes after the other. Collective.
+
+    Before the last axis some ranks are sent what is not the root's; it is overwritten.
+    """
+    for axis in range(max((like.device_mesh.ndim for like in likes), default=0)):
+        waiting = []
+        for like in likes:
+            mesh, own = like.device_mesh, local_value(like)
+            if axis < mesh.ndim and mesh.size(axis) > 1 and like.placements[axis].is_replicate() and own.numel():
+                sent, source = own.to(device).contiguous(), coordinate_of(mesh, root)[axis]
+                work = dist.broadcast(as_bytes(sent), group=mesh.get_group(axis), group_src=source, async_op=True)
+                waiting.append((own, sent, work))
+        for own, sent, work in waiting:
+            work.wait()
+            if sent is not own:
+                own.copy_(sent)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from shardkit.ranks import Groups, groups_of, together
 from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
 from shardkit.state.names import clean_name, is_extra, refuse_meta
 from shardkit.state.place import Room, live_state
-from shardkit.state.plan import IncompatibleKeys, LoadPlan, Request, Spec, check_ties, plan_load, same_values
+from shardkit.state.plan import IncompatibleKeys, Request, Spec, check_ties, plan_load, same_values
 
 Source = Literal["rank0", "all"]
 
@@ -34,14 +34,14 @@ def load_full_state_dict(
     In place: parameters and buffers stay the same objects, so optimizers, ties and attributes stay valid. Values are
     converted to the model's dtypes. The dict is not changed, and shares no memory with the model. One name of tied
     tensors is enough; the values of several must be equal. Names in the dict may have the wrappers ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``, or not. Hooks of ``load_state_dict`` do not run.
+    ``_checkpoint_wrapped_module``. Hooks of ``load_state_dict`` do not run.
 
     A model on meta is materialized: tensors in the dict get memory on the mesh's device (the CPU if offloaded), and
     others, such as non-persistent buffers, the values of their construction.
 
-    **Collective**: every rank calls it. With ``src="rank0"`` that rank sends each other rank its part once, or one
-    rank of those whose shapes are equal, and broadcasts tensors that are not sharded; with ``src="all"`` ranks exchange
-    only success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
+    **Collective**: every rank calls it. With ``src="rank0"`` that rank sends each other rank its part once, and full
+    tensors where they are not sharded; of replicas one is sent its parts, and broadcasts them. With ``src="all"`` ranks
+    exchange only success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
 
     Args:
         model: any module, with values or on meta, sharded or not.
@@ -65,12 +65,11 @@ def load_full_state_dict(
         >>> state = torch.load("model.pt") if rank == 0 else {}
         >>> load_full_state_dict(model, state)
     """
-    groups = groups_of(model) or world_groups(src)
+    groups = load_groups(model, src)
     fix = "Pass strict=False to ignore names that only one side has"
-    request = Request("state_dict", strict, clean_name, _unless_complex, fix, ShardkitError)
+    request = Request("state_dict", strict, clean_name, _converts, fix, ShardkitError)
     with together(groups, call="load_full_state_dict") as poll:
         poll.same = {"src": src, "strict": strict, "assign": assign}
-        check_src(src)
         state = live_state(model)
         ranks = model_group(state.tensors.values())
         given = _checked(state_dict) if src == "all" or ranks.is_root else {}
@@ -86,42 +85,33 @@ def load_full_state_dict(
         sources = {name: source for name, source in plan.copies.items() if name in state.tensors}
         dtypes = {name: offered[s].dtype if assign else state.tensors[name].dtype for name, s in sources.items()}
         if given:
-            _check_ties(plan, given, dtypes, request)
+            check_ties(plan, lambda name, a, b: _are_equal(given[a], given[b], dtypes[name]), request)
         room = Room(model, state.tensors, dtypes)
         room.compute()
     moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
     cut_all(moves) if src == "all" else scatter(moves, ranks)
     room.install()
     modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
-    for name in plan.copies.keys() & state.others.keys():
+    for name in (name for name in plan.copies if name in state.others):
         modules[name.rpartition(".")[0]].set_extra_state(offered[plan.copies[name]])
     return plan.keys
 
 
-def check_src(src: str) -> None:
-    """Raise for an unknown ``src``."""
+def load_groups(model: nn.Module, src: Source) -> Groups:
+    """Return the groups that load into a model: of its meshes, or all ranks if one has the tensors. Local."""
     if src not in ("rank0", "all"):
-        rule = 'It is "rank0" (one rank has the tensors) or "all" (every rank has them)'
-        raise ShardkitError(message("src", f"is {src!r}", rule, 'Pass src="rank0" or src="all"'))
+        fix = 'Pass src="all" if every rank has the dict'
+        raise ShardkitError(message("src", f'must be "rank0" or "all", got {src!r}', "", fix))
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return groups_of(model) or [None] * (src == "rank0" and several)
 
 
-def world_groups(src: Source) -> Groups:
-    """Return the groups for a model without DTensors: all ranks, if one sends tensors to the others."""
-    return [None] if src == "rank0" and dist.is_initialized() and dist.get_world_size() > 1 else []
+def _converts(have: torch.dtype, want: torch.dtype) -> bool:
+    return want.is_complex or not have.is_complex  # whose imaginary parts ``copy_`` would drop
 
 
-def _unless_complex(have: torch.dtype, want: torch.dtype) -> bool:
-    return want.is_complex or not have.is_complex  # ``Tensor.copy_`` drops imaginary parts
-
-
-def _check_ties(plan: LoadPlan, given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], request: Request) -> None:
-    """Compare the values of tied tensors, in the dtype that is loaded. Local."""
-
-    def are_equal(name: str, one: str, other: str) -> bool:
-        first, second, dtype = given[one], given[other], dtypes[name]
-        return first is second or same_values(first.to(dtype), second.to(first.device, dtype))
-
-    check_ties(plan, are_equal, request)
+def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    return one is other or same_values(one.to(dtype), other.to(one.device, dtype))
 
 
 def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

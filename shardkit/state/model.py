@@ -37,15 +37,14 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return plain, full tensors by clean FQN, as ``state_dict()`` of the unsharded model.
 
-    Works for any model: sharded by FSDP2 alone or with tensor parallelism, replicated (HSDP), with plain parameters
-    (each rank's own), or without DTensors. Keys, order, ties (one tensor under both names), persistent buffers,
-    ``_extra_state`` and version metadata are those of ``nn.Module.state_dict``, whose hooks run on the shards. Names
-    are without ``_orig_mod`` and ``_checkpoint_wrapped_module``. All tensors are copies.
+    Works for any model, sharded on any meshes or not at all; of plain parameters each rank gives its own. Keys, order,
+    ties (one tensor under both names), persistent buffers, ``_extra_state`` and version metadata are those of
+    ``nn.Module.state_dict``, whose hooks run on the shards. Names are without ``_orig_mod`` and
+    ``_checkpoint_wrapped_module``. All tensors are copies.
 
     **Collective**: every rank calls it. Shards go straight into place in the full tensors; those below 256 KiB are
-    packed, in buckets of 64 MiB of full tensors. With ``rank0_only`` each rank sends its part once and receives
-    nothing; in HSDP only one replica sends. Besides the result, at most one bucket is held, or the largest tensor if it
-    must be moved or cast.
+    packed, in buckets of 64 MiB of full tensors. With ``rank0_only`` each rank of one replica sends its part once.
+    Besides the result, at most one bucket is held, or the largest tensor if it must be moved or cast.
 
     Args:
         model: any module, sharded or not, evenly or not.

@@ -42,7 +42,7 @@ def is_extra(name: str) -> bool:
 
 @contextmanager
 def live_tensors() -> Iterator[None]:
-    """In this context ``state_dict()`` returns a model's own tensors: FSDP1's wrapper asks ``wants_live`` first."""
+    """In this context ``state_dict()`` returns a model's own tensors: FSDP1's wrapper asks ``wants_live()`` first."""
     before = _live.set(True)
     try:
         yield
@@ -50,9 +50,7 @@ def live_tensors() -> Iterator[None]:
         _live.reset(before)
 
 
-def wants_live() -> bool:
-    """Whether the caller is inside of ``live_tensors``."""
-    return _live.get()
+wants_live = _live.get
 
 
 def model_state(model: nn.Module) -> ModelState:

@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import Groups, gather_by_rank, groups_of, together
+from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded
 from shardkit.state.boxes import gather, model_group
-from shardkit.state.names import parameter_names, repeated
+from shardkit.state.names import parameter_names
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
 OTHERS = "beside_parameters"
+IsLeaf: TypeAlias = "Callable[[object], bool]"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
 
@@ -62,9 +63,6 @@ def sharded_optimizer_state_dict(
         state |= found["state"]
         if initialize:
             state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
-    if twice := repeated(chain.from_iterable(group["params"] for group in groups)):
-        rule, fix = "State is kept by parameter, so each may be in one group only", "Leave it out of all groups but one"
-        raise ShardkitError(message("optimizer", f"has {listing(twice)} in several groups", rule, fix))
     return {"state": state, "param_groups": groups}
 
 
@@ -130,33 +128,22 @@ def quantized_into(values: Any, into: Any) -> Any:
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return one or several optimizers as a list; raise for anything else."""
-    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
-    found: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
-    if wrong := [type(each).__name__ for each in found if not isinstance(each, Optimizer)]:
-        problem = f"must be a torch.optim.Optimizer, or several, got {listing(wrong)}"
-        raise ShardkitError(message("optimizer", problem, "", "Pass the torch.optim.Optimizer that it wraps"))
-    return found
+    """Return one or several optimizers as a list."""
+    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
     """Return the FQNs of each group's parameters; raise if some are not in the model."""
-    strangers = [
-        f"param_groups[{number}]['params'][{place}] of shape {tuple(param.shape)}"
-        for number, group in enumerate(optimizer.param_groups)
-        for place, param in enumerate(group["params"])
-        if param not in names
-    ]
-    if strangers:
+    params = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    if unknown := [f"{tuple(param.shape)} of group {number}" for number, param in params if param not in names]:
         rule = "An optimizer must hold the model's own sharded parameters"
         fix = "Make the optimizer after sharding, from model.parameters(), and not between a forward and the reshard"
-        raise ShardkitError(message("optimizer", f"has {listing(strangers)}, which is not in the model", rule, fix))
+        problem = f"has parameters that are not in the model: of shape {listing(unknown)}"
+        raise ShardkitError(message("optimizer", problem, rule, fix))
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def tensor_leaves(
-    tree: object, is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Tensor)
-) -> dict[str, Any]:
+def tensor_leaves(tree: object, is_leaf: IsLeaf = lambda value: isinstance(value, Tensor)) -> dict[str, Any]:
     """Return all tensors, or other leaves, in nested dicts, lists and tuples, by path."""
     leaves: dict[str, Any] = {}
     with_leaves(tree, leaves.setdefault, is_leaf)
@@ -166,7 +153,7 @@ def tensor_leaves(
 def with_leaves(
     tree: Any,
     change: Callable[[str, Any], object],
-    is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Tensor),
+    is_leaf: IsLeaf = lambda value: isinstance(value, Tensor),
     path: str = "",
 ) -> Any:
     """Return new nested dicts, lists and tuples with ``change(path, leaf)`` for each leaf; other values stay."""
@@ -227,26 +214,3 @@ def _state_after_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor
         problem = f"of type {type(optimizer).__name__} cannot take one ({type(error).__name__}: {error})"
         raise ShardkitError(message("optimizer", problem, rule, "Step it once before, so that it has state")) from error
     return dict(copy.state[stand_in])
-
-
-# Until nobody imports these.
-
-
-def full_leaves(tree: Any, routes: Any, want: Any) -> Any:
-    """Return the same nested dicts with full copies of tensors on the ranks that get them, else None. Collective."""
-    ranks = model_group(tensor_leaves(tree).values(), routes.root)
-    everywhere, leaves = want.everywhere, sorted(tensor_leaves(tree).items())
-    fulls = dict(gather(leaves, ranks, everywhere=everywhere, dtype=want.dtype, device=want.device))
-    return with_leaves(tree, lambda path, _: fulls[path]) if want.everywhere or ranks.is_root else None
-
-
-def has_quantized(tree: object) -> bool:
-    """Whether any tensor in nested dicts is quantized on this rank. Local."""
-    return any(map(is_quantized, tensor_leaves(tree).values()))
-
-
-def as_values(tree: Any, groups: Groups) -> Any:
-    """Replace tensors that are quantized on any rank by their values. Collective over ``groups``."""
-    own = [path for path, tensor in tensor_leaves(tree).items() if is_quantized(tensor)]
-    names = {path for of_rank in (gather_by_rank(own, groups).values() if groups else [own]) for path in of_rank}
-    return with_leaves(tree, lambda path, tensor: values_of(tensor) if path in names else tensor)

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import Groups, groups_of, together
+from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
-from shardkit.state import transfer
-from shardkit.state.boxes import ModelGroup, Move, cut_all, model_group, scatter, share
-from shardkit.state.load import Source, check_src, world_groups
+from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
+from shardkit.state.load import Source, load_groups
 from shardkit.state.names import clean_name, parameter_names
 from shardkit.state.optimizer import (
     OTHERS,
@@ -35,7 +34,7 @@ from shardkit.state.optimizer import (
     with_leaves,
 )
 from shardkit.state.place import unwritten
-from shardkit.state.plan import Spec, is_spec, raise_listed
+from shardkit.state.plan import Spec, raise_listed
 
 logger = logging.getLogger("shardkit")
 
@@ -59,8 +58,7 @@ def load_full_optimizer_state_dict(
     before. The dict is not changed.
 
     State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
-    plain; if the optimizer has state already, its placements are kept. Optimizers of torchao quantize the values that
-    they are given as they quantize the state of these shards.
+    plain; if the optimizer has state already, its placements are kept. torchao's optimizers quantize the values.
 
     **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
 
@@ -74,26 +72,28 @@ def load_full_optimizer_state_dict(
         ShardkitError: on every rank, with nothing changed: the dict is not an optimizer's state by FQN; or, all
             listed, parameters that only one side has, and groups whose parameters have different options in the dict.
     """
-    groups = groups_of(model) or world_groups(src)
+    groups = load_groups(model, src)
     with together(groups, call="load_full_optimizer_state_dict") as poll:
         poll.same = {"src": src}
-        check_src(src)
         optimizers, names = optimizers_of(optimizer), parameter_names(model)
         ranks = model_group(names)
         given = _checked(state_dict) if src == "all" or ranks.is_root else {"state": {}}
-        given |= {"state": with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)}
-    present: dict[str, Any] = {}
-
-    def place(described: OptimizerState) -> dict[str, Any]:
+        state: dict[str, Any] = with_leaves(given["state"], lambda _, t: values_of(t) if is_quantized(t) else t)
+        described = {**given, "state": with_leaves(state, lambda _, full: Spec(full.dtype, full.shape))}
+        packed = pickle.dumps(described) if src == "rank0" else b""
+    if src == "rank0":
+        described = pickle.loads(share(packed, ranks))
+    with together(groups):
         _check(optimizers, names, described)
-        present.update(_present(model, optimizers))
-        params = {name: param for param, name in names.items()}
-        return with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
-
-    made = distributed_state(given, place, ranks, src, groups)
-    there = tensor_leaves(present)
-    state = with_leaves(made["state"], lambda path, values: quantized_into(values, there.get(path)))
-    install(optimizers, names, made | {"state": state})
+        params, present = {name: param for param, name in names.items()}, _present(model, optimizers)
+        made = with_rooms(described["state"], present, lambda fqn, *leaf: room_for(params[fqn], *leaf))
+    fulls, there = tensor_leaves(state), tensor_leaves(present)
+    specs = sorted(tensor_leaves(described["state"], lambda value: isinstance(value, Spec)).items())  # one order on all
+    targets = tensor_leaves(made)
+    moves = [Move(targets[path], fulls.get(path), spec.dtype) for path, spec in specs]
+    cut_all(moves) if src == "all" else scatter(moves, ranks)
+    made = with_leaves(made, lambda path, values: quantized_into(values, there.get(path)))
+    install(optimizers, names, described | {"state": made})
 
 
 def load_sharded_optimizer_state_dict(
@@ -123,37 +123,11 @@ def _present(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Any
     return found
 
 
-def distributed_state(
-    given: OptimizerState,
-    place: Callable[[OptimizerState], dict[str, Any]],
-    ranks: ModelGroup,
-    src: Source,
-    groups: Groups,
-    error: type[ShardkitError] = ShardkitError,
-) -> OptimizerState:
-    """Return an optimizer's state of full tensors with this rank's part of each. Collective over ``groups``.
-
-    ``place`` is given the state with a :class:`Spec` for each tensor, and returns its ``"state"`` with memory for each.
-    """
-    with together(groups, error):
-        described = {**given, "state": with_leaves(given["state"], lambda _, full: Spec(full.dtype, full.shape))}
-        packed = pickle.dumps(described) if src == "rank0" else b""
-    if src == "rank0":
-        described = pickle.loads(share(packed, ranks))
-    with together(groups, error):
-        made = place(described)
-    fulls, specs = tensor_leaves(given["state"]), tensor_leaves(described["state"], is_spec)
-    in_one_order = sorted(tensor_leaves(made).items())
-    moves = [Move(target, fulls.get(path), specs[path].dtype) for path, target in in_one_order]
-    cut_all(moves) if src == "all" else scatter(moves, ranks)
-    return described | {"state": made}
-
-
 def with_rooms(
     state: Mapping[str, Any],
     present: Mapping[str, Any],
     place: Callable[[str, str, Any, Tensor | None], object],
-    is_leaf: Callable[[object], bool] = is_spec,
+    is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Spec),
 ) -> dict[str, Any]:
     """Return the state by FQN with ``place(fqn, path, leaf, present)`` for each leaf. Local.
 
@@ -184,14 +158,12 @@ def room_for(param: nn.Parameter, path: str, spec: Spec, present: Tensor | None)
 
 def _checked(state_dict: Mapping[str, Any]) -> OptimizerState:
     """Return the dict by clean names; raise unless it is an optimizer's state by FQN."""
-    fix = "Pass full_optimizer_state_dict(model, optimizer)"
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        rule = "It must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
-        raise ShardkitError(message("state_dict", "has no 'state' and 'param_groups'", rule, fix))
-    names = [name for group in state_dict["param_groups"] for name in group["params"]]
-    if any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
-        rule = "State is kept by FQN: numbers depend on the order in which an optimizer was given its parameters"
-        raise ShardkitError(message("state_dict", "keeps state by number", rule, fix))
+    names = [name for group in state_dict.get("param_groups", [{}]) for name in group.get("params", [None])]
+    if "state" not in state_dict or any(not isinstance(name, str) for name in (*names, *state_dict["state"])):
+        problem = "must be {'state': {fqn: ...}, 'param_groups': [{'params': [fqn, ...], ...}]}"
+        rule = "State by number depends on the order in which an optimizer was given its parameters"
+        fix = "Pass full_optimizer_state_dict(model, optimizer)"
+        raise ShardkitError(message("state_dict", problem, rule, fix))
     return renamed_state(state_dict, clean_name)
 
 
@@ -277,41 +249,8 @@ def install(
 
 def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
-    scheduled = "initial_lr" in saved
-    own = {"initial_lr": own["lr"], **own} if scheduled and "lr" in own else own
+    left = (*_NO_OPTIONS, *_SCHEDULED) if "initial_lr" in saved else _NO_OPTIONS
+    before = {"initial_lr": own.get("lr"), **own}
     for key, value in saved.items():
-        is_kept = key not in own or key in _NO_OPTIONS or (scheduled and key in _SCHEDULED)
-        if not is_kept and _plain(own[key]) != _plain(value):
-            yield f"{key}={value} instead of {own[key]}"
-
-
-# Until nobody imports it.
-
-
-def distributed(
-    given: OptimizerState,
-    place: Callable[[OptimizerState], OptimizerState],
-    routes: Any,
-    src: Source,
-    groups: Groups,
-    error: type[ShardkitError] = ShardkitError,
-) -> OptimizerState:
-    """Return an optimizer's state with this rank's part of each tensor. Collective over ``groups``.
-
-    Tensors are full, or with ``src="all"`` sharded. ``place`` is given the state with a :class:`Spec` for each tensor,
-    and returns it with memory for each.
-    """
-    with together(groups, error):
-        specs = with_leaves(given.get("state", {}), lambda _, value: Spec(value.dtype, transfer.shape_of(value)))
-        described = {**given, "state": specs}
-        packed = pickle.dumps(described) if src == "rank0" else b""
-    if src == "rank0":
-        described = pickle.loads(transfer.share(packed, routes))
-    with together(groups, error):
-        made = place(described)
-    leaves, sources = tensor_leaves(described["state"], is_spec), tensor_leaves(given.get("state", {}))
-    targets = sorted(tensor_leaves(made["state"]).items())  # in one order on all ranks
-    transfer.transfer(
-        [transfer.Move(target, leaves[path].dtype, sources.get(path)) for path, target in targets], routes, src
-    )
-    return made
+        if key in before and key not in left and _plain(before[key]) != _plain(value):
+            yield f"{key}={value} instead of {before[key]}"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
-from shardkit.meta.shards import Target, install, target_device
+from shardkit.meta.shards import install, target_device
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.names import ModelState, is_extra, model_state
 
@@ -39,10 +39,16 @@ class Room:
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
         given = {id(tensors[name]): dtype for name, dtype in dtypes.items()}
+        new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
         self._model = model
-        others = [target for target in find_targets(model) if id(target.tensor) not in given]
-        self._others = Replay(model, others, draw_all=False)
-        self._targets = new_memory(model, given)
+        self._others = Replay(model, [t for t in find_targets(model) if id(t.tensor) not in given], draw_all=False)
+        self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
+        self._targets = [target for target in self._targets if id(target.tensor) in new]
+        check_unbound(self._targets)
+        device_of = target_device(model)
+        for target in self._targets:
+            home = device_of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
+            target.value = unwritten(target.tensor, given[id(target.tensor)], home)
         self._new = {id(target.tensor): target.value for target in self._targets}
         self.digest = self._others.digest  # of the construction's values, which must be equal on all ranks
 
@@ -62,23 +68,6 @@ class Room:
             forget(self._model)
 
 
-def new_memory(model: nn.Module, given: Mapping[int, torch.dtype]) -> list[Target]:
-    """Make memory for the given tensors, by ``id``, that are on meta or of another dtype. Local.
-
-    The value of each target is uninitialized, for ``shardkit.meta.shards.install``.
-    """
-    changed = {id(t) for t in (*model.parameters(), *model.buffers()) if is_on_meta(t) or t.dtype != given.get(id(t))}
-    if not (changed := changed & given.keys()):
-        return []
-    targets = [target for target in find_targets(model, lambda t: id(t) in changed) if id(target.tensor) in changed]
-    check_unbound(targets)
-    device_of = target_device(model)
-    for target in targets:
-        home = device_of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
-        target.value = unwritten(target.tensor, given[id(target.tensor)], home)
-    return targets
-
-
 def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory with the placement of another tensor, and in its subclass if that wraps memory."""
     own = local_tensor(like) if isinstance(like, DTensor) else like
@@ -86,7 +75,3 @@ def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not is_wrapper(local_value(like)):
         local = wrapped_as(local, own.detach())
     return as_sharded(local, like) if isinstance(like, DTensor) else local
-
-
-def check_memory(state: ModelState) -> None:
-    """Until nobody imports it: torch raises where it writes elements that share memory."""

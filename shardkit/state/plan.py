@@ -43,11 +43,6 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize  # torch.Size.numel() wraps around at 2**63
 
 
-def is_spec(value: object) -> bool:
-    """Whether it is a :class:`Spec`."""
-    return isinstance(value, Spec)
-
-
 def among_floats(have: torch.dtype, want: torch.dtype) -> bool:
     """Whether a conversion is between floating-point dtypes."""
     return have == want or (have.is_floating_point and want.is_floating_point)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.fsdp1 import gathered_sharded_tensor, is_sharded_tensor
-from shardkit._torch import is_wrapper
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import Groups
 from shardkit.shards import local_box, local_part, local_value

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, by_name, plan_model, shard_model, training_mesh
+from shardkit import FSDPModule, MeshSpec, by_class, by_name, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import torch_version
 from shardkit.apply import mesh
@@ -207,12 +207,6 @@ def test_generate_gathers_what_it_needs() -> None:
         model.eval()
 
 
-def test_generate_is_in_the_plan() -> None:
-    model = Decoder()
-    model.generate = lambda: None
-    assert plan_model(model, mesh=MeshSpec.sharded(8)).forward_methods == ("generate",)
-
-
 def test_fake_tensors_can_be_sharded_and_trained() -> None:
     """As memory trackers do it: nothing is computed, and still the ranks agree for real."""
     with fake_world(8), FakeTensorMode():
@@ -223,14 +217,14 @@ def test_fake_tensors_can_be_sharded_and_trained() -> None:
 
 
 def test_the_local_rank_is_what_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*mesh._LOCAL_PLACE, "RANK"):
+    for name in (*mesh._LOCAL_RANKS.split(), "RANK"):
         monkeypatch.delenv(name, raising=False)
     assert mesh._local_device(8) == 0
     monkeypatch.setenv("RANK", "13")
     assert mesh._local_device(8) == 5, "where nobody says it, ranks fill one host after the other"
-    for name in reversed(mesh._LOCAL_PLACE):
-        monkeypatch.setenv(name, str(mesh._LOCAL_PLACE.index(name)))
-        assert mesh._local_device(8) == mesh._LOCAL_PLACE.index(name)
+    for name in reversed(mesh._LOCAL_RANKS.split()):
+        monkeypatch.setenv(name, str(mesh._LOCAL_RANKS.split().index(name)))
+        assert mesh._local_device(8) == mesh._LOCAL_RANKS.split().index(name)
         assert mesh._local_device(1) == 0, "each rank is shown its own device only"
 
 

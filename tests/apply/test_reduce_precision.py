@@ -12,7 +12,7 @@ from grads_net import MESHES, Net, full_grads
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from shardkit._torch import TorchDispatchMode
+from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.errors import ShardkitError
 from shardkit.grads import set_gradient_reduction, set_reduce_precision
 from shardkit.grads.precision import _ReduceScatter

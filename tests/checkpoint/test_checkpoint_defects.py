@@ -2,98 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.checkpoint import convert_checkpoint, directory, load_checkpoint, manifest, save_checkpoint
-from shardkit.errors import CheckpointError
-
-
-def linked_away(path: Path, link: Path) -> Path:
-    """A checkpoint in an archive, with a link to it."""
-    archived = path.parent / "archive" / "step-1"
-    save_checkpoint(path, nn.Linear(2, 2))
-    archived.parent.mkdir()
-    shutil.move(path, archived)
-    link.symlink_to(archived)
-    return archived
-
-
-def test_rotation_deletes_nothing_through_a_link(tmp_path):
-    link = tmp_path / "step-1"
-    archived = linked_away(link, link)
-    before = sorted(os.listdir(archived))
-    save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
-    directory.finish_deletions()
-    assert sorted(os.listdir(archived)) == before
-    assert link.is_symlink()
-
-
-def test_a_link_left_by_a_killed_rotation_goes_alone(tmp_path):
-    link = directory.sibling_path(tmp_path / "step-1", "gone", directory.new_token())
-    archived = linked_away(tmp_path / "step-1", link)
-    before = sorted(os.listdir(archived))
-    directory.clear_stale(tmp_path)
-    assert sorted(os.listdir(archived)) == before
-    assert sorted(os.listdir(tmp_path)) == ["archive"]
-
-
-def test_a_manifest_that_cannot_be_read_fails_no_rotation(tmp_path, monkeypatch):
-    def refuse(path: Path) -> set[str]:
-        if ".gone-" in path.name:
-            raise CheckpointError("somebody else deleted it")
-        return written_files(path)
-
-    written_files = manifest.written_files
-    save_checkpoint(tmp_path / "step-1", nn.Linear(2, 2))
-    monkeypatch.setattr(manifest, "written_files", refuse)
-    save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
-    directory.finish_deletions()
-    assert directory.latest_checkpoint(tmp_path) == tmp_path / "step-2"
-
-
-def test_what_is_partly_deleted_stays_hidden_until_the_rest_goes(tmp_path, monkeypatch):
-    def refuse(file: Path) -> None:
-        if file.suffix != ".safetensors":
-            unlink(file)
-
-    unlink = directory._unlink
-    save_checkpoint(tmp_path / "step-1", nn.Linear(2, 2))
-    (tmp_path / "step-1" / "notes.txt").write_text("mine")
-    with monkeypatch.context() as patched:
-        patched.setattr(directory, "_unlink", refuse)
-        save_checkpoint(tmp_path / "step-2", nn.Linear(2, 2), keep=1)
-        directory.finish_deletions()
-    assert not (tmp_path / "step-1").exists()
-    directory.clear_stale(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
-    assert sorted(os.listdir(tmp_path / "step-1")) == ["manifest.json", "notes.txt"]
-
-
-def test_a_rotated_directory_with_other_files_is_saved_to_again(tmp_path):
-    model = nn.Linear(2, 2)
-    save_checkpoint(tmp_path / "step-1", model)
-    (tmp_path / "step-1" / "notes.txt").write_text("mine")
-    (tmp_path / "step-1" / "plots").mkdir()
-    save_checkpoint(tmp_path / "step-2", model, keep=1)
-    directory.finish_deletions()
-    assert not (tmp_path / "step-1" / "model.safetensors").exists()
-    assert directory.latest_checkpoint(tmp_path) == tmp_path / "step-2"
-    with pytest.raises(CheckpointError, match=r"model\.safetensors \(no file"):
-        load_checkpoint(tmp_path / "step-1", model)
-    save_checkpoint(tmp_path / "step-1", model, extra=3)
-    assert load_checkpoint(tmp_path / "step-1", model) == 3
-    assert (tmp_path / "step-1" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "step-1" / "plots").is_dir()
-    with pytest.raises(CheckpointError, match="exists"):
-        save_checkpoint(tmp_path / "step-1", model)
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
 
 
 class Counting(nn.Module):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, manifest, save_checkpoint
+from shardkit.checkpoint import directory, load_checkpoint, manifest, save_checkpoint
 from shardkit.checkpoint.manifest import FileEntry, Manifest
 from shardkit.checkpoint.save import check_destination
 from shardkit.errors import CheckpointError
@@ -206,30 +206,32 @@ def test_rotation_never_deletes_the_new_one_nor_one_that_is_being_loaded(tmp_pat
     assert listing(tmp_path) == ["step-2"]
 
 
-def test_rotation_leaves_what_shardkit_did_not_write(tmp_path):
-    steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(3)]
+def test_rotation_leaves_what_has_other_files_and_links(tmp_path):
+    steps = [write_checkpoint(tmp_path / f"step-{n}", created=n) for n in range(4)]
     (steps[0] / "notes.txt").write_text("mine")
-    (steps[0] / "plots").mkdir()
-    (steps[0] / "plots" / "loss.png").write_bytes(b"mine too")
-    directory.rotate(steps[2], keep=1)
-    assert listing(tmp_path) == ["step-0", "step-2"]
-    assert listing(steps[0]) == ["manifest.json", "notes.txt", "plots"]
-    assert listing(steps[0] / "plots") == ["loss.png"]
+    os.rename(steps[1], tmp_path / "archive")
+    steps[1].symlink_to(tmp_path / "archive")
+    directory.rotate(steps[3], keep=1)
+    assert listing(tmp_path) == ["archive", "step-0", "step-1", "step-3"]
+    assert listing(steps[0]) == ["data", "manifest.json", "notes.txt"]
+    assert listing(steps[1]) == ["data", "manifest.json"]
 
 
-@pytest.mark.parametrize("deleted", [[], ["data"], ["data", manifest.NAME]])
-def test_killed_while_a_checkpoint_is_deleted_the_next_save_goes_on(deleted, tmp_path):
-    for name, notes in (("step-1", True), ("step-2", False)):
-        path = write_checkpoint(tmp_path / name)
-        if notes:
-            (path / "notes.txt").write_text("mine")
-        for each in deleted:
-            (path / each).unlink()
-        os.rename(path, directory.sibling_path(path, "gone", directory.new_token()))
+def test_killed_while_a_checkpoint_is_deleted_the_next_save_goes_on(tmp_path):
+    path = write_checkpoint(tmp_path / "step-1")
+    (path / "data").unlink()
+    os.rename(path, directory.sibling_path(path, "gone", directory.new_token()))
+    directory.sibling_path(path, "gone", directory.new_token()).symlink_to(write_checkpoint(tmp_path / "archive"))
     directory.clear_stale(tmp_path)
-    assert listing(tmp_path) == ["step-1"]
-    kept = [] if manifest.NAME in deleted else [manifest.NAME]
-    assert listing(tmp_path / "step-1") == [*kept, "notes.txt"]
+    assert listing(tmp_path) == ["archive"]
+    assert listing(tmp_path / "archive") == ["data", "manifest.json"]
+
+
+def test_a_pipe_with_the_name_of_a_manifest_hangs_nothing(tmp_path):
+    os.mkfifo(tmp_path / manifest.NAME)
+    assert manifest.created_if_whole(tmp_path) is None
+    with pytest.raises(CheckpointError, match="holds manifest"):
+        load_checkpoint(tmp_path, torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])

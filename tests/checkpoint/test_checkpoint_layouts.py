@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from unittest import mock
 
 import pytest
@@ -25,7 +24,7 @@ from layouts_net import (
 from meshes import mesh_of
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import asynchronous, convert_checkpoint, load_checkpoint, owners, save_checkpoint
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, owners, save_checkpoint
 from shardkit.checkpoint.chunks import covers
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -103,7 +102,6 @@ def test_stages_save_by_themselves_and_load_into_stages_and_whole_models(tmp_pat
         found = {name: full(value.detach()) for name, value in other.state_dict().items()}
         assert_equal(found, expected, some=True)
         assert sorted(each.name for each in path.iterdir()) == ["stage-0", "stage-1"]
-        assert not asynchronous._groups
 
 
 # ---- what cannot be told from replicas, and what was lost -------------------------------------------------------
@@ -156,27 +154,6 @@ def test_each_argument_that_differs_is_named_with_its_ranks(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 3 differs from rank 0 in verify \(false instead of true\)"):
         load_checkpoint(tmp_path / "a", net, verify=not last)
     assert torch.equal(load_checkpoint(tmp_path / "a", net)["only"], torch.ones(3))
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@distributed(world_size=2, backend="gloo")
-def test_a_background_save_that_was_waited_for_leaves_nothing_open(tmp_path):
-    net = torch.nn.Linear(3, 3)
-    save_checkpoint(tmp_path / "before", net)
-    before = descriptors()
-    for number in range(2):
-        save_checkpoint(tmp_path / f"a-{number}", net, async_=True).wait()
-        assert descriptors() == before
-    save_checkpoint(tmp_path / "b", net, async_=True)
-    group = asynchronous._groups[dist.group.WORLD]
-    save_checkpoint(tmp_path / "c", net, async_=True)
-    assert asynchronous._groups[dist.group.WORLD] is group, "the next save in the background uses it again"
-    del group
-    load_checkpoint(tmp_path / "b", net)
-    assert descriptors() == before
 
 
 @pytest.mark.parametrize(

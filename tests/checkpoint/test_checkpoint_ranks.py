@@ -13,6 +13,7 @@ from checkpoint_net import assert_same, build, is_first, train, whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from shardkit.checkpoint.directory import finish_deletions
 from shardkit.checkpoint.read import locate
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -227,9 +228,9 @@ def test_ranks_that_mean_different_things_all_raise(tmp_path):
         save_checkpoint(tmp_path / f"rank-{rank}", *state)
     with pytest.raises(CheckpointError, match=r"extra\.1 .*builtins\.function"):
         save_checkpoint(tmp_path / "a", *state, extra=[1, is_first if rank == 2 else 0])
-    with pytest.raises(CheckpointError, match="keep must be .*, got 0"):
+    with pytest.raises(CheckpointError, match=r"keep must be .*, got 0"):
         save_checkpoint(tmp_path / "a", *state, keep=0)
-    with pytest.raises(CheckpointError, match="format must be .*, got 'pickle'"):
+    with pytest.raises(CheckpointError, match=r"format must be .*, got 'pickle'"):
         save_checkpoint(tmp_path / "a", *state, format="pickle")
     assert not any(tmp_path.iterdir())
 
@@ -258,6 +259,7 @@ def test_keep_rotates_on_rank_0(tmp_path):
     for step in range(4):
         save_checkpoint(tmp_path / f"step-{step}", *state, extra=step, keep=2, async_=step % 2 == 1).wait()
         assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step}"
+        finish_deletions()
         dist.barrier()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-2", "step-3"]
     with pytest.raises(CheckpointError, match=r"holds the checkpoints step-2, step-3"):

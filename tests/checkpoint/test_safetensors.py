@@ -193,8 +193,6 @@ def test_what_safetensors_has_no_words_for_is_refused_by_name(tmp_path):
         "sparse": torch.eye(2).to_sparse(),
         "sum": part,
         "nowhere": torch.empty(2, device="meta"),
-        "__metadata__": torch.ones(1),
-        "\ud800": torch.ones(1),
         "good": torch.ones(1),
     }
     with pytest.raises(CheckpointError) as caught:
@@ -202,25 +200,7 @@ def test_what_safetensors_has_no_words_for_is_refused_by_name(tmp_path):
     text = str(caught.value)
     assert "double (torch.complex128), sparse (torch.sparse_coo), sum (Partial" in text
     assert "nowhere (on the meta device" in text
-    assert "__metadata__ (the name), \ud800 (the name)." in text
     assert "good" not in text
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ({"name": "a/b"}, "name must be the start of file names, got 'a/b'"),
-        ({"name": ""}, "name must be the start of file names, got ''"),
-        ({"max_shard_size": 0}, "max_shard_size must be a number of bytes, got 0"),
-        ({"dtype": torch.int8}, "dtype must be one of torch.float8"),
-        ({"metadata": {"a": 1}}, "metadata must map strings to strings, and ['a'] are"),
-    ],
-)
-def test_bad_arguments(argument, text, tmp_path):
-    with pytest.raises(CheckpointError) as caught:
-        write_tensors(tmp_path, {"a": torch.ones(1)}, **argument)
-    assert str(caught.value).startswith(text)
     assert not os.listdir(tmp_path)
 
 

@@ -48,7 +48,7 @@ def theirs(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | str:
 
 
 # Where this reader is stricter than the package.
-STRICTER = ("a key appears twice", "has the dtype")
+STRICTER = ("has the dtype",)
 
 
 def assert_agree(data: bytes) -> None:
@@ -176,7 +176,6 @@ def tidy_headers(draw: st.DrawFn) -> dict[str, object]:
 @settings(max_examples=300)
 @example({"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62, 4], "data_offsets": [0, 0]}}, None, "", 0)
 @example({"a": {"dtype": "F32", "shape": [1 << 62, 0], "data_offsets": [0, 0]}}, None, "", 0)
-@example({"\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}, None, "", 0)
 def test_a_header_of_any_table_is_refused_where_the_package_refuses(table, meta, behind, extra):
     text = json.dumps({**(meta or {}), **table}).encode() + behind.encode()
     offsets = [row.get("data_offsets") for row in table.values() if isinstance(row, dict)]
@@ -207,7 +206,6 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         (with_header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
         (with_header(b'{"a":NaN}'), "NaN is not JSON"),
         (with_header(b'{"a":' + b"9" * 5000 + b"}"), ""),
-        (with_header(b'{"a":' + ROW_A + b',"a":' + ROW_A + b"}", b"12"), "a key appears twice"),
         (
             with_header(b'{"a":' + ROW_A + b',"b":' + ROW_A + b"}", b"12"),
             "each tensor starts where the previous one ends",
@@ -223,7 +221,7 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
     ],
 )
 def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):
-    assert isinstance(theirs(data), str) or "twice" in reason
+    assert isinstance(theirs(data), str)
     found = ours(data)
     assert isinstance(found, str), "accepted"
     assert reason in found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import ShardingPlan, apply_plan
-from shardkit._torch import TorchDispatchMode, tree_leaves
+from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.testing import fake_world
 
 

@@ -19,7 +19,7 @@ from pretend_streams import allocated, copy_to_pinned, deliver, host_waits, pois
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardkit._torch import no_torch_function, schema
+from shardkit._torch.dispatch import no_torch_function, schema
 
 NAME = "pretend"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit._torch import no_torch_function
+from shardkit._torch.dispatch import no_torch_function
 
 syncs: list[str] = []  # what made the host wait for the device, in order
 _numbers = itertools.count(1)

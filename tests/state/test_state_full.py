@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +37,9 @@ from shardkit.testing import distributed
 def test_it_is_the_state_of_the_plain_model(layout):
     expected = seeded(Net).state_dict()
     model = LAYOUTS[layout](seeded(Net))
+    live = sharded_state_dict(model)
+    assert list(live) == list(expected)
+    assert isinstance(live["blocks.0.up.weight"], DTensor) == (layout != "plain")
     found = full_state_dict(model)
     if dist.get_rank():
         assert found == {}
@@ -44,6 +49,12 @@ def test_it_is_the_state_of_the_plain_model(layout):
         assert found._metadata == expected._metadata
     everywhere = full_state_dict(model, rank0_only=False)
     assert_same_state(everywhere, expected)
+    for value in everywhere.values():  # a copy
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    assert_same_state(full_state_dict(model, rank0_only=False), expected)
+    live["blocks.0.up.weight"].zero_()
+    assert not full_state_dict(model, rank0_only=False)["blocks.0.up.weight"].any()
 
 
 @pytest.mark.parametrize("layout", [fsdp, hsdp, columns])
@@ -90,32 +101,6 @@ def test_dtype_is_of_floating_point_tensors(layout, dtype):
     assert found["head.weight"] is found["embed.weight"]
 
 
-@pytest.mark.parametrize("layout", ["plain", "fsdp", "ddp_like", "ignoring"])
-@distributed(world_size=4, backend="gloo")
-def test_the_result_is_a_copy(layout):
-    model = LAYOUTS[layout](seeded(Net))
-    for value in full_state_dict(model, rank0_only=False).values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-    assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
-
-
-# Sharded.
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@distributed(world_size=4, backend="gloo")
-def test_sharded_is_live_and_named_alike(layout):
-    model = LAYOUTS[layout](seeded(Net))
-    found = sharded_state_dict(model)
-    assert list(found) == list(seeded(Net).state_dict())
-    weight = found["blocks.0.up.weight"]
-    assert isinstance(weight, DTensor) == (layout != "plain")
-    with torch.no_grad():
-        weight.zero_()
-    assert not full_state_dict(model, rank0_only=False)["blocks.0.up.weight"].any()
-
-
 @distributed(world_size=4, backend="gloo")
 def test_no_values_no_state():
     with torch.device("meta"):
@@ -160,3 +145,18 @@ def test_arguments_that_differ_between_ranks_are_named_on_every_rank():
         with pytest.raises(ShardkitError, match=f"{name}.* rank 1 differs from rank 0 in .*{argument}"):
             call()
     assert_same_state(full_state_dict(model, rank0_only=False), state)
+
+
+def test_a_quantized_weight_without_its_scales_is_refused():
+    """As bitsandbytes keeps them: on the module, and in its state under names of their own."""
+    layer = nn.Linear(4, 4, bias=False)
+    layer.quant_state = object()
+    with pytest.raises(ShardkitError, match=r"^weight has no scales in state_dict"):
+        full_state_dict(layer)
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    layer.state = SimpleNamespace(SCB=None)
+    with pytest.raises(ShardkitError, match=r"0\.weight has no scales in state_dict"):
+        full_state_dict(nn.Sequential(layer))
+    layer.register_buffer("SCB", torch.ones(4))
+    assert set(full_state_dict(nn.Sequential(layer))) == {"0.weight", "0.SCB"}

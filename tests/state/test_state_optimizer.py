@@ -250,8 +250,6 @@ def test_parameters_without_gradients_frozen_ones_and_several_optimizers():
     fresh = optimizers(model)
     load_full_optimizer_state_dict(model, reversed(fresh), full, src="all")
     assert_same(full_optimizer_state_dict(model, fresh, rank0_only=False), full)
-    with pytest.raises(ShardkitError, match=r"in several groups"):
-        full_optimizer_state_dict(model, [both[0], both[0]])
 
 
 @distributed(world_size=2, backend="gloo")
@@ -273,9 +271,7 @@ def test_a_load_replaces_all_state_and_writes_lr_tensors_in_place():
 def test_after_a_forward_the_optimizers_parameters_are_still_known():
     model = LAYOUTS["unsharded"](seeded(Net))
     optimizer = torch.optim.AdamW(seeded(lambda: fsdp(Net())).parameters())
-    with pytest.raises(
-        ShardkitError, match=r"param_groups\[0\]\['params'\]\[0\] of shape \(1,\), .* is not in the model"
-    ):
+    with pytest.raises(ShardkitError, match=r"not in the model: of shape \(1,\) of group 0, "):
         full_optimizer_state_dict(model, optimizer)
     model = fsdp(seeded(Net))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -325,9 +321,9 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
         load_full_optimizer_state_dict(model, optimizer, bad if src == "all" or dist.get_rank() == 0 else {}, src=src)
     for part in ("missing: gain", "unexpected: stranger", "with different options: group of", ": lr"):
         assert part in str(caught.value), str(caught.value)
-    with pytest.raises(ShardkitError, match="keeps state by number"):
+    with pytest.raises(ShardkitError, match="State by number"):
         load_full_optimizer_state_dict(model, optimizer, optimizer.state_dict(), src=src)
-    with pytest.raises(ShardkitError, match="has no 'state'"):
+    with pytest.raises(ShardkitError, match=r"must be \{'state'"):
         load_full_optimizer_state_dict(model, optimizer, {"a": 1}, src=src)
     assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardkit import ranks
 from shardkit.errors import ShardkitError
-from shardkit.ranks import Groups, all_gather_bytes, any_true, together
+from shardkit.ranks import Groups, all_gather_bytes, together
 from shardkit.testing import distributed
 
 
@@ -23,12 +23,6 @@ def test_bytes_of_any_length_reach_every_rank():
     rank = dist.get_rank()
     assert all_gather_bytes(b"\x00\xff" * rank, None) == [b"\x00\xff" * each for each in range(4)]
     assert all_gather_bytes(b"", None) == [b""] * 4
-
-
-@distributed(world_size=4)
-def test_any_true_is_the_same_on_every_rank():
-    assert any_true(dist.get_rank() == 2, [None])
-    assert not any_true(False, [None])
 
 
 @distributed(world_size=4)
@@ -77,7 +71,7 @@ def test_a_rank_that_waits_for_others_says_so():
         ranks.PATIENCE = patience
         ranks.logger.removeHandler(heard)
     if dist.get_rank() == 0:
-        assert heard.texts[0].startswith("save_checkpoint: rank 0 has waited 0 s for other ranks. The call is")
+        assert heard.texts[0].startswith("save_checkpoint has waited 0 s on rank 0 for other ranks. The call is")
     assert not any(text.startswith("load_checkpoint") for text in heard.texts)
 
 

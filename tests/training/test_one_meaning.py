@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit import MixedPrecisionPolicy, by_class, plan_model, shard_model
-from shardkit._torch import TorchDispatchMode
+from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.testing import distributed, fake_world
 
 COMPUTED = {"float32": None, "bfloat16": torch.bfloat16}

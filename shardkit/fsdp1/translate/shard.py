@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
-from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import carry_out, given_plan
+from shardkit.apply.shard import agree_on_plan, carry_out, given_plan
 from shardkit.apply.validate import check_fit
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.notes import Note
@@ -28,6 +27,7 @@ from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.ranks import Groups, accelerator, device_type, gather_by_rank, together
 
+_ANY = torch.float32  # for dtypes that ranks compare only after param_init_fn
 ParamInitFn: TypeAlias = Callable[[nn.Module], object]
 
 
@@ -115,7 +115,10 @@ def shard_translated(
         translation = decide()
         _check(model, translation)
         decided.append(translation)
-        return translation.plan
+        if not translation.sync_module_states:
+            return translation.plan
+        # A rank may begin on meta in another dtype than the first, which has the values, and cast in param_init_fn.
+        return replace(translation.plan, params=tuple(each._replace(dtype=_ANY) for each in translation.plan.params))
 
     def facts() -> dict[str, str]:
         sync, dtypes = decided[-1].sync_module_states, decided[-1].buffer_dtypes
@@ -123,8 +126,8 @@ def shard_translated(
         return alike | {"buffer_dtype": str(dict(dtypes))}
 
     with real_tensors():  # as in apply_decided
-        plan = agree_on_plan(decide_and_check, groups, facts)
-        translation = decided[0]
+        agree_on_plan(decide_and_check, groups, facts)
+        translation, plan = decided[0], decided[0].plan
         if not (any_start or translation.sync_module_states):
             check_same_start(model, plan.ignored, groups, sync_module_states=False)
         on_meta = any(True for _ in _on_meta(model, translation))
@@ -218,8 +221,9 @@ class _UnitStates:
         self._synced: dict[int, Tensor] = {}  # keeps the buffers alive, so that ids stay unique
 
     def __call__(self, unit: ShardUnit) -> None:
-        with together(self._mesh.get_all_groups(), TranslationError):
+        with together(self._mesh.get_all_groups(), TranslationError, call="FullyShardedDataParallel") as poll:
             self._materialize(unit)
+            poll.same = {f"dtype of {fqn}": str(self._model.get_parameter(fqn).dtype) for fqn in unit.params}
             states = list(self._unsynced(unit)) if self._translation.sync_module_states else []
             if any(state.is_meta for state in states):
                 problem = f"cannot broadcast buffers of an ignored module in {unit.name}, which are on meta"
@@ -265,11 +269,12 @@ class _UnitStates:
 
     def _check_made(self, unit: ShardUnit, modules: list[nn.Module]) -> None:
         pairs = [(spec, self._model.get_parameter(spec.fqn)) for spec in self._translation.plan.specs_of(unit)]
+        casts = self._translation.sync_module_states  # then all ranks compare dtypes
         wrong = [
             spec.fqn
             for spec, param in pairs
-            if (tuple(param.shape), param.dtype, param.requires_grad) != (spec.shape, spec.dtype, spec.trainable)
-            or param.is_meta
+            if (tuple(param.shape), param.requires_grad, param.is_meta) != (spec.shape, spec.trainable, False)
+            or not (casts or param.dtype == spec.dtype)
         ]
         if wrong or any(buffer.is_meta for module in modules for buffer in module.buffers(recurse=False)):
             problem = f"left {listing(wrong, 6) or 'buffers'} of {unit.name} on meta, or with another shape or dtype"

@@ -32,11 +32,23 @@ def inputs(seed):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def mixed_by_hand(wrapper, steps=40, lr=1e-4):
-    """bfloat16 weights, stepped as mistral-finetune does: float32 copies are put in their place for the step."""
+def begun_on_meta(module):
+    module.to_empty(device=torch.device("cpu"), recurse=False).to(BF16)
+
+
+def mixed_by_hand(wrapper, steps=40, lr=1e-4, to=BF16):
+    """bfloat16 weights, stepped as mistral-finetune does: float32 copies are put in their place for the step.
+
+    On the drop-in rank 0 has the weights, and others begin on meta, in float32.
+    """
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)).to(BF16)
-    model = wrapper(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=False)
+    on_meta = wrapper is FSDP and dist.get_rank() > 0
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1))
+    model = model if on_meta else model.to(to)
+    options = {"sync_module_states": True, "param_init_fn": begun_on_meta if on_meta else None}
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = wrapper(model, auto_wrap_policy=policy, use_orig_params=False, **options if wrapper is FSDP else {})
     params = list(model.parameters())
     with torch.no_grad():
         for param in params:
@@ -68,7 +80,9 @@ def test_weights_are_exchanged_for_float32_copies_and_back():
     with quiet():
         ours, theirs = mixed_by_hand(FSDP), mixed_by_hand(fsdp1)
     assert ours == theirs
-    assert ours[-1] != mixed_by_hand(FSDP, steps=40, lr=0)[-1]
+    assert ours[-1] != mixed_by_hand(FSDP, lr=0)[-1]
+    with pytest.raises(TranslationError, match=r"rank 1 differs from rank 0 in dtype of 1\.0\.weight"):
+        mixed_by_hand(FSDP, to=torch.float64)
 
 
 @distributed(world_size=2, backend="gloo")

@@ -327,7 +327,11 @@ def test_arguments_that_fsdp1_would_not_take_are_refused(arguments, match):
 
 def test_what_is_no_model_or_cannot_be_sharded_is_a_translation_error():
     scalar = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
-    for model, match in ((3, "must be a torch.nn.Module, got int"), (nn.ReLU(), "no parameters"), (scalar, "can be sharded: 0")):
+    for model, match in (
+        (3, "must be a torch.nn.Module, got int"),
+        (nn.ReLU(), "no parameters"),
+        (scalar, "can be sharded: 0"),
+    ):
         with pytest.raises(TranslationError, match=match):
             translate_fsdp1(model)
 

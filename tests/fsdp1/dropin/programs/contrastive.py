@@ -89,7 +89,7 @@ def param_groups(model, lr, wd):
     named = list(model.named_parameters())
     gain_or_bias = [p for n, p in named if exclude(n) and p.requires_grad]
     rest = [p for n, p in named if not exclude(n) and p.requires_grad]
-    return [{"params": gain_or_bias, "weight_decay": 0.0}, {"params": rest, "weight_decay": wd}], len(rest)
+    return [{"params": gain_or_bias, "weight_decay": 0.0}, {"params": rest, "weight_decay": wd}]
 
 
 def wrap(model, args):
@@ -171,7 +171,7 @@ def main(argv=None):
     model = wrap(model, args)
     assert isinstance(model, FSDP)
     assert unwrap_model(model).token_embedding.num_embeddings == 30
-    groups, decayed = param_groups(model, args.lr, 0.2)
+    groups = param_groups(model, args.lr, 0.2)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), eps=1e-6)
     first = load_everything(model, optimizer, args.resume) if args.resume else 0
     losses = zero_shot(model, rank) if args.zeroshot else []
@@ -189,7 +189,6 @@ def main(argv=None):
         losses += [loss.item(), out["logit_scale"].item()]
         if args.out and step + 1 == args.save_at:
             save_everything(model, optimizer, step + 1, args.out)
-    print(f"{decayed} tensors decay")
     return losses + (zero_shot(model, rank) if args.zeroshot else [])
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn.functional as F
-from harness import generator_of, parse, read, run, write
+from harness import generator_of, hybrid_groups, parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
@@ -76,14 +76,6 @@ class Distiller(nn.Module):
                 theirs.mul_(momentum).add_(mine, alpha=1 - momentum)
 
 
-def hybrid_groups():
-    """One group that shards all ranks, and one a rank that replicates nothing."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shard = dist.new_group(list(range(world)))
-    alone = [dist.new_group([other]) for other in range(world)]
-    return shard, alone[rank]
-
-
 def save(model, optimizer, path):
     FullyShardedDataParallel.set_state_dict_type(
         model,
@@ -102,8 +94,7 @@ def log_norms(model):
     for name, param in model.student.named_parameters():
         clean = name.replace("_fsdp_wrapped_module.", "")
         assert not clean.startswith("module.")
-        if param.grad is not None and "weight" in clean and dist.get_rank() == 0:
-            print(clean, tuple(param.shape), param.grad.dtype)
+        assert param.grad is None or param.grad.dtype == param.dtype
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         named = dict(model.student.named_parameters())
         norms = [param.grad.norm().item() for param in named.values() if param.grad is not None]

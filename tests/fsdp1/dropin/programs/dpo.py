@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import parse, read, run, write
+from harness import class_named, parse, read, run, write
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -19,19 +19,12 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 VOCABULARY, PROMPT, ANSWER = 61, 4, 4
-
-
-def block_class(model, name):
-    """The class of the first module whose class has this name."""
-    return next(type(module) for module in model.modules() if type(module).__name__ == name)
 
 
 def preference_batches(steps, batch_size, seed):
@@ -66,7 +59,7 @@ class FSDPTrainer:
 
     def __init__(self, policy, reference_model, args, rank, world_size):
         self.args, self.rank, self.world_size = args, rank, world_size
-        wrap_class = block_class(policy, "GPT2Block")
+        wrap_class = class_named(policy, "GPT2Block")
         shared_fsdp_kwargs = {
             "auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={wrap_class}),
             "sharding_strategy": ShardingStrategy.FULL_SHARD,
@@ -162,8 +155,6 @@ class FSDPTrainer:
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.example_counter += 2 * self.args.accumulation
-            if self.rank == 0:
-                print({name: sum(values) / len(values) for name, values in metrics.items()})
         self.evaluate(losses)
         return losses
 

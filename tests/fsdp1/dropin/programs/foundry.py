@@ -133,8 +133,7 @@ def prepare_fsdp_module(model, optimizer, args):
             limit_all_gathers=True,
             use_orig_params=True,
         )
-        if not hasattr(wrapped, "_exec_order_data"):
-            print("prefetch limits are ignored")
+        getattr(wrapped, "_exec_order_data", None)  # for prefetch limits
         if args.checkpointing:
             apply_activation_checkpointing(
                 wrapped,

@@ -40,6 +40,17 @@ def generator_of(step, stride=10):
     return torch.Generator().manual_seed(stride * step + dist.get_rank())
 
 
+def class_named(model, name):
+    """The class of the first module whose class has this name."""
+    return next(type(module) for module in model.modules() if type(module).__name__ == name)
+
+
+def hybrid_groups():
+    """One group that shards all ranks, and one a rank that replicates nothing."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return dist.new_group(list(range(dist.get_world_size()))), alone[dist.get_rank()]
+
+
 def write(state, path):
     """One file, of rank 0."""
     if dist.get_rank() == 0:

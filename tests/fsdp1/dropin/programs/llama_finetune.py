@@ -131,8 +131,6 @@ def evaluation(model, args, rank, world_size):
             eval_loss += model(**batch).loss.detach().float()
     dist.all_reduce(eval_loss, op=dist.ReduceOp.SUM)
     eval_epoch_loss = eval_loss / 2 / world_size
-    if rank == 0:
-        print(f"eval_ppl={torch.exp(eval_epoch_loss)} eval_epoch_loss={eval_epoch_loss}")
     return eval_epoch_loss.item()
 
 
@@ -187,8 +185,7 @@ def main(argv=None):
     scheduler = StepLR(optimizer, step_size=1, gamma=0.85)
     if args.dist_checkpoint:
         load_optimizer_sharded(model, optimizer, args.dist_checkpoint)
-    if rank == 0:
-        print(f"{model.module.config.model_type}: {sum(p.numel() for p in optimizer.param_groups[0]['params'])}")
+    assert model.module.config.model_type == "llama"
     return train(model, optimizer, scheduler, args, rank, world_size)
 
 

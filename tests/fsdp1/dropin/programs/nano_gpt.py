@@ -90,9 +90,6 @@ class GPT(nn.Module):
     def get_num_params(self):
         return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
 
-    def estimate_mfu(self, fwdbwd_per_iter, dt):
-        return 6 * self.get_num_params() * self.config.block_size * fwdbwd_per_iter / dt / 312e12
-
     def forward(self, idx, targets=None):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
         for block in self.transformer.h:
@@ -124,7 +121,6 @@ def configure_optimizer(model, weight_decay, lr, use_orig_params):
         {"params": no_decay, "weight_decay": 0.0},
         {"params": [p for name, p in plain.items() if "adapter" in name], "weight_decay": 0.0, "lr": lr / 10},
     ]
-    print(f"decayed tensors: {len(decay)}, others: {len(no_decay)}")
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
@@ -237,7 +233,7 @@ def main(argv=None):
     if args.sample:
         with FSDP.summon_full_params(fsdp_model, writeback=False):
             sampled = raw_model.generate(torch.zeros((1, 1), dtype=torch.long), 10)
-            print(f"{raw_model.get_num_params()} parameters, mfu {raw_model.estimate_mfu(4, 1.0):.2e}")
+            assert raw_model.get_num_params() > 0
         losses += sampled[0].float().tolist()
     return losses
 

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from harness import generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     LocalStateDictConfig,
     MixedPrecision,
@@ -167,8 +165,7 @@ def main(argv=None):
     assert model.unwrapped_module.max_positions() == model.max_positions() == 128
     assert model.use_sharded_state
     assert model.check_is_root()
-    units = FSDP.fsdp_modules(model)
-    print(f"{len(units)} units, types {sorted({type(unit).__name__ for unit in units})}")
+    assert {type(unit) for unit in FSDP.fsdp_modules(model)} == {FullyShardedModel}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.98))
     scaler = ShardedGradScaler(init_scale=4.0, enabled=False, process_group=dist.group.WORLD)
     if args.restore:

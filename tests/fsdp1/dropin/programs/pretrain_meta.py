@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import parse, run
+from harness import generator_of, parse, read, run, write
 from torch import nn, optim
 from torch.distributed import checkpoint as dist_cp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -21,14 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 bfSixteen = MixedPrecision(
@@ -154,7 +148,7 @@ class Checkpointer:
     def __init__(self, directory, legacy):
         self.directory, self.legacy = Path(directory), legacy
 
-    def save(self, step, model, optimizer, tokens_seen):
+    def save(self, step, model, optimizer):
         path = self.directory / f"step_{step}_ckp"
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model_state": model.state_dict()}
@@ -164,14 +158,12 @@ class Checkpointer:
             else:
                 state["optimizer_state"] = FSDP.optim_state_dict(model, optimizer)
                 dist_cp.save(state, checkpoint_id=path)
-        if dist.get_rank() == 0:
-            torch.save({"step": step, "tokens_seen": tokens_seen}, path / "metadata.pth")
-        dist.barrier()
+        write(step, str(path / "metadata.pth"))
 
     def load(self, model, optimizer):
         paths = sorted(self.directory.glob("step_*_ckp"))
         if not paths:
-            return 0, 0
+            return 0
         reader = FileSystemReader(paths[-1])
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model_state = {"model_state": model.state_dict()}
@@ -185,8 +177,7 @@ class Checkpointer:
             else:
                 flattened = FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state)
             optimizer.load_state_dict(flattened)
-        metadata = torch.load(paths[-1] / "metadata.pth", weights_only=True)
-        return metadata["step"], metadata["tokens_seen"]
+        return read(paths[-1] / "metadata.pth")
 
 
 def hybrid_mesh(args):
@@ -201,7 +192,6 @@ def main(argv=None):
         checkpoint_after=False, orig=False, default_init=False, legacy_state=False, nameless_mesh=False, save_at=0,
         ckpt="",
     )  # fmt: skip
-    rank = dist.get_rank()
     with torch.device("meta"):
         model = LLaMA()
     if args.checkpoint_every and not args.checkpoint_after:
@@ -223,27 +213,23 @@ def main(argv=None):
         assert all(p.device.type == "cpu" and p.isfinite().all() for p in model.parameters())
     optimizer = optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     checkpointer = Checkpointer(args.ckpt, args.legacy_state) if args.ckpt else None
-    first, tokens_seen = checkpointer.load(model, optimizer) if checkpointer else (0, 0)
+    first = checkpointer.load(model, optimizer) if checkpointer else 0
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((first + step + 1) / 3, 1.0))
     model.train()
     losses = []
     criterion = nn.CrossEntropyLoss()
     for step in range(first, args.steps):
-        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        tokens = torch.randint(0, 40, (2, 9), generator=generator_of(step))
         optimizer.zero_grad()
         output = model(tokens[:, :-1])
         loss = criterion(output.view(-1, output.size(-1)).float(), tokens[:, 1:].reshape(-1))
         loss.backward()
-        stats = torch.stack([loss.detach(), model.clip_grad_norm_(args.clip), torch.ones(())])
+        assert model.clip_grad_norm_(args.clip).isfinite()
         optimizer.step()
         scheduler.step()
-        dist.all_reduce(stats)
-        tokens_seen += tokens.numel() * dist.get_world_size()
         losses.append(loss.item())
-        if rank == 0:
-            print(f"step {step} loss {stats[0] / stats[2]:.4f} gradient norm {stats[1] / stats[2]:.4f} {tokens_seen}")
         if checkpointer and (step + 1) == args.save_at:
-            checkpointer.save(step + 1, model, optimizer, tokens_seen)
+            checkpointer.save(step + 1, model, optimizer)
     return losses
 
 

@@ -8,7 +8,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from harness import Block, generator_of, parse, read_own, run, write_own
+from harness import Block, class_named, generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
@@ -60,10 +60,6 @@ def init_fn(module):
     if dist.get_rank() != 0:
         module = module.to_empty(device=torch.device("cpu"), recurse=False)
     return module
-
-
-def class_named(model, name):
-    return next(type(module) for module in model.modules() if type(module).__name__ == name)
 
 
 def get_fsdp_wrap_policy(module, is_lora):

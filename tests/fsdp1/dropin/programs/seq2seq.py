@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import generator_of, parse, read_own, run, write_own
+from harness import generator_of, hybrid_groups, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -76,7 +76,7 @@ def to_fsdp1(module, args, applier):
     """The module with its parts and itself wrapped, and sharded state."""
     group, full, partly = dist.group.WORLD, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
     if args.hybrid:
-        group, full, partly = gangs(), ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+        group, full, partly = hybrid_groups(), ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
     precision = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=None) if args.half else None
 
     def wrap(each, reshard_after_forward=None):
@@ -106,12 +106,6 @@ def to_fsdp1(module, args, applier):
     )
     nn.SyncBatchNorm.convert_sync_batchnorm(module, dist.group.WORLD)
     return module
-
-
-def gangs():
-    """One group that shards all ranks, and one a rank that replicates nothing."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return dist.new_group(list(range(dist.get_world_size()))), alone[dist.get_rank()]
 
 
 def local_state_dict(module):

@@ -18,9 +18,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -58,9 +56,8 @@ class Articles(Dataset):
         }
 
 
-def train(model, rank, loader, optimizer, epoch, sampler, losses, clip):
+def train(model, loader, optimizer, epoch, sampler, losses, clip):
     model.train()
-    fsdp_loss = torch.zeros(2)
     sampler.set_epoch(epoch)
     for batch in loader:
         optimizer.zero_grad()
@@ -71,14 +68,9 @@ def train(model, rank, loader, optimizer, epoch, sampler, losses, clip):
             model.clip_grad_norm_(clip)
         optimizer.step()
         losses.append(loss.item())
-        fsdp_loss[0] += loss.item()
-        fsdp_loss[1] += len(batch)
-    dist.all_reduce(fsdp_loss, op=dist.ReduceOp.SUM)
-    if rank == 0:
-        print(f"Train Epoch: {epoch}, Loss: {fsdp_loss[0] / fsdp_loss[1]:.4f}")
 
 
-def validate(model, rank, loader):
+def validate(model, loader):
     model.eval()
     fsdp_loss = torch.zeros(2)
     with torch.no_grad():
@@ -89,10 +81,7 @@ def validate(model, rank, loader):
             fsdp_loss[0] += output["loss"].item()
             fsdp_loss[1] += len(batch)
     dist.all_reduce(fsdp_loss, op=dist.ReduceOp.SUM)
-    result = fsdp_loss[0] / fsdp_loss[1]
-    if rank == 0:
-        print(f"Validation Loss: {result:.4f}")
-    return result
+    return fsdp_loss[0] / fsdp_loss[1]
 
 
 def build_model(args):
@@ -115,7 +104,6 @@ def setup_model(args, rank):
     model = build_model(args)
     if args.resume and rank == 0:
         model.load_state_dict(read(f"{args.resume}/t5.pt"))
-        print("model checkpoint loaded to rank0 cpu")
     wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
     return FSDP(
         model,
@@ -131,7 +119,7 @@ def setup_model(args, rank):
     )
 
 
-def save(model, optimizer, rank, out):
+def save(model, optimizer, out):
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, SAVE_POLICY):
         cpu_state = model.state_dict()
     optim_state = FSDP.full_optim_state_dict(model, optimizer)
@@ -158,8 +146,6 @@ def main(argv=None):
     val_loader = DataLoader(val_set, batch_size=args.batch_size, sampler=val_sampler)
 
     model = setup_model(args, rank)
-    if rank == 0:
-        print(f"t5 has {sum(p.numel() for p in model.parameters())} parameters on this rank")
     optimizer = optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     if args.resume:
@@ -167,12 +153,12 @@ def main(argv=None):
 
     losses, best = [], float("inf")
     for epoch in range(args.first_epoch, args.first_epoch + args.epochs):
-        train(model, rank, train_loader, optimizer, epoch, sampler, losses, args.clip)
-        current = validate(model, rank, val_loader)
+        train(model, train_loader, optimizer, epoch, sampler, losses, args.clip)
+        current = validate(model, val_loader)
         losses.append(current.item())
         scheduler.step()
         if args.out and current < best:
-            save(model, optimizer, rank, args.out)
+            save(model, optimizer, args.out)
         best = min(best, current.item())
     dist.barrier()
     return losses
