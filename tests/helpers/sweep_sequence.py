@@ -3,7 +3,7 @@
 Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``. One step of
 micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them unsplit, in
 float64. A model is equal within 1e-12, refused by name, or a line of its own. Models that compute in float32 inside are
-run a second time with float32 replaced by float64, and must then be equal too ("float32"). CI runs a choice of models, in
+run a second time with float32 replaced by float64, and must then be equal too ("float32"). CI runs some models, in
 ``tests/sequence``.
 """
 
