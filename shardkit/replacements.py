@@ -54,15 +54,10 @@ class Row(NamedTuple):
 ARGUMENTS: dict[str, Row] = {
     "module": Row(
         "mapped",
-        "Sharded in place and returned, not wrapped, so FQNs do not change; unused parameters are reduced as zeros, as "
-        "in FSDP1 (torch >= 2.13)",
+        "Sharded in place and returned, so FQNs do not change; unused parameters are reduced as zeros, as in FSDP1",
         "model",
     ),
-    "process_group": Row(
-        "mapped",
-        "One group is the mesh's only axis; the pair (shard, replicate) is its two axes, replicate first",
-        "mesh=",
-    ),
+    "process_group": Row("mapped", "The mesh's axis; the pair (shard, replicate): its two axes", "mesh="),
     "sharding_strategy": Row(
         "mapped",
         "The mesh and reshard_after_forward; the root is not resharded after forward, as in FSDP1",
@@ -80,13 +75,10 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "backward_prefetch": Row(
         "implied",
-        "FSDP2 always all-gathers the next unit before a unit's backward, like BACKWARD_PRE; BACKWARD_POST and None, "
-        "which gather later and use less memory, are noted",
+        "FSDP2 always all-gathers the next unit before a unit's backward, like BACKWARD_PRE; other values are noted",
         "prefetch=",
     ),
-    "mixed_precision": Row(
-        "mapped", "MixedPrecisionPolicy for every unit, field by field as below", "mp_policy=MixedPrecisionPolicy(...)"
-    ),
+    "mixed_precision": Row("mapped", "MixedPrecisionPolicy, field by field", "mp_policy=MixedPrecisionPolicy(...)"),
     "ignored_modules": Row(
         "mapped",
         "Their parameters become ignored_params, and no unit is made of them; FSDP2 moves their buffers to the device",
@@ -104,12 +96,10 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "sync_module_states": Row(
         "mapped",
-        "Parameters and buffers are broadcast from the first rank, unit by unit, before a unit is sharded",
+        "Parameters and buffers are broadcast from the first rank, before a unit is sharded",
         "sync_module_states=",
     ),
-    "forward_prefetch": Row(
-        "mapped", "prefetch=1 in the plan: each unit all-gathers the next one before its forward", "prefetch="
-    ),
+    "forward_prefetch": Row("mapped", "prefetch=1: each unit all-gathers the next one early", "prefetch="),
     "limit_all_gathers": Row(
         "implied",
         "FSDP2 always limits all-gathers, without blocking the CPU; False is noted",
@@ -117,18 +107,11 @@ ARGUMENTS: dict[str, Row] = {
     ),
     "use_orig_params": Row(
         "implied",
-        "Always on: parameters keep their names, and become DTensors. False, FSDP1's default, had a FlatParameter for "
-        "each unit, and is noted",
+        "Always on: parameters keep their names, and become DTensors. False, FSDP1's default, is noted",
         "nothing: FSDP2 always does this",
     ),
-    "ignored_states": Row(
-        "mapped", "As ignored_modules for modules, and ignored_params for parameters", "ignored_params="
-    ),
-    "device_mesh": Row(
-        "mapped",
-        "The mesh itself if it has one axis or two named axes; else a named mesh of its groups",
-        "mesh=",
-    ),
+    "ignored_states": Row("mapped", "As ignored_modules; parameters: ignored_params", "ignored_params="),
+    "device_mesh": Row("mapped", "The mesh itself, or a named mesh of its groups", "mesh="),
 }
 
 # The fields of MixedPrecision and CPUOffload, in their order.
@@ -137,20 +120,16 @@ FIELDS: dict[str, Row] = {
     "mixed_precision.reduce_dtype": Row("mapped", "reduce_dtype of the policy; if None, param_dtype"),
     "mixed_precision.buffer_dtype": Row(
         "mapped",
-        "Floating-point buffers are cast once, after sharding. FSDP1 cast them at the first forward, and back in "
-        "state_dict()",
+        "Buffers are cast once, after sharding. FSDP1 cast them at the first forward, and back in state_dict()",
     ),
-    "mixed_precision.keep_low_precision_grads": Row(
-        "noted", "FSDP2 always casts gradients to the parameters' dtype: same values, more memory"
-    ),
+    "mixed_precision.keep_low_precision_grads": Row("noted", "FSDP2's gradients have the parameters' dtype"),
     "mixed_precision.cast_forward_inputs": Row(
         "mapped", "cast_forward_inputs of every unit that has parameters; False is FSDP1's default, and True is FSDP2's"
     ),
     "mixed_precision.cast_root_forward_inputs": Row("mapped", "cast_forward_inputs of the root"),
     "mixed_precision._module_classes_to_ignore": Row(
         "mapped",
-        "With an auto_wrap_policy each module of these classes is a unit that computes in float32, and casts its "
-        "outputs back",
+        "With an auto_wrap_policy each module of these classes is a unit in float32, and casts its outputs back",
     ),
     "cpu_offload.offload_params": Row(
         "mapped", "CPUOffloadPolicy; gradients may accumulate outside of no_sync, which FSDP1 did not support"
@@ -161,8 +140,7 @@ FIELDS: dict[str, Row] = {
 OURS: dict[str, Row] = {
     "ranks_per_node": Row(
         "mapped",
-        "The number of ranks that shard together in a hybrid strategy; None means torchrun's LOCAL_WORLD_SIZE. "
-        "FSDP1 counted the node's devices",
+        "Ranks that shard together in a hybrid strategy; None is torchrun's LOCAL_WORLD_SIZE, not a count of devices",
     ),
     "world_size": Row("mapped", "The number of ranks to plan for without a process group"),
 }
@@ -192,11 +170,7 @@ _NO_SETTING = "FSDP2 keeps no setting on the model; use full_state_dict(model) o
 NAMES: dict[str, Row] = {
     FSDP: Row("mapped", "", "FSDPModule"),  # without a call; the audit judges a call by its arguments
     "FlatParameter": Row("refused", "FSDP2 shards each parameter separately", "DTensor"),
-    "ShardedGradScaler": Row(
-        "mapped",
-        "from shardkit: its device is the accelerator by default, and other arguments are keyword-only",
-        "GradScaler({args})",
-    ),
+    "ShardedGradScaler": Row("mapped", "from shardkit: its device is the accelerator by default", "GradScaler({args})"),
     # Settings
     "ShardingStrategy": Row("mapped", "", '"{member}"'),
     "BackwardPrefetch": Row("noted", "FSDP2 always prefetches in backward, like BACKWARD_PRE"),
@@ -208,9 +182,7 @@ NAMES: dict[str, Row] = {
     "transformer_auto_wrap_policy": Row("mapped", _TAKEN, "units=by_class(...)"),
     "size_based_auto_wrap_policy": Row("noted", f"{_TAKEN}; by_size counts differently", "units=by_size(...)"),
     "ModuleWrapPolicy": Row("mapped", _TAKEN, "units=by_class(...)"),
-    "CustomPolicy": Row(
-        "noted", f"{_TAKEN}; the dict it returns holds FSDP1's arguments", "units=lambda fqn, module: ..."
-    ),
+    "CustomPolicy": Row("noted", f"{_TAKEN}, with the dicts it returns", "units=lambda fqn, module: ..."),
     "enable_wrap": Row(
         "decision",
         "shard the whole model in one call, and name the wrapped modules by class or FQN",
@@ -261,14 +233,13 @@ MEMBERS: dict[str, Row] = {
     "forward": Row("noted", "a direct call of forward skips the all-gather hooks", "{receiver}({args})"),
     "apply": Row(
         "decision",
-        "call it before sharding: after it, the function sees this rank's shards, where FSDP1 gathered the parameters",
+        "call it before sharding: afterwards the function sees this rank's shards, not full parameters",
         "{receiver}.apply({args})",
     ),
     "check_is_root": Row("decision", "remove it: FSDP2's root is the module that was sharded last"),
     "register_comm_hook": Row(
         "decision",
-        "for each unit, or set_all_reduce_hook for the reduction over replicas; shardkit.set_reduce_precision sends "
-        "gradients in 16 bits",
+        "for each unit; set_all_reduce_hook for replicas; shardkit.set_reduce_precision sends gradients in 16 bits",
         "{receiver}.set_custom_reduce_scatter(...)",
     ),
     "named_parameters": Row(
@@ -305,33 +276,25 @@ _MODULES = Row("refused", MEMBERS["fsdp_modules"].sentence, MEMBERS["fsdp_module
 _HOOK = MEMBERS["register_comm_hook"]._replace(support="refused")
 _HANDLE = Row("refused", "it frees what a forward left gathered; full_params(model) gathers", "module.reshard()")
 
-# Internals that the drop-in does not have: reading one raises an AttributeError with the replacement.
-INTERNALS: dict[str, Row] = {
+_UNSHARD = Row("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard")
+_STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
+ATTRIBUTES |= {
     **dict.fromkeys(("_flat_param", "flat_param"), ATTRIBUTES["params"]),
-    "_handles": _HANDLE,
+    **dict.fromkeys(("_handle", "_handles", "_all_handles"), _HANDLE),
     **dict.fromkeys(("_all_fsdp_states", "_fully_sharded_module_to_handle"), _MODULES),
     **dict.fromkeys(("_comm_hook", "_comm_hook_state"), _HOOK),
     "_exec_order_data": Row("refused", "it sets the order of all-gathers", "set_modules_to_forward_prefetch"),
     "_sync_gradients": Row("refused", "or FSDPModule.set_requires_gradient_sync", "no_sync({receiver})"),
-    "_unshard": Row("refused", "FSDP2 does so automatically", "FSDPModule.unshard and FSDPModule.reshard"),
+    "_unshard": _UNSHARD,
     "_reset_lazy_init": ATTRIBUTES["_lazy_init"],
-    **dict.fromkeys(
-        ("_deregister_orig_params_ctx", "_device_handle", "_free_event_queue", "_fsdp_extension"), INTERNAL
-    ),
-    **dict.fromkeys(("_gradient_postdivide_factor", "_gradient_predivide_factor", "_use_training_state"), INTERNAL),
-    **dict.fromkeys(("_optim_state_dict_impl", "_optim_state_dict_to_load_impl"), INTERNAL),
-    "_wait_unshard_streams_on_current_stream": INTERNAL,
+    **dict.fromkeys(_STREAMS, Row("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")),
 }
-_STREAMS = ("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_pre_unshard_stream", "_unshard_stream")
-_STREAM = Row("refused", "FSDP2 does not expose its streams", "FSDPModule.unshard")
-ATTRIBUTES |= INTERNALS | dict.fromkeys(("_handle", "_all_handles"), _HANDLE) | dict.fromkeys(_STREAMS, _STREAM)
 
 # Private names of torch's modules
 
 _NO_PREFIX = Row("mapped", "FSDP2 adds no prefix to names", '""')
 _SUMMONED = Row("refused", f"{_OURS}, or FSDP.summon_full_params", "full_params(model, writeback=True)")
 _OPTIM = Row("refused", "or FSDP.optim_state_dict", "full_optimizer_state_dict(model, optimizer)")
-_DTENSORS = Row("refused", "remove it: state dicts of FSDP2 hold DTensors")
 
 # By the name of a function, constant or module; the last part of a dotted path that is in this table decides.
 PRIVATE: dict[str, Row] = {
@@ -346,17 +309,11 @@ PRIVATE: dict[str, Row] = {
     "FSDP_WRAPPED_MODULE": _NO_PREFIX,
     "FSDP_PREFIX": _NO_PREFIX,
     "clean_tensor_name": _NO_PREFIX._replace(use="name"),
-    "_shard_utils": Row("refused", "FSDP2's sharded tensors are DTensors", "DTensor"),
-    "_set_fsdp_extensions": Row("refused", "FSDP2 supports tensor parallelism without extensions", "a 2D device_mesh"),
     "_replace_with_full_state_dict_type": Row("refused", _OURS, "full_state_dict(model)"),
-    "_prefetch_handle": INTERNALS["_exec_order_data"],
-    "_init_param_handle_from_module": Row("refused", "", "shard_model(model)"),
-    **dict.fromkeys(("_unshard", "_reshard"), INTERNALS["_unshard"]),
-    **dict.fromkeys(("_set_optim_use_dtensor", "_set_use_dtensor"), _DTENSORS),
+    **dict.fromkeys(("_unshard", "_reshard"), _UNSHARD),
     **dict.fromkeys(("_unshard_params", "_unshard_params_for_summon", "_unshard_fsdp_state_params"), _SUMMONED),
     **dict.fromkeys(("_enter_unshard_params_ctx", "_exit_unshard_params_ctx"), _SUMMONED),
     **dict.fromkeys(("_optim_state_dict", "_flatten_optim_state_dict", "_rekey_sharded_optim_state_dict"), _OPTIM),
-    **dict.fromkeys(("_unflatten_optim_state", "_shard_orig_param_state"), _OPTIM),
 }
 
 

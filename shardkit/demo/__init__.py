@@ -1,12 +1,11 @@
 """``python -m shardkit demo``: train a small transformer sharded and plain, and compare.
 
-Read ``model`` (the model), ``train`` (the three trainings), then ``verify`` (the comparison).
+Read ``model`` (the model and its text), then ``train`` (the three trainings and their comparison).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import tempfile
@@ -21,15 +20,10 @@ import torch
 import torch.distributed as dist
 
 from shardkit.apply.mesh import ensure_process_group
-from shardkit.demo.model import load_text
-from shardkit.demo.train import OUTPUT, Job, resume, train_plain, train_sharded
-from shardkit.demo.verify import MOST_STEPS, compare, compare_resumed, is_exact
+from shardkit.demo.train import MOST_STEPS, OUTPUT, Job, compare_resumed, is_exact, resume, train_and_compare
 from shardkit.errors import ShardkitError, message
 from shardkit.memory.cli import positive
-from shardkit.plan.types import nbytes
 from shardkit.testing import RankPool
-
-_LIMIT = 24 * 3600.0  # seconds: a slow machine is not a stuck one
 
 _NEXT = """Next:
   python -m shardkit demo --ranks 4
@@ -69,7 +63,19 @@ def run(options: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ  # by torchrun
     job = Job(int(os.environ.get("WORLD_SIZE", 0)) or options.ranks or gpus or 2, options.steps)
-    _check(options, job, gpus, launched)
+    if options.device == "cuda" and not gpus:
+        raise ShardkitError(message("--device", "is cuda, and torch sees no GPU", "", "Leave it out to use the CPU"))
+    if launched and options.ranks not in (None, job.ranks):
+        raise ShardkitError(
+            message("--ranks", f"is {options.ranks}, and torchrun started {job.ranks}", "", "Leave it out")
+        )
+    if not launched and 0 < gpus < job.ranks:
+        problem, fix = f"is {job.ranks}, and torch sees {gpus} GPUs", f"Use --ranks {gpus} or --device cpu"
+        raise ShardkitError(message("--ranks", problem, "", fix))
+    if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
+        problem = f"is {job.steps} {'on GPUs' if gpus else f'on {job.ranks} ranks'}"
+        rule = "Gradients are summed in another order than without sharding there, and the rounding grows step by step"
+        raise ShardkitError(message("--steps", problem, rule, f"Use at most {MOST_STEPS}"))
     started = time.perf_counter()
     if not launched:
         holds = _on_ranks_of_our_own(job, gpus)
@@ -79,23 +85,6 @@ def run(options: argparse.Namespace) -> int:
         holds = train_and_compare(job) is not None
     job.say(f"\n{time.perf_counter() - started:.0f} s. {_NEXT if holds else _FAILED}")
     return leave(int(not holds)) if launched else int(not holds)
-
-
-def _check(options: argparse.Namespace, job: Job, gpus: int, launched: bool) -> None:
-    parts = None
-    if options.device == "cuda" and not gpus:
-        parts = ("--device", "cuda, and torch sees no GPU", "CUDA needs one", "Leave it out to use the CPU")
-    elif launched and options.ranks not in (None, job.ranks):
-        parts = ("--ranks", f"{options.ranks}, and torchrun started {job.ranks}", "torchrun decides", "Leave it out")
-    elif not launched and 0 < gpus < job.ranks:
-        fix = f"Use --ranks {gpus} or --device cpu"
-        parts = ("--ranks", f"{job.ranks}, and torch sees {gpus} GPUs", "Each rank has a GPU of its own", fix)
-    elif job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
-        problem = f"{job.steps} {'on GPUs' if gpus else f'on {job.ranks} ranks'}"
-        rule = "Gradients are summed in another order than without sharding there, and the rounding grows step by step"
-        parts = ("--steps", problem, rule, f"Use at most {MOST_STEPS}")
-    if parts:
-        raise ShardkitError(message(*parts))
 
 
 def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
@@ -108,7 +97,7 @@ def _on_ranks_of_our_own(job: Job, gpus: int) -> bool:
         if losses is None or job.steps == 1 or not others:
             return losses is not None
         job.say(f"\nThe checkpoint of {job.ranks} ranks, on {others}:")
-        check = compare_resumed(_pooled(in_folder, others, gpus, _resume), losses[job.saved_after :])
+        check = compare_resumed(_pooled(in_folder, others, gpus, resume), losses[job.saved_after :])
         job.say(f"\nResumed against uninterrupted:\n{check}")
         return check.holds
 
@@ -128,40 +117,11 @@ def _pooled(job: Job, ranks: int, gpus: int, body: Callable[[Job], Any]) -> Any:
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        with RankPool(ranks, backend="nccl" if gpus else "gloo", timeout=_LIMIT) as pool:
+        with RankPool(ranks, backend="nccl" if gpus else "gloo", timeout=24 * 3600) as pool:  # slow is not stuck
             return pool.run(body, job)[0]
     finally:
         done.set()
         thread.join()
-
-
-def train_and_compare(job: Job) -> list[float] | None:
-    """Train twice and show the comparison; return the losses, or None where the trainings differ. Collective."""
-    # Matrix products may differ in the last digit between numbers of threads, and ranks share the cores.
-    torch.set_num_threads(1)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    job.say(
-        f"shardkit demo: {job.ranks} rank{'s' * (job.ranks > 1)} on {device.type}, {job.steps} steps on "
-        f"{len(load_text()) / 2**20:.1f} MiB of Python's own sources"
-    )
-    sharded = train_sharded(job)
-    if dist.get_rank() != 0:
-        return []
-    gc.collect()  # the sharded model is in reference cycles
-    plain = train_plain(job, sharded.norms, device)
-    checks = compare(device.type, job.ranks, sharded, plain)
-    job.say("\nSharded against plain, the largest difference over all steps and all elements:")
-    job.say("\n".join(map(str, checks)))
-    assert plain.memory is not None
-    held = sum(plain.memory.measured[name] for name in ("parameters", "gradients", "optimizer"))
-    job.say(f"\nMemory of rank 0 after a step, and as estimate() predicted it:\n{sharded.memory}")
-    job.say(f"unsharded: {nbytes(held)} of parameters, gradients and optimizer state")
-    return [loss.item() for loss in sharded.losses] if all(check.holds for check in checks) else None
-
-
-def _resume(job: Job) -> list[float]:
-    torch.set_num_threads(1)
-    return [loss.item() for loss in resume(job).losses]
 
 
 def leave(code: int) -> NoReturn:

@@ -16,14 +16,7 @@ LEAST_TEXT = 100_000  # bytes
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text: torch's pre-norm blocks over embedded bytes and sinusoidal positions.
-
-    Args:
-        dim: width of the residual stream, in elements; a multiple of ``num_heads`` and of 2.
-        num_layers: blocks.
-        num_heads: attention heads.
-        context: the longest sequence, in bytes.
-    """
+    """Predicts the next byte of a text: torch's pre-norm blocks over embedded bytes and sinusoidal positions."""
 
     positions: Tensor
 
@@ -54,20 +47,12 @@ class ByteTransformer(nn.Module):
 
 @functools.cache
 def load_text(folder: Path | None = None) -> Tensor:
-    """Return all modules at the top of the standard library, concatenated, as uint8 of shape (bytes,).
-
-    Args:
-        folder: where the ``*.py`` files are; None is the standard library of this Python.
-
-    Raises:
-        ShardkitError: the folder holds less than 100 kB of sources.
-    """
+    """Return the ``*.py`` files of a folder, None: the standard library's, concatenated, as uint8 of shape (bytes,)."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(data) < LEAST_TEXT:
-        rule = f"The demo trains on at least {LEAST_TEXT:,} bytes of Python's own sources"
-        fix = "Use a Python that has its standard library as files"
-        raise ShardkitError(message("text", f"{len(data):,} bytes of *.py in {folder}", rule, fix))
+        problem = f"needs at least {LEAST_TEXT:,} bytes of Python's own sources, and {folder} has {len(data):,}"
+        raise ShardkitError(message("demo", problem, "", "Use a Python that has its standard library as files"))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

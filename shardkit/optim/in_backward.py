@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import named_sharded_parameters
-from shardkit._torch.steps import SCALES_ITSELF
-from shardkit._torch.steps import steps_in_backward as any_steps_in_backward
+from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
 from shardkit.optim.local import step_on_local_shards
@@ -37,12 +36,9 @@ def optimizer_in_backward(
     advances LR schedulers.
 
     It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes it, so that LR
-    schedulers and state dicts (torch's, ``torch.distributed.checkpoint``'s, by FQN) work unchanged. ``step()``
-    updates all parameters that still have a gradient: plain ones (``ignored_params``), whose gradients FSDP2 does not
-    reduce, and those given a gradient by hand. Local, in place; the model's forward and backward do not change.
-
-    It refuses what needs all gradients of a step at once: :func:`clip_grad_norm_`, gradient accumulation (a second
-    backward before ``step()``), ``torch.amp.GradScaler``, and closures.
+    schedulers and state dicts work unchanged. ``step()`` updates parameters that still have a gradient: plain ones
+    (``ignored_params``), whose gradients FSDP2 does not reduce. Local, in place. What needs all gradients of a step at
+    once raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
 
     Args:
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
@@ -53,7 +49,7 @@ def optimizer_in_backward(
         cpu_threads: as in :func:`step_on_local_shards`.
 
     Returns:
-        The optimizer that the factory made. It cannot be pickled or copied; save its ``state_dict()``.
+        The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
 
     Raises:
         ShardkitError: for a model without trainable sharded parameters, or stepped in backward already; for an
@@ -63,7 +59,7 @@ def optimizer_in_backward(
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
     if not any(isinstance(param, DTensor) for param in params.values()):
         raise ShardkitError(message("model", "has no sharded parameter that trains", "", "Shard the model first"))
-    if stepped := [fqn for fqn, param in params.items() if any_steps_in_backward([param])]:
+    if stepped := [fqn for fqn, param in params.items() if steps_in_backward([param])]:
         problem, fix = "are stepped in backward already", "Call optimizer_in_backward once for a model"
         raise ShardkitError(message(listing(stepped), problem, "", fix))
     optimizer = factory(list(params.values()))
@@ -75,11 +71,6 @@ def optimizer_in_backward(
     for index in range(len(optimizer.param_groups)):
         _add_hooks(optimizer, index)
     return optimizer
-
-
-def steps_in_backward(model: nn.Module) -> bool:
-    """Whether :func:`optimizer_in_backward` steps the model, so that its gradients are gone after backward."""
-    return any_steps_in_backward(param for _, param in named_sharded_parameters(model))
 
 
 def _add_hooks(optimizer: Optimizer, group: int) -> None:
@@ -124,31 +115,22 @@ def _in_backward_class(base: Any) -> Any:
     step_without_hooks = base.step.__wrapped__
 
     @functools.wraps(step_without_hooks)
-    def step(self: Any, closure: Any = None) -> None:
-        rule = "Parameters are updated in backward, as soon as each has a gradient"
-        if closure is not None:
-            fix = "Run forward and backward, then step() without a closure"
-            raise ShardkitError(message(_SUBJECT, "got a closure in step()", rule, fix))
+    def step(self: Any, closure: Any = None) -> Any:
         if hasattr(self, "found_inf"):
-            fix = "Train in bfloat16, or step after backward"
-            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, fix))
-        step_without_hooks(self)
+            rule = "Parameters are updated in backward, before it can know that gradients are finite"
+            raise ShardkitError(message(_SUBJECT, "got step() from a GradScaler", rule, "Train in bfloat16"))
+        loss = step_without_hooks(self, closure)
         self.stepped.clear()
+        return loss
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         base.add_param_group(self, param_group)
         _add_hooks(self, len(self.param_groups) - 1)
 
-    def refuse_copies(self: Any, protocol: int) -> Any:
-        rule = "Hooks on the model's parameters step this one object"
-        fix = "Save its state_dict(), and load that into another"
-        raise ShardkitError(message(_SUBJECT, "returned an optimizer that cannot be pickled or copied", rule, fix))
-
     body = {
         "step": hooked(step),
         "step_without_hooks": step_without_hooks,
         "add_param_group": add_param_group,
-        "__reduce_ex__": refuse_copies,
         SCALES_ITSELF: True,  # so that GradScaler calls step(), which raises
     }
     return subclass(base, body)

@@ -11,22 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Adam, Optimizer
 
 from shardkit._torch import local_tensor, plain_attributes
 from shardkit._torch.dispatch import tree_leaves, tree_map
@@ -36,7 +23,8 @@ from shardkit.errors import ShardkitError, message
 from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 
 # torch's optimizers whose update of an element reads only that element of parameter, gradient and state.
-ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+ELEMENTWISE: tuple[Any, ...] = (SGD, Adam, optim.AdamW, optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adamax)
+ELEMENTWISE += (optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop)
 # State of torch's optimizers that is one number for each parameter, also if the parameter itself has no dimensions.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # On the CPU torch steps Adam's parameters one after another. As a list (foreach) small ones take two thirds of the CPU
@@ -118,13 +106,16 @@ def local_class(base: Any) -> Any:
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         note_step(self)
-        with _using_threads(self.cpu_threads):
-            if not collects:
-                return _run_on_aliases(inner, self, args, kwargs)
-            try:
-                return inner(self, *args, **kwargs)
-            finally:
+        threads = torch.get_num_threads()
+        if self.cpu_threads is not None:
+            torch.set_num_threads(self.cpu_threads)
+        try:
+            return inner(self, *args, **kwargs) if collects else _run_on_aliases(inner, self, args, kwargs)
+        finally:
+            if collects:
                 finish_step(self)
+            if self.cpu_threads is not None:
+                torch.set_num_threads(threads)
 
     body: dict[str, Any] = {"steps_on_local_shards": True}
     if collects:
@@ -134,27 +125,11 @@ def local_class(base: Any) -> Any:
 
 def _threads(optimizer: Optimizer) -> int | None:
     """Return each rank's share of the cores where shards are offloaded to the CPU, else None."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if not any(_is_offloaded(param) for param in params):
+    params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    if not any(local_tensor(param).device.type == "cpu" != param.device_mesh.device_type for param in params):
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _is_offloaded(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and local_tensor(param).device.type == "cpu" != param.device_mesh.device_type
-
-
-@contextmanager
-def _using_threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        if number is not None:
-            torch.set_num_threads(before)
 
 
 # ---- torch's own classes: they collect lists of tensors, in which local tensors replace DTensors -----------------

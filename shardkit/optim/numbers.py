@@ -18,30 +18,21 @@ class Numbers:
 
     They are in its groups, in its attributes, and in its state under a name instead of a parameter. A part steps those
     matrices of a bucket that a rank owns. A number must change once, and in the same way on every rank, so parts that
-    disagree raise. Of a group, those parts count that step a parameter of it, if there are any.
+    change it to different values raise.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._before = optimizer, _numbers(optimizer)
         self._changed: Changes = {}
-        self._idle: Changes = {}  # of groups, in parts that stepped none of their parameters
 
-    def begin(self) -> None:
-        """Set the numbers to those before the step. In place."""
-        places = _places(self._optimizer)
-        for place, key in _numbers(self._optimizer).keys() - self._before.keys():
+    def take(self) -> Changes:
+        """Return what a part has changed, and set the numbers to those before the step. In place."""
+        found, places = _numbers(self._optimizer), _places(self._optimizer)
+        changed = {at: value for at, value in found.items() if not _same(self._before.get(at, None), value)}
+        for place, key in found.keys() - self._before.keys():
             del places[place][key]
         _write(places, self._before)
-
-    def end(self, stepped: set[int]) -> Changes:
-        """Return what a part changed that stepped parameters of these groups."""
-        found: Changes = {}
-        for (place, key), value in _numbers(self._optimizer).items():
-            old = self._before.get((place, key))
-            if old is None or not _same(old, value):
-                is_idle = isinstance(place, int) and place not in stepped
-                (self._idle if is_idle else found)[place, key] = value
-        return found
+        return changed
 
     def add(self, changes: Changes) -> None:
         """Add what a part changed, on this rank or another."""
@@ -55,7 +46,7 @@ class Numbers:
 
     def write(self) -> None:
         """Give the optimizer the numbers that the whole step leaves. In place."""
-        _write(_places(self._optimizer), self._idle | self._changed)
+        _write(_places(self._optimizer), self._changed)
 
 
 def _places(optimizer: Any) -> dict[Any, dict[Any, Any]]:

@@ -22,7 +22,7 @@ from shardkit._torch.steps import note_step
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
-from shardkit.ranks import agree, all_gather_bytes, together
+from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, around, local_box
 from shardkit.state.boxes import Batch, ModelGroup, copy_into, cut, holders, wire_device
 
@@ -35,11 +35,11 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     For optimizers whose update of an element needs the rest of its matrix: Muon, Shampoo, SOAP, CAME, Adafactor, LAMB.
     The results are the bits of the same step on the unsharded parameters and gradients, in any world.
 
-    After this call ``step()`` is **collective** over the ranks that hold each parameter. Owners are balanced by cost,
-    ``numel * min(rows, columns)``, so each of W ranks does 1/W of the work. For each bucket of 64 MiB on a rank,
-    ranks send their shards of parameter, gradient and state to the owners in one exchange, and receive parameter and
-    state in another. So a rank sends and receives the bytes of its own shards, and holds whole parameters, gradients
-    and state as large as its shards of a bucket. On an HSDP mesh each replica does the same.
+    After this call ``step()`` is **collective** over the ranks that hold each parameter, and the same parameters must
+    have gradients on all of them. Owners are balanced by cost, ``numel * min(rows, columns)``, so each of W ranks does
+    1/W of the work. For each bucket of 64 MiB on a rank, ranks send their shards of parameter, gradient and state to
+    the owners in one exchange, and receive parameter and state in another. So a rank sends and receives the bytes of
+    its own shards, and holds whole tensors as large as those of a bucket. On an HSDP mesh each replica does the same.
 
     Between steps nothing changes: ``param_groups`` and ``state`` hold sharded DTensors, so state dicts, checkpoints and
     loads at another world work as before. State of another shape than its parameter is sharded on its first dim.
@@ -79,7 +79,6 @@ def _whole_class(base: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _agree_on_gradients(self)
         with torch.no_grad():
             numbers = Numbers(self)
             for bucket in _buckets(self):
@@ -88,16 +87,6 @@ def _whole_class(base: Any) -> Any:
         return loss
 
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
-
-
-def _agree_on_gradients(optimizer: Any) -> None:
-    """Raise on every rank unless all have the same parameters' gradients. Collective."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-    groups = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
-    numbers = [number for number, param in enumerate(params) if param.grad is not None]
-    fix = "Run the same backward on every rank before step()"
-    agree({"which parameters have gradients, by number": numbers}, groups, "optimizer.step", fix=fix)
 
 
 # ---- which rank owns what ----------------------------------------------------------------------------------------
@@ -258,11 +247,10 @@ def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers
             group["params"] = [matrix.whole for matrix in mine if matrix.group == number]
         optimizer.state = defaultdict(dict, named | {each.whole: each.state for each in mine if each.state})
         inner(optimizer)
-        changes = numbers.end({matrix.group for matrix in mine})
         for matrix in mine:
             matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        numbers.begin()  # for the next part
+        changes = numbers.take()
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
         optimizer.state = state

@@ -1,17 +1,19 @@
-"""The calls of one rank in order, what it publishes of them, and where those of several ranks first differ."""
+"""The calls of one rank in order, where those of several ranks first differ, and the report of it."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-MOST = 1 << 16  # calls remembered; at least half of them
-TAIL = 32  # calls in each record, unless more are asked for
-MARKS = 64  # digests in each record
-MODULUS = (1 << 61) - 1
+from shardkit.errors import message
+
+TAIL = 1024  # calls in each record, the last ones
+EVERY, MARKS = 64, 64  # a record has digests of all calls after each so many, the last ones
 
 Record = Mapping[str, Any]  # what a rank publishes of itself
 NOTHING: Record = {"base": 0, "calls": [], "marks": [], "last": "none", "line": "", "left": False, "failed": False}
@@ -22,40 +24,25 @@ class Calls:
 
     def __init__(self) -> None:
         self.moved = time.monotonic()  # when the last call was made
-        self._log: tuple[int, list[str]] = (0, [])  # how many were forgotten, and the rest
-        self._first, self._rounds, self._digest = "", 0, 0
-        self._marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
+        self._count, self._digest = 0, 0
+        self._tail, self._marks = deque[str](maxlen=TAIL), deque[tuple[int, int]](maxlen=MARKS)
+        self._lock = threading.Lock()
 
-    def add(self, call: str, code: int, of_unit: bool = False) -> None:
-        """Remember a call and its :func:`code_of`, in a microsecond.
+    def add(self, call: str) -> None:
+        """Remember a call, in a microsecond."""
+        with self._lock:
+            self._tail.append(call)
+            self._count, self._digest = self._count + 1, zlib.crc32(call.encode(), self._digest)
+            if self._count % EVERY == 0:
+                self._marks.append((self._count, self._digest))
+            self.moved = time.monotonic()
 
-        Wherever the first call of a unit comes again, once or twice a step, the digest of all calls before is kept.
-        """
-        forgotten, calls = self._log
-        if of_unit:
-            self._first = self._first or call
-            if call == self._first:
-                self._rounds += 1
-                self._marks.append((self._rounds, forgotten + len(calls), self._digest))
-        self._digest = (self._digest * 1000003 + code) % MODULUS
-        calls.append(call)
-        self.moved = time.monotonic()
-        if len(calls) == MOST:
-            self._log = forgotten + MOST // 2, calls[MOST // 2 :]
-
-    def record(self, since: int | None) -> dict[str, Any]:
-        """Return the last calls, or all from number ``since`` on, and the digests, JSON-ready."""
-        forgotten, calls = self._log
-        end = len(calls)
-        start = max(0, end - TAIL if since is None else since - forgotten)
-        idle, last = time.monotonic() - self.moved, calls[end - 1] if end else "none"
-        marks = list(self._marks)
-        return {"base": forgotten + start, "calls": calls[start:end], "marks": marks, "last": last, "idle": idle}
-
-
-def code_of(call: str) -> int:
-    """Return a number for a call that is the same in every process."""
-    return zlib.crc32(call.encode())
+    def record(self) -> dict[str, Any]:
+        """Return the last calls and the digests, JSON-ready."""
+        with self._lock:
+            calls, marks, base = list(self._tail), list(self._marks), self._count - len(self._tail)
+        last, idle = calls[-1] if calls else "none", time.monotonic() - self.moved
+        return {"base": base, "calls": calls, "marks": marks, "last": last, "idle": idle}
 
 
 class Difference(NamedTuple):
@@ -70,12 +57,14 @@ class Difference(NamedTuple):
         return len(set(self.calls.values()) - {None}) > 1
 
 
-def agreed(records: Mapping[int, Record]) -> tuple[int, bool]:
-    """Return up to which call all digests agree, 0 if unknown, and whether a later one differs."""
-    marks = [{number: (count, digest) for number, count, digest in each["marks"]} for each in records.values()]
-    common = sorted(set.intersection(*map(set, marks)))
-    same = [number for number in common if len({each[number] for each in marks}) == 1]
-    return (marks[0][same[-1]][0] if same else 0), len(same) < len(common)
+def differ_before(records: Mapping[int, Record]) -> int | None:
+    """Return the call before which ranks differ by their digests, if that is before the last calls that all publish."""
+    marks = [dict(each["marks"]) for each in records.values()]
+    start = max(each["base"] for each in records.values())
+    for count in sorted(set.intersection(*map(set, marks))):
+        if len({each[count] for each in marks}) > 1:
+            return count if count <= start else None
+    return None
 
 
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
@@ -88,3 +77,64 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
         if len(set(calls.values())) > 1:
             return Difference(number, calls)
     return None
+
+
+class Seen(NamedTuple):
+    """What one rank knows of another."""
+
+    record: Record  # the last that it published
+    age: float = 0.0  # seconds since
+    gone: str = ""  # "silent for 12 s", or nothing
+
+    @property
+    def idle(self) -> float:
+        """Seconds since its last call; 0 after it left."""
+        return 0.0 if self.record["left"] else self.record.get("idle", 0.0) + self.age
+
+
+def compose(seen: Mapping[int, Seen], difference: Difference | None, before: int | None = None) -> str:
+    """Return the report: a sentence in the form of errors, and a line for each group of all ranks. Pure.
+
+    Args:
+        seen: by rank.
+        difference: the first one, if it is known.
+        before: the call before which ranks differ, if their last calls do not reach back to it.
+    """
+    idle = max(each.idle for each in seen.values())
+    problems = [f"{named(ranks)} {gone}" for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone) if gone]
+    if before is not None:
+        problems.append(f"ranks differ in a call before call {before}")
+    elif difference is not None and difference.is_certain:
+        made = _grouped(difference.calls, lambda rank: difference.calls[rank] or "")
+        each = ", ".join(f"{call} on {named(ranks)}" for call, ranks in made if call)
+        problems.append(f"ranks differ in call {difference.number + 1}: {each}")
+    elif difference is not None and not problems:
+        late = [rank for rank, call in difference.calls.items() if call is None]
+        problems.append(f"{named(late)} did not make call {difference.number + 1} within {idle:.0f} s")
+    elif not problems:
+        problems.append(f"no rank has made a call for {idle:.0f} s; until then all made the same calls")
+    rule = "Every rank must make the same calls in the same order, with the same arguments"
+    fix = "Compare the code lines of the ranks below; docs/when-ranks-disagree.md lists usual causes"
+    rows = _grouped(seen, lambda rank: _row(seen[rank], difference.calls.get(rank) if difference else None))
+    return "\n".join([message("watch:", "; ".join(problems), rule, fix), *(f"- {named(r)}: {row}" for row, r in rows)])
+
+
+def _row(seen: Seen, call: str | None) -> str:
+    last = seen.record["last"]
+    parts = [seen.gone, call or f"last {'known ' * bool(seen.gone)}call: {last}"]
+    parts += [f"now at {last}"] if call and last != call else []
+    return "; ".join(filter(None, [*parts, seen.record.get("error"), seen.record["line"]]))
+
+
+def _grouped(ranks: Iterable[int], key: Callable[[int], str]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return list(groups.items())
+
+
+def named(ranks: list[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0])]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

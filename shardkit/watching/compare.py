@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,16 @@ from shardkit.errors import ShardkitError, message
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs, or two ranks, first differ.
+    """Where two runs, or two ranks, first differ; prints as a line."""
 
-    Attributes:
-        step: from 1; None between ranks.
-        at: the FQN of a module or parameter, or a setting.
-        what: "forward", "backward", "gradient" or "parameter"; between ranks, which ones.
-        call: the number of the module's output in the step, from 1.
-        distance: a lower bound of the relative L2 distance of the two tensors; inf if one of them has a nan, other
-            elements, or is a setting.
-        tolerance: which it exceeds.
-    """
-
-    step: int | None
-    at: str
-    what: str
-    call: int
-    distance: float
-    tolerance: float
+    step: int | None  # from 1; None between ranks
+    at: str  # the FQN of a module or parameter, or a setting
+    what: str  # "forward", "backward", "gradient" or "parameter"; between ranks, which ones
+    call: int  # the number of the module's output in the step, from 1
+    distance: float  # at least the relative L2 distance of the tensors; inf for a nan, other elements, or a setting
+    tolerance: float  # which it exceeds
 
     def __str__(self) -> str:
-        """One line, as the command prints."""
         where = f"step {self.step}, {self.what} of {self.at}" if self.step is not None else f"{self.at} {self.what}"
         call = f", output {self.call}" if self.call > 1 else ""
         return f"{where}{call}: at least {self.distance:.1e} apart (relative; tolerance {self.tolerance:.1e})"
@@ -51,11 +39,8 @@ def distance(a: Any, b: Any) -> float:
     if not isinstance(a, list) or not isinstance(b, list) or a[0] != b[0] or not all(map(math.isfinite, a + b)):
         return 0.0 if repr(a) == repr(b) else math.inf
     norms = [math.sqrt(max(each[3], 0.0)) for each in (a, b)]
-    largest = max(norms)
-    if not largest:
-        return 0.0
-    sums = max(abs(x - y) for x, y in zip(a[1:3], b[1:3], strict=True)) / math.sqrt(a[0])
-    return float(max(sums, abs(norms[0] - norms[1])) / largest)
+    sums = max(abs(x - y) for x, y in zip(a[1:3], b[1:3], strict=True)) / math.sqrt(a[0] or 1.0)
+    return float(max(sums, abs(norms[0] - norms[1])) / (max(norms) or 1.0))
 
 
 def compare_runs(dump_a: str | Path, dump_b: str | Path, tolerance: float | None = None) -> Divergence | None:
@@ -72,23 +57,15 @@ def compare_runs(dump_a: str | Path, dump_b: str | Path, tolerance: float | None
     """
     a, b = _read(dump_a), _read(dump_b)
     if not a.keys() & b.keys():
-        rule, fix = "Runs are compared step by step and module by module", "Record both runs from the same model"
-        raise ShardkitError(
-            message("compare_runs", f"{dump_a} and {dump_b} have no step and module in common", rule, fix)
-        )
-    for key, (dtype, found) in a.items():
-        other_dtype, other = b.get(key, (dtype, found))
-        step, at, what, call = key
-        coarser = max(map(_resolution, (dtype, other_dtype)))
+        problem = f"finds no step and module that {dump_a} and {dump_b} have in common"
+        raise ShardkitError(message("compare_runs", problem, "", "Record both runs from the same model"))
+    for key in [key for key in a if key in b]:
+        dtypes = [getattr(torch, dtype) for dtype in (a[key][0], b[key][0])]
+        coarser = max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
         limit = coarser if tolerance is None else tolerance
-        if (far := distance(found, other)) > limit:
-            return Divergence(step, at, what, call, far, limit)
+        if (far := distance(a[key][1], b[key][1])) > limit:
+            return Divergence(*key, far, limit)
     return None
-
-
-def _resolution(dtype: str) -> float:
-    kind = getattr(torch, dtype)
-    return torch.finfo(kind).eps if kind.is_floating_point else 0.0
 
 
 def _read(path: str | Path) -> dict[tuple[int, str, str, int], tuple[str, list[float]]]:
@@ -96,11 +73,8 @@ def _read(path: str | Path) -> dict[tuple[int, str, str, int], tuple[str, list[f
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         return {(row["step"], row["at"], row["what"], row["call"]): (row["dtype"], row["digest"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem, rule = (
-            f"is not a file of record_run: {type(error).__name__}: {error}",
-            "Such a file has a digest on each line, as JSON",
-        )
-        raise ShardkitError(message(str(path), problem, rule, "Write it with shardkit.record_run")) from error
+        problem = f"is not a file of record_run: {type(error).__name__}: {error}"
+        raise ShardkitError(message(str(path), problem, "", "Write it with shardkit.record_run")) from error
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -115,7 +89,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     """Print the first difference; exit code 1 if there is one."""
-    dumps: Sequence[str] = options.dump
-    found = compare_runs(dumps[0], dumps[1], options.tolerance)
+    first, second = options.dump
+    found = compare_runs(first, second, options.tolerance)
     print(found or "no difference")
     return int(found is not None)

@@ -24,6 +24,7 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.dispatch import in_backward, tree_leaves
 from shardkit.grads import scale_loss
 from shardkit.ranks import gather_by_rank, groups_of, together
+from shardkit.shards import local_box
 from shardkit.watching.compare import Divergence, distance
 
 _WRAPPERS = re.compile(r"^module\.|\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
@@ -92,24 +93,20 @@ class _Recorder:
         self._groups = groups_of(model) or ([None] if dist.is_initialized() else [])
         ranks = list(gather_by_rank(None, self._groups)) if self._groups else [0]
         self._is_first = not self._groups or dist.get_rank() == ranks[0]
-        self._world = len(ranks)
-        divisor = float(scale_loss(torch.ones(()), 1, model)) if fsdp_units(model) else self._world
-        self._scale = 1.0 / divisor  # a rank's loss is divided by it
+        # A rank's loss is divided by this number.
+        self._divisor = float(scale_loss(torch.ones(()), 1, model)) if fsdp_units(model) else len(ranks)
         is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        self._copies = 1 if is_fsdp1 else self._world  # of a plain parameter; FSDP1's are views of shards
+        self._copies = 1 if is_fsdp1 else len(ranks)  # of a plain parameter; FSDP1's are views of shards
         with together(self._groups):
             if self._is_first:
                 self._path.write_text("")
 
-    @torch.no_grad()
     def forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():  # recomputed
-            return
-        for each in tree_leaves(output):
+        for each in [] if in_backward() else tree_leaves(output):  # else recomputed
             if isinstance(each, Tensor) and each.is_floating_point():
                 self._add(name, "forward", each)
                 if each.requires_grad:
-                    add = partial(self._add, name, "backward", scale=self._scale)
+                    add = partial(self._add, name, "backward", scale=1.0 / self._divisor)
                     each.register_hook(add)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -132,14 +129,16 @@ class _Recorder:
         own = {key: [dtype, *found.tolist()] for key, (dtype, found) in self._rows.items()}
         ranks = gather_by_rank(own, self._groups).values() if self._groups else [own]
         self._step += 1
+        lines = []
+        for key in dict.fromkeys(key for rows in ranks for key in rows):
+            found = [rows[key] for rows in ranks if key in rows]
+            at, what, call = key.split("|")
+            row = {"step": self._step, "at": at, "what": what, "call": int(call), "dtype": found[0][0]}
+            sums = [sum(column) for column in zip(*(each[1:] for each in found), strict=True)]
+            lines.append(json.dumps(row | {"digest": sums}) + "\n")
         if self._is_first:
             with self._path.open("a") as file:
-                for key in dict.fromkeys(key for rows in ranks for key in rows):
-                    found = [rows[key] for rows in ranks if key in rows]
-                    at, what, call = key.split("|")
-                    row = {"step": self._step, "at": at, "what": what, "call": int(call), "dtype": found[0][0]}
-                    sums = [sum(column) for column in zip(*(each[1:] for each in found), strict=True)]
-                    file.write(json.dumps(row | {"digest": sums}) + "\n")
+                file.writelines(lines)
         self._rows.clear()
         self._calls.clear()
 
@@ -158,20 +157,23 @@ def compare_ranks(model: nn.Module, optimizer: Optimizer | None = None) -> Diver
     for name, param in named_sharded_parameters(model):
         held[f"{name}.requires_grad"] = param.requires_grad
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        tensors = {"": param, ".grad": param.grad} | {f".{key}": each for key, each in state.items()}
-        for suffix, value in tensors.items():
+        for suffix, value in {
+            "": param,
+            ".grad": param.grad,
+            **{f".{key}": each for key, each in state.items()},
+        }.items():
             _hold(held, name + suffix, value)
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else []):
         held |= {f"group {number}.{key}": repr(value) for key, value in group.items() if key != "params"}
     groups = groups_of(model) or ([None] if dist.is_initialized() else [])
     ranks = gather_by_rank(held, groups) if groups else {0: held}
     for key in dict.fromkeys(key for values in ranks.values() for key in values):
-        is_part = ", part [" in key  # which other ranks do not have
-        values = {rank: each.get(key) for rank, each in ranks.items() if key in each or not is_part}
-        first = next(iter(values))
-        for rank, value in values.items():
-            if value != values[first] and repr(value) != repr(values[first]):
-                return Divergence(None, key, f"on ranks {first} and {rank}", 1, distance(values[first], value), 0.0)
+        # Of a shard, other ranks do not have this part.
+        (first, expected), *others = [(r, each.get(key)) for r, each in ranks.items() if key in each or "|" not in key]
+        for rank, value in others:
+            if value != expected and repr(value) != repr(expected):
+                at = key.partition("|")[0]
+                return Divergence(None, at, f"on ranks {first} and {rank}", 1, distance(expected, value), 0.0)
     return None
 
 
@@ -181,8 +183,5 @@ def _hold(held: dict[str, Any], name: str, value: Any) -> None:
     elif not isinstance(value, DTensor):
         held[name] = digest(value.double() if value.numel() else value, copies=1).tolist()
     else:  # equal on the ranks with the same part
-        mesh = value.device_mesh
-        axes = enumerate(zip(mesh.shape, value.placements, strict=True))
-        part = [mesh.get_local_rank(axis) for axis, (size, each) in axes if size > 1 and not each.is_replicate()]
         held[name] = f"sharded {value.placements}"  # not None, as on a rank without a gradient
-        held[f"{name}, part {part}" if part else name] = digest(value, copies=1).tolist()
+        held[f"{name}|{local_box(value)}"] = digest(value, copies=1).tolist()

@@ -33,34 +33,34 @@ class Kind(NamedTuple):
     odd: int = ODD
 
 
+def on_rank_1(call: str) -> str:
+    return rf"ranks differ in call \d+: .* on rank.*{call}.* on rank"  # the others' may be named first
+
+
 KINDS = {
     "skips a unit": Kind(
-        r"rank 1 differs from the others in call \d+: all-gather of layers\.2", r"all-gather of layers\.2"
+        r"call \d+: all-gather of tower on ranks 0, 2-3, all-gather of layers\.2 on rank 1", r"all-gather of layers\.2"
     ),
-    "other order": Kind(r"rank 1 differs from the others in call \d+: all-gather of layers\.3", r"layers\.3"),
-    "other unit": Kind(r"rank 1 differs from the others in call \d+: all-gather of spare", r"all-gather of spare"),
-    "one more forward": Kind(
-        r"rank 1 differs from the others in call \d+: all-gather of layers\.0", r"again|py:\d+, from"
+    "other order": Kind(on_rank_1(r"all-gather of layers\.3"), r"layers\.3"),
+    "other unit": Kind(on_rank_1("all-gather of spare"), "all-gather of spare"),
+    "one more forward": Kind(on_rank_1(r"all-gather of layers\.0"), r"again|py:\d+, from"),
+    "other last": Kind(r"accumulate\(last=True.* on ranks 0, 2-3, accumulate\(last=False.* on rank 1"),
+    "clips alone": Kind(on_rank_1(r"clip_grad_norm_\(max_norm=1\.0"), "clips alone"),
+    "clips to less": Kind(
+        r"clip_grad_norm_\(max_norm=1\.0.* on ranks 0, 2-3, clip_grad_norm_\(max_norm=0\.5.* on rank 1"
     ),
-    "other last": Kind(
-        r"accumulate has different arguments on some ranks: last is True on ranks 0, 2-3, False on rank 1"
-    ),
-    "clips alone": Kind(r"rank 1 differs from the others in call \d+: clip_grad_norm_\(max_norm=1\.0", "clips alone"),
-    "clips to less": Kind(r"clip_grad_norm_ has different arguments.*max_norm is 1\.0 on ranks 0, 2-3, 0\.5 on rank 1"),
-    "saves alone": Kind(r"rank 1 differs from the others in call \d+: full_state_dict\(\)", "saves alone"),
-    "counts alone": Kind(r"rank 1 differs from the others in call \d+: global_token_count\(\)", "counts alone"),
-    "fewer steps": Kind(r"rank 1 differs from the others in call \d+: the end of the watch", "the end of the watch"),
-    "raises": Kind(
-        r"rank 1 differs from the others in call \d+: raised ValueError", "ValueError: bad sample; .*raises"
-    ),
+    "saves alone": Kind(on_rank_1(r"full_state_dict\(\)"), "saves alone"),
+    "counts alone": Kind(on_rank_1(r"global_token_count\(\)"), "counts alone"),
+    "fewer steps": Kind(on_rank_1("the end of the watch"), "the end of the watch"),
+    "raises": Kind(on_rank_1("raised ValueError"), "ValueError: bad sample; .*raises"),
     "is late": Kind(
         r"rank 1 did not make call \d+ within \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
     ),
-    "own barrier": Kind(r"rank 1 (did not make call|differs)", "dist.barrier"),
-    "is killed": Kind(r"rank 1 ended", r"ended; last known call: "),
-    "is stopped": Kind(r"rank 1 is stopped", r"is stopped; last known call: "),
-    "first is killed": Kind(r"rank 0 ended", r"ended; last known call: ", odd=0),
-    "first is stopped": Kind(r"rank 0 is stopped", r"is stopped; last known call: ", odd=0),
+    "own barrier": Kind(r"rank 1 did not make call|ranks differ", "dist.barrier"),
+    "is killed": Kind("rank 1 silent for", r"silent for \d+ s; last known call: "),
+    "is stopped": Kind("rank 1 silent for", r"silent for \d+ s; last known call: "),
+    "first is killed": Kind("rank 0 silent for", r"silent for \d+ s; last known call: ", odd=0),
+    "first is stopped": Kind("rank 0 silent for", r"silent for \d+ s; last known call: ", odd=0),
 }
 
 

@@ -13,8 +13,7 @@ from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
 from shardkit.demo import train
 from shardkit.demo.model import ByteTransformer, load_text, micro_batch
-from shardkit.demo.train import Job, Run
-from shardkit.demo.verify import compare, compare_resumed
+from shardkit.demo.train import Job, Run, compare, compare_resumed
 from shardkit.testing import RankPool, distributed
 
 
@@ -66,14 +65,14 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
         weight[3, 5] = torch.nextafter(weight[3, 5], weight.new_tensor(1.0))
         return run
 
-    original = demo.train_sharded
+    original = train.train_sharded
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "leave", lambda code: code)  # the rank is the pool's
         patch.setattr(train, "ByteTransformer", partial(ByteTransformer, dim=32, num_layers=3))
         patch.setattr(train, "CONTEXT", 32)
         threads = torch.get_num_threads()
         sound = main(["demo", "--steps", "1", "--device", "cpu"])  # like torchrun, the pool says which rank this is
-        patch.setattr(demo, "train_sharded", corrupted)
+        patch.setattr(train, "train_sharded", corrupted)
         corrupt = main(["demo", "--steps", "1", "--device", "cpu"])
         torch.set_num_threads(threads)
     assert (sound, corrupt) == ((0, 1) if dist.get_rank() == 0 else (0, 0))
@@ -172,7 +171,7 @@ def test_micro_batches_are_pieces_of_the_text_and_differ_by_number():
 
 def test_a_python_without_sources_is_refused(tmp_path):
     (tmp_path / "small.py").write_text("x = 1\n")
-    with pytest.raises(ShardkitError, match=r"text: 6 bytes of \*\.py in .*at least 100,000 bytes"):
+    with pytest.raises(ShardkitError, match=r"demo needs at least 100,000 bytes .* has 6"):
         load_text(tmp_path)
 
 
@@ -188,19 +187,19 @@ def test_rank_0_writes_to_the_folder_of_a_job(tmp_path, capsys):
     [
         (["demo", "--ranks", "0"], {}, 2, "0 is not a positive number"),
         ([], {}, 2, "COMMAND"),
-        (["demo", "--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, 1, "--ranks: 3, and torchrun started 2"),
+        (["demo", "--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, 1, "--ranks is 3, and torchrun started 2"),
         (
             ["demo", "--steps", "300", "--ranks", "3", "--device", "cpu"],
             {},
             1,
-            "--steps: 300 on 3 ranks. Gradients are",
+            "--steps is 300 on 3 ranks. Gradients are",
         ),
-        (["demo"], {"RANK": "0"}, 1, "process group: WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        (["demo"], {"RANK": "0"}, 1, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set too"),
         pytest.param(
             ["demo", "--device", "cuda"],
             {},
             1,
-            "--device: cuda, and torch sees no GPU",
+            "--device is cuda, and torch sees no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

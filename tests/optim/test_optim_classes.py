@@ -18,7 +18,7 @@ from optim_nets import (
     two_nets,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.errors import ShardkitError
@@ -299,10 +299,11 @@ def test_threads_of_a_step_are_its_own():
     assert torch.get_num_threads() == before
 
 
+@fake_world(4)
 def test_offloaded_shards_share_the_cores_of_the_machine(monkeypatch):
-    optimizer = factory("AdamW")(params())
+    optimizer = factory("AdamW")(trainable(sharded_net((4,))))
     assert local_step._threads(optimizer) is None
-    monkeypatch.setattr(local_step, "_is_offloaded", lambda param: True)
+    monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
     monkeypatch.setattr(local_step.os, "sched_getaffinity", lambda pid: range(12), raising=False)
     for ranks, threads in (("1", 12), ("8", 1), ("16", 1), ("4", 3)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

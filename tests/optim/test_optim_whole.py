@@ -188,10 +188,6 @@ def test_each_rank_works_on_its_share_and_errors_are_everyones():
     before = full(block)
     with pytest.raises(ShardkitError if torch.distributed.get_rank() != 2 else Exception, match="one owner fails"):
         optimizer.step()
-    if torch.distributed.get_rank() == 2:
-        net[3].grad = None
-    with pytest.raises(ShardkitError, match="rank 2 differs from rank 0 in which parameters have gradients"):
-        optimizer.step()
     assert same(full(block), before)
 
 

@@ -18,8 +18,6 @@ from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 from shardkit.replacements import ROWS, Support
 
-REDUCES_UNUSED = True
-
 
 @dataclass(frozen=True)
 class Note:
@@ -132,7 +130,7 @@ _BY_VALUE = {
         "FSDP2 all-gathers the next unit before a unit's backward, like BACKWARD_PRE; one more unit may be gathered "
         "at a time than in FSDP1",
     ),
-    "limit_all_gathers": lambda decided, value: ("noted", ROWS["limit_all_gathers"].sentence),
+    "limit_all_gathers": lambda decided, value: ("noted", "FSDP2 always limits all-gathers, without blocking the CPU"),
     "use_orig_params": _orig_params,
     "ignored_modules": _ignored,
     "ignored_states": _ignored,
