@@ -29,5 +29,5 @@ def _on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any)
     if any(isinstance(param, DTensor) for param in module.parameters()):
         rule = "Merging assigns weight.data, which does not reach the shards of a DTensor"
         fix = "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or layer by layer"
-        raise ShardkitError(message(f"{name}.{call}", "its parameters are sharded", rule, fix))
+        raise ShardkitError(message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix))
     return getattr(type(module), call)(module, *args, **kwargs)

@@ -57,8 +57,6 @@ def accelerate2(target: Target) -> str:
         lines.append(f"num_processes: {target.mesh.size * beside}")
     if not is_ddp and target.mesh is not None and (target.mesh.replicates or target.axes):
         lines += ["parallelism_config:", *(f"  parallelism_config_{axis}_size: {size}" for axis, size in _axes(target))]
-    if not is_ddp and target.compile:
-        lines += ["dynamo_config:", "  dynamo_backend: INDUCTOR", "  dynamo_use_regional_compilation: true"]
     return "\n".join(lines) + "\n"
 
 

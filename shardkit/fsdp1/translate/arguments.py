@@ -62,12 +62,11 @@ class Arguments:
 
 
 def check_arguments(given: Arguments) -> None:
-    """Raise one TranslationError for all arguments that FSDP1 would not take either."""
-    wrong = [
-        message(name, f"must be {what}, got {shown(getattr(given, name))}", "", "") for name, what in _wrong(given)
-    ]
-    if wrong:
-        raise TranslationError("\n".join(wrong))
+    """Raise TranslationError for arguments that FSDP1 would not take either, or that FSDP2 cannot do."""
+    for name, kind in (("cpu_offload", CPUOffload), ("mixed_precision", MixedPrecision)):
+        value = getattr(given, name)
+        if not isinstance(value, (kind, type(None))):
+            raise TranslationError(message(name, f"must be None or a {kind.__name__}, got {shown(value)}", "", ""))
     if given.world_size is not None:
         check_ranks("world_size", given.world_size)
     if given.ranks_per_node is not None:
@@ -77,33 +76,6 @@ def check_arguments(given: Arguments) -> None:
         rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
         fix = "Unset the variable, or evaluate without mixed_precision"
         raise TranslationError(message("mixed_precision", problem, rule, fix))
-
-
-def _wrong(given: Arguments) -> Iterator[tuple[str, str]]:
-    """Yield the name and the rule of each argument with a wrong type."""
-    for name, kind, example in (
-        ("cpu_offload", CPUOffload, "CPUOffload(offload_params=True)"),
-        ("mixed_precision", MixedPrecision, "MixedPrecision(param_dtype=torch.bfloat16)"),
-        ("backward_prefetch", BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE"),
-    ):
-        if not isinstance(getattr(given, name), (kind, type(None))):
-            yield name, f"None or a {kind.__name__}, such as {example}"
-    if given.param_init_fn is not None and not callable(given.param_init_fn):
-        yield "param_init_fn", "a function of a module"
-    if not _is_device(given.device_id):
-        yield "device_id", "a device or the index of one, such as torch.cuda.current_device()"
-    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
-        if not isinstance(getattr(given, name), bool):
-            yield name, "True or False"
-
-
-def _is_device(given: Any) -> bool:
-    if isinstance(given, int):
-        return not isinstance(given, bool) and given >= 0
-    try:
-        return given is None or (isinstance(given, (str, torch.device)) and bool(torch.device(given)))
-    except RuntimeError:
-        return False
 
 
 def check_unwrapped(tree: ModelTree) -> None:

@@ -18,8 +18,6 @@ from shardkit.plan import ShardingPlan
 from shardkit.planning.tree import ModelTree
 from shardkit.replacements import ROWS, Support
 
-REDUCES_UNUSED = True
-
 
 @dataclass(frozen=True)
 class Note:
