@@ -366,8 +366,8 @@ def test_plain_misuse_is_one_clear_error(tmp_path):
     assert_equal(full_state_dict(early), full_state_dict(model))
     cases = {
         "stale": (lambda: check_optimizer(stale, early), "before the model was sharded"),
-        "save stale": (lambda: save_checkpoint(tmp_path / "d", early, stale), "is not in the model"),
-        "load stale": (lambda: load_checkpoint(tmp_path / "c", early, stale), "is not in the model"),
+        "save stale": (lambda: save_checkpoint(tmp_path / "d", early, stale), "not in the model"),
+        "load stale": (lambda: load_checkpoint(tmp_path / "c", early, stale), "not in the model"),
         "path": (lambda: load_checkpoint(tmp_path / "nothing", model), "there is nothing at"),
         "weights": (lambda: load_pretrained(model, tmp_path / "nothing"), "No such file"),
         "parent": (lambda: load_checkpoint(tmp_path, model), "it holds the checkpoints c"),
