@@ -37,6 +37,7 @@ from shardkit.state.names import ModelState, is_extra, model_state, parameter_na
 from shardkit.state.optimizer import (
     OptimizerState,
     group_names,
+    is_quantized,
     optimizers_of,
     renamed_state,
     sharded_optimizer_state_dict,
@@ -52,7 +53,6 @@ from shardkit.state.plan import (
     raise_listed,
     rename,
 )
-from shardkit.state.quantized import is_quantized
 
 logger = logging.getLogger("shardkit")
 
