@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import connected, world
+from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.asynchronous import finish_pending
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
@@ -117,7 +117,7 @@ def load_checkpoint(
     finish_pending()
     groups = world(group)
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
-    with ExitStack() as held, connected(groups, "load_checkpoint"):
+    with ExitStack() as held:
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
             shapes = {name: param.shape for param, name in parameter_names(model).items()}
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)

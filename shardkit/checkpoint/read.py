@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,8 +176,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
             return _by_index(file)
         return {name: Located(file, entry) for name, entry in _read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
-        reason = error.strerror if isinstance(error, OSError) and error.filename == str(start) else None
-        raise _refused(start, f"cannot be read ({reason or error})") from None
+        raise _refused(start, f"cannot be read ({error})") from None
 
 
 def _choice(directory: Path) -> str:
@@ -242,10 +240,9 @@ def _read_header(file: Path) -> dict[str, Entry]:
 
 
 def _checked_size(file: Path) -> int:
-    found = os.stat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise _refused(file, "is not a regular file")
-    return found.st_size
+    if not file.is_file():  # opening a pipe would wait for its writer
+        raise _refused(file, "is not a regular file" if file.exists() else "cannot be read (No such file or directory)")
+    return file.stat().st_size
 
 
 def _read(file: Path, start: int, count: int) -> bytes:
