@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import FSDPUnit, fsdp_units, states_of
-from shardkit._torch import missing_name, units_of
+from shardkit._torch import units_of
 
 
 def units_gathered_until_backward(model: nn.Module) -> list[FSDPUnit]:
@@ -51,8 +51,7 @@ def gathered_until_backward(model: nn.Module) -> Iterator[None]:
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP modules that a first forward has made roots. Local, pure."""
-    states = states_of(model.modules())
-    return [each._modules[0] for each in states if each._is_root and hasattr(each._comm_ctx, "all_gather_stream")]
+    return [state._modules[0] for state in states_of(model.modules()) if state._is_root]
 
 
 def modules_of_other_roots(model: nn.Module) -> list[nn.Module]:
@@ -109,10 +108,3 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     floating = [(policy, param) for policy, param in pairs if param.sharded_param.is_floating_point()]
     # Since torch 2.15 there is a policy for each parameter.
     return {(policy or param.mp_policy).param_dtype or param.sharded_param.dtype for policy, param in floating}
-
-
-def all_reduce_hook(unit: FSDPUnit) -> object:
-    """Return what ``set_all_reduce_hook`` set, None without one: it has no getter (torch 2.13 to 2.15). Local, pure."""
-    if not hasattr(unit, "_all_reduce_hook"):
-        raise missing_name("FSDPParamGroup._all_reduce_hook")
-    return unit._all_reduce_hook

@@ -12,7 +12,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 with warnings.catch_warnings():
     # On import torch warns where numpy is missing, which neither torch nor shardkit needs.
@@ -50,23 +50,9 @@ if torch_version() > NEWEST_TESTED:
 
 def missing_name(path: str) -> ShardkitError:
     """Return the error for a private name that this torch does not have."""
-    rule = "This function of shardkit needs it, and is tested with torch {}.{} to {}.{}"
-    rule = rule.format(*MINIMUM_TORCH, *NEWEST_TESTED)
-    return ShardkitError(
-        message(path, f"is not in torch {torch.__version__}", rule, "Use one of these, or a newer shardkit")
-    )
-
-
-def private_name(path: str) -> Any:
-    """Return a private function of torch, or, if there is none, one that raises when called, so that the rest works."""
-
-    def absent(*_: object, **__: object) -> NoReturn:
-        raise missing_name(path)
-
-    try:
-        return operator.attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError:
-        return absent
+    rule = "shardkit is tested with torch {}.{} to {}.{}".format(*MINIMUM_TORCH, *NEWEST_TESTED)
+    fix = "Use one of these, or a newer shardkit"
+    return ShardkitError(message(path, f"is not in torch {torch.__version__}", rule, fix))
 
 
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -145,12 +131,9 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     """
     world = dist.group.WORLD
     assert world is not None, "the mesh has groups"
-    for group in mesh.get_all_groups():
-        for device in group._device_types:
-            chosen: Any = getattr(world._get_backend(device), "options", None)
-            backend = group._get_backend(device)
-            if hasattr(chosen, "_timeout") and hasattr(backend, "_set_default_timeout"):  # gloo and NCCL
-                backend._set_default_timeout(chosen._timeout)
+    options: Any = getattr(world._get_backend(torch.device(mesh.device_type)), "options", None)
+    for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
+        torch.distributed.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
 
 

@@ -14,11 +14,8 @@ from torch import Tensor
 # underscore, yet the class is the documented way to intercept operators, and CommDebugMode is built on it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from shardkit._torch import private_name
-
 # meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
-neg_view = private_name("torch._neg_view")
-
+neg_view = torch._neg_view
 
 # meta: TorchFunctionMode stays active inside of __torch_dispatch__; only this private context disables it.
 no_torch_function = torch._C.DisableTorchFunction
@@ -96,14 +93,10 @@ def in_backward() -> bool:
 # memory: FSDP2's hooks map over arguments and outputs with torch's pytree, with the types that libraries registered
 # (transformers' ModelOutput); torch 2.13 has no public name for it.
 tree_leaves = torch.utils._pytree.tree_leaves
-
-
 tree_map = torch.utils._pytree.tree_map
-
 
 # memory: tensors with shapes but no data; torch documents them and exports no public name (2.13 to 2.15).
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-
 
 # The number of in-place writes to a tensor or its views, with which autograd checks saved tensors.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")

@@ -13,9 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import units_of
 
-# checkpoint: the number of groups becomes part of the name of a local new_group.
-process_groups = torch.distributed.distributed_c10d._world
-
 
 def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
     """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if there are none."""

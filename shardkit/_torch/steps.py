@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_tensor, private_name
+from shardkit._torch import local_tensor
 
 # grads: one kernel for many tensors, as in torch.nn.utils.clip_grad_norm_; no public names (torch 2.13 to 2.15).
-foreach_norm = private_name("torch._foreach_norm")
-
-
-foreach_mul_ = private_name("torch._foreach_mul_")
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
@@ -86,12 +84,10 @@ def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
 # optim, grads: ``DTensor.placements`` without the property, in a third of the time; and the spec, with the mesh.
 placements: Callable[[DTensor], tuple[Any, ...]] = operator.attrgetter("_spec.placements")
 
-
 layout_of: Callable[[DTensor], Any] = operator.attrgetter("_spec")
 
-
 # grads: the kernel of torch.amp.GradScaler, for plain tensors of one device and dtype.
-amp_unscale_ = private_name("torch._amp_foreach_non_finite_check_and_unscale_")
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class UnscalingGradScaler(torch.amp.GradScaler):

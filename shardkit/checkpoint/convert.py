@@ -16,7 +16,6 @@ from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint import dcp, directory, random_state
 from shardkit.checkpoint.chunks import full_box
 from shardkit.checkpoint.format import Spec, lay_out
-from shardkit.checkpoint.inner import MARK
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.manifest import FileEntry
 from shardkit.checkpoint.native import NativeCheckpoint
@@ -26,7 +25,7 @@ from shardkit.checkpoint.source import Source, Stored, by_name, is_stored, read_
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.checkpoint.transfer import Meter, ProgressLine, flush_directory, flush_files
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, write_parts
-from shardkit.errors import CheckpointError, listing, message
+from shardkit.errors import CheckpointError, message
 from shardkit.state.names import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
@@ -62,13 +61,12 @@ def convert_checkpoint(
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
     replaces = overwrite
     if kind not in KINDS:
-        rule = f"It must be one of {', '.join(KINDS)}"
-        raise CheckpointError(message("to", f"is {to!r}", rule, 'Use to="safetensors"'))
+        raise CheckpointError(message("to", f"must be one of {', '.join(KINDS)}, got {to!r}", "", ""))
     if kind != "full":
         replaces = check_destination(place, kind, overwrite, None)
     elif place.is_dir() or (place.exists() and not overwrite):
         rule = "A file is replaced only on request, and a directory never"
-        raise CheckpointError(message("dst", f"{place} exists", rule, "Use another path, or pass overwrite=True"))
+        raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
     with ExitStack() as held:
         source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
         if isinstance(source, NativeCheckpoint):
@@ -78,12 +76,6 @@ def convert_checkpoint(
         if kind == "safetensors":
             _to_safetensors(source, place, replaces)
             return
-        state = (source.contents.optimizer or {"state": {}})["state"]
-        found = [fqn for fqn, own in state.items() if any(isinstance(v, dict) and MARK in v for v in own.values())]
-        if found:
-            rule = "Its blocks follow the shards that saved it: it has no full tensors, and dcp.load would not find it"
-            fix = "Convert to safetensors, or save the model alone"
-            raise CheckpointError(message("to", f"quantized state of {listing(map(str, found))}", rule, fix))
         if isinstance(source, NativeCheckpoint) and source.manifest.format == "safetensors":
             _to_mapped(source, place, kind, replaces)
             return
@@ -123,7 +115,7 @@ def _plan(source: Source) -> tuple[Content, Names]:
     if optimizer is not None:
         numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
         if any(type(number) is int for number in numbers) and len(numbers) != len(model):
-            problem = f"its {len(numbers)} parameters are numbered, and the model has {len(model)} tensors"
+            problem = f"numbers its {len(numbers)} parameters, and the model has {len(model)} tensors"
             rule = "Without the model, numbers can be resolved only if each of its tensors is a parameter"
             fix = "Load it into the model with load_checkpoint, and save that"
             raise CheckpointError(message("optimizer", problem, rule, fix))

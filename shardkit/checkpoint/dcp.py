@@ -1,121 +1,188 @@
-"""Directories of torch.distributed.checkpoint (DCP), written by shardkit, by FSDP1's SHARDED_STATE_DICT, or directly.
+"""Directories of torch.distributed.checkpoint (DCP), by shardkit, by FSDP1's SHARDED_STATE_DICT, or by programs.
 
-Each rank reads on its own: unlike ``dcp.load`` this needs no collectives, and reads only what is asked for. DCP's
-``.metadata`` is a pickle, but reading it runs no code: the names of the few data classes that torch writes stand for
-empty shells, which are filled with the attributes in the pickle, and no other name is admitted. Everything in it is
-checked before it is used.
+torch's own reader and writer do the work. Only ``.metadata`` is unpickled with a list of the names that torch writes
+there, and other values with ``weights_only``, since a pickle can run code.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
-import os
 import pickle
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.manifest import FileEntry, entry_of
-from shardkit.checkpoint.read import fill, within
+from shardkit.checkpoint.read import within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.checkpoint.transfer import Progress, opened, read_all
-from shardkit.errors import CheckpointError, message
+from shardkit.checkpoint.transfer import Meter, Progress
+from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, all_gather_bytes, together
-from shardkit.shards import Box
+from shardkit.shards import local_value
 
 NAME = ".metadata"
+_ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_DEEPEST = 64  # dims, as torch has them
-_PACKED = 16  # bytes of a tensor per byte of a file, at most: float64 in four bits, of quantized tensors
 # What torch 2.0 to 2.15 writes. Paths are of the class of the system that saved.
 _ADMITTED = {
-    *((_CLASSES, name) for name in torchs.__all__),
-    (_CLASSES, "_MEM_FORMAT_ENCODING"),
+    *((_CLASSES, name) for name in (*torchs.__all__, "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
     ("collections", "OrderedDict"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
 
 
 class DcpDirectory:
-    """A DCP directory.
+    """A DCP directory as a source.
 
     Args:
         directory: has a ``.metadata``.
-        listed: the names of the files that may be read; None: all in the directory.
+        listed: the names of the files that may be read; None: all.
         allow_pickle: unpickle other objects than plain data, which can run code.
 
     Raises:
-        CheckpointError: it has contents that torch does not write, or that do not fit its files.
+        CheckpointError: its metadata cannot be read, or names other files.
     """
 
     def __init__(self, directory: Path, listed: Collection[str] | None = None, *, allow_pickle: bool = False) -> None:
-        self._directory = directory
-        found = read_metadata(directory, listed, allow_pickle)
-        self._places = found.places
-        tree: dict[Any, Any] = {}
-        for key, path in found.paths.items():
-            at = tree
-            for step in path[:-1]:
-                at = at.setdefault(step, {})
-            at[path[-1]] = found.tensors[key] if key in found.tensors else self._plain(key, allow_pickle)
-        self.contents: Contents = contents_of(tree, str(directory))
-
-    def _plain(self, key: str, allow_pickle: bool) -> Any:
+        self._directory, self._allow_pickle = directory, allow_pickle
+        self._metadata = found = self._checked_metadata(listed)
+        specs = found.state_dict_metadata.items()
+        plain: dict[str, Any] = {key: None for key, each in specs if isinstance(each, torchs.BytesStorageMetadata)}
+        self._load(plain)
+        leaves = plain | {k: Stored(each.properties.dtype, each.size, k) for k, each in specs if k not in plain}
         try:
-            return self._load(self._places[key][0][1], weights_only=not allow_pickle)
-        except Exception as error:  # any object of the program that wrote it, and perhaps of no use here
-            return Unreadable(key, str(error).strip().splitlines()[0])
+            tree = _nested(leaves, getattr(found, "planner_data", None) or {})
+            self.contents: Contents = contents_of(tree, str(directory))
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:  # somebody else's metadata
+            raise self._damaged(f"the names of its values do not nest ({error})") from error
 
-    def _load(self, place: Place, weights_only: bool = True) -> Any:
-        with opened(self._directory / place.file, os.O_RDONLY) as descriptor:
-            stream: Any = _Slice(descriptor, place.offset, place.length)
-            if place.transforms:  # such as compression
-                transforms = FileSystemReader(self._directory).transforms
-                stream = transforms.transform_load_stream(cast(Any, None), place.transforms, stream)
-                stream = io.BytesIO(stream.read(-1))
-            return torch.load(stream, map_location="cpu", weights_only=weights_only)
+    def _checked_metadata(self, listed: Collection[str] | None) -> torchs.Metadata:
+        where = str(self._directory)
+        try:
+            if listed is not None and NAME not in listed:
+                raise ValueError("the manifest does not list it")
+            data = io.BytesIO((self._directory / NAME).read_bytes())
+            found: torchs.Metadata = (pickle.Unpickler if self._allow_pickle else _Unpickler)(data).load()
+            names = {within(self._directory, info.relative_path).name for info in found.storage_data.values()}
+            uncovered = [key for key, each in found.state_dict_metadata.items() if not _is_covered(each)]
+        except _NotAdmittedError as error:
+            rule = "Only the data classes that torch itself writes are read without running code"
+            fix = "If you trust the author, pass allow_pickle=True, which runs any code that is in it"
+            raise CheckpointError(message(where, f"has a {NAME} with a pickled {error}", rule, fix)) from None
+        except CheckpointError:
+            raise
+        except Exception as error:  # unpickling can raise anything
+            problem = f"has a {NAME} that cannot be read ({type(error).__name__}: {error})"
+            fix = "Load an earlier checkpoint, or copy this one again"
+            raise CheckpointError(message(where, problem, "dcp.save writes it last", fix)) from error
+        if listed is not None and (unlisted := sorted(names.difference(listed))):
+            raise self._damaged(f"the manifest does not list {listing(unlisted)}")
+        if uncovered:
+            raise self._damaged(f"the chunks of {listing(uncovered)} do not fill it")
+        return found
+
+    def _load(self, tensors: dict[str, Any]) -> None:
+        reader = _Reader(self._directory, self._metadata)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
+                load(tensors, storage_reader=reader, planner=_Planner(self._allow_pickle), no_dist=True)
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # the latter is none of the former
+            raise self._damaged(str(error).strip().splitlines()[-1]) from error
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        where, fix = str(self._directory), "Load an earlier checkpoint, or copy this one again"
+        return CheckpointError(message(where, f"is damaged: {problem}", "", fix))
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
-        """Fill each target from the tensor with its key; a DTensor loads only the chunks it has a part of. Local."""
-        fill(targets, lambda key: [(box, partial(self._load, place)) for box, place in self._places[key]], progress)
+        """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
+        wanted = list(targets)
+        meter = Meter(progress, sum(local_value(target).nbytes for _, target in wanted))
+        while wanted:
+            batch: dict[str, Any] = {}
+            rest = []
+            for key, target in wanted:
+                if batch.setdefault(key, target) is not target:  # several tensors of one key
+                    rest.append((key, target))
+            self._load(dict(batch))
+            meter.add(sum(local_value(target).nbytes for target in batch.values()))
+            wanted = rest
 
 
-class _Slice(io.RawIOBase):
-    """A range of bytes of an open file, as a file for torch.load."""
+def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for key, value in leaves.items():
+        *around, last = paths.get(key, (key,))
+        at = tree
+        for step in around:
+            at = at.setdefault(step, {})
+        at[last] = value
+    return tree
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
 
-    def readable(self) -> bool:
+def _is_covered(stored: Any) -> bool:
+    if not isinstance(stored, torchs.TensorStorageMetadata):
         return True
+    return covers({tuple(zip(each.offsets, each.sizes, strict=True)) for each in stored.chunks}, stored.size)
 
-    def seekable(self) -> bool:
-        return True
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
+class _NotAdmittedError(Exception):
+    pass
 
-    def readinto(self, buffer: Any) -> int:
-        data = memoryview(buffer)[: max(self._length - self._at, 0)]
-        read_all(self._descriptor, data, self._start + self._at)
-        self._at += len(data)
-        return len(data)
+
+class _Unpickler(pickle.Unpickler):
+    """Loads DCP's metadata, and no other objects."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class of a name in the pickle, if torch writes it there."""
+        if (module, name) in _ADMITTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise _NotAdmittedError(f"{module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, directory: Path, metadata: torchs.Metadata) -> None:
+        super().__init__(directory)
+        self._found = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
+        """Return what was read before; torch's unpickles anything (torch 2.13 to 2.15)."""
+        self._found.storage_meta = torchs.StorageMeta(load_id=self.load_id)
+        return self._found
+
+
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, allow_pickle: bool) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Do as torch's, which unpickles anything (torch 2.13 to 2.15)."""
+        key = read_item.dest_index.fqn
+        try:
+            self.original_state_dict[key] = torch.load(value, weights_only=not self._allow_pickle)
+        except Exception as error:  # any object of the program that wrote it, and perhaps of no use here
+            self.original_state_dict[key] = Unreadable(key, str(error).strip().partition("\n")[0])
 
 
 class Unreadable:
@@ -131,164 +198,18 @@ class Unreadable:
 def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, FileEntry]:
     """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``.
 
-    ``dcp.load`` of the same nested dicts reads them. torch needs numpy to send plans between ranks as pickles.
+    ``dcp.load`` of the same nested dicts reads them. torch needs numpy to send plans between ranks as pickles. Across
+    ranks it gathers errors and raises on all ranks.
     """
-    # Across ranks, dcp.save gathers errors and raises on all ranks; in one process it warns that it is alone.
+    group = groups[0] if groups else None
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        group = groups[0] if groups else None
+        warnings.filterwarnings("ignore", message=_ALONE)
         save(tree, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=not groups)
-    rank = dist.get_rank(groups[0]) if groups else 0
+    rank = dist.get_rank(group) if groups else 0
     with together(groups, CheckpointError):
-        if rank == 0:
-            read_metadata(directory, None, allow_pickle=False)  # checks that the pieces fill every tensor
         own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
         found = {file.name: entry_of(file) for file in own}
     data = json.dumps({name: [entry.bytes, entry.head, entry.crc32] for name, entry in found.items()}).encode()
-    for each in all_gather_bytes(data, groups[0]) if groups else []:
+    for each in all_gather_bytes(data, group) if groups else []:
         found |= {name: FileEntry(*numbers) for name, numbers in json.loads(each).items()}
     return found
-
-
-# ---- its metadata -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """A range of bytes in a file."""
-
-    file: str
-    offset: int
-    length: int
-    transforms: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """The contents of a DCP directory, by key."""
-
-    tensors: dict[str, Stored]
-    places: dict[str, list[tuple[Box, Place]]]  # the chunks of tensors; any other value is one chunk
-    paths: dict[str, tuple[str | int, ...]]  # in the nested dicts that were saved
-
-
-def read_metadata(directory: Path, listed: Collection[str] | None, allow_pickle: bool) -> Metadata:
-    """Read ``.metadata``; arguments and errors are those of :class:`DcpDirectory`. Local."""
-    try:
-        if listed is not None and NAME not in listed:
-            raise ValueError("the manifest does not list it")
-        data = within(directory, NAME).read_bytes()
-        return _checked(pickle.loads(data) if allow_pickle else _Shells(io.BytesIO(data)).load(), directory, listed)
-    except _NotAdmittedError as error:
-        fix = "If you trust the author, pass allow_pickle=True, which runs any code that is in it"
-        rule = "Only the data classes that torch itself writes are read without running code"
-        raise CheckpointError(message(str(directory), f"{NAME} holds a pickled {error}", rule, fix)) from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # unpickling can raise anything
-        rule = "A DCP directory has the metadata that dcp.save writes last"
-        problem = f"{NAME} cannot be read ({type(error).__name__}: {error})"
-        raise CheckpointError(message(str(directory), problem, rule, "Use another checkpoint")) from None
-
-
-class _NotAdmittedError(Exception):
-    pass
-
-
-class Shell:
-    """The attributes of a pickled object, without its class."""
-
-    def __new__(cls, *args: Any) -> Shell:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
-            state = state[1] if len(state) == 2 else {"dtype": state[0]}
-        self.__dict__.update(state)
-
-
-class _Shells(pickle.Unpickler):
-    """Loads objects as shells, with new classes each time, since a pickle may set attributes of classes."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._shells: dict[tuple[str, str], type] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class that a name in the pickle stands for."""
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)  # immutable
-        if (module, name) not in _ADMITTED:
-            raise _NotAdmittedError(f"{module}.{name}")
-        base = dict if name == "OrderedDict" else Shell
-        return self._shells.setdefault((module, name), type(name, (base,), {}))
-
-
-def _checked(found: Any, directory: Path, listed: Collection[str] | None) -> Metadata:
-    """Check all metadata, of torch's own classes or shells of them."""
-    places = dict(_places(found.storage_data, directory, listed))
-    left = len(places)  # each chunk is stored; one list of chunks that many tensors share would take forever
-    result = Metadata({}, {}, {})
-    paths = getattr(found, "planner_data", None) or {}
-    for key, value in found.state_dict_metadata.items():
-        _check(isinstance(key, str), f"{key!r} is not a name")
-        path = paths.get(key, (key,))
-        _check(type(path) is tuple and 0 < len(path) <= len(key) + 1, f"{key} is at {type(path).__name__} of the dict")
-        _check(all(type(step) in (str, int) for step in path), f"{key} has a path of other than names and numbers")
-        result.paths[key] = path
-        if not hasattr(value, "chunks"):
-            _check((key, None) in places, f"{key} is not stored")
-            result.places[key] = [((), places[key, None])]
-            continue
-        left -= len(value.chunks)
-        _check(left >= 0, "it has more chunks than are stored")
-        result.tensors[key], result.places[key] = _tensor(key, value, places)
-    dicts = {path[:end] for path in result.paths.values() for end in range(1, len(path))}
-    _check(dicts.isdisjoint(result.paths.values()), "one path is of a dict and of a value")
-    return result
-
-
-def _places(
-    found: Any, directory: Path, listed: Collection[str] | None
-) -> Iterator[tuple[tuple[str, torch.Size | None], Place]]:
-    """Yield where each chunk is stored, by name and offsets."""
-    sizes: dict[str, int] = {}
-    for index, info in found.items():
-        name, at = info.relative_path, (info.offset, info.length)
-        if name not in sizes:
-            _check(listed is None or name in listed, f"the manifest does not list {name!r}")
-            sizes[name] = os.stat(within(directory, name)).st_size
-        _check(_are_sizes(at) and sum(at) <= sizes[name], f"{index.fqn} is at {at} of {name}")
-        start, transforms = getattr(index, "offset", None), getattr(info, "transform_descriptors", None) or ()
-        _check(all(isinstance(each, str) for each in transforms), "transforms must be names")
-        yield (index.fqn, None if start is None else _size(start)), Place(name, *at, tuple(transforms))
-
-
-def _tensor(
-    key: str, found: Any, places: dict[tuple[str, torch.Size | None], Place]
-) -> tuple[Stored, list[tuple[Box, Place]]]:
-    shape, dtype = _size(found.size), found.properties.dtype
-    _check(isinstance(dtype, torch.dtype), f"{key} has no dtype")
-    pieces: dict[Box, Place] = {}
-    for start, size in ((_size(each.offsets), _size(each.sizes)) for each in found.chunks):
-        _check((key, start) in places, f"{key} at {tuple(start)} is not stored")
-        place = places[key, start]
-        fits = place.transforms or math.prod(size) * dtype.itemsize <= _PACKED * place.length
-        _check(len(start) == len(size) == len(shape) and fits, f"{key} at {tuple(start)} does not fit its file")
-        pieces[tuple(zip(start, size, strict=True))] = place
-    _check(covers(pieces, shape), f"the chunks of {key} do not fill it, each element once")
-    return Stored(dtype, shape, key), list(pieces.items())
-
-
-def _size(found: Any) -> torch.Size:
-    _check(isinstance(found, torch.Size) and len(found) <= _DEEPEST and _are_sizes(found), "sizes must be integers")
-    return found  # type: ignore[no-any-return]
-
-
-def _are_sizes(values: Collection[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-
-
-def _check(condition: object, problem: str) -> None:
-    if not condition:
-        raise ValueError(problem)

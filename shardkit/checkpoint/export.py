@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import on_each, ranks_of, world
-from shardkit.checkpoint.chunks import Part, full_box, inside
+from shardkit.checkpoint.chunks import Part, full_box
 from shardkit.checkpoint.format import File, Spec, lay_out
-from shardkit.checkpoint.hub import exported
-from shardkit.checkpoint.moved import Moved
-from shardkit.checkpoint.owners import check_copies, check_written, copies, owned
+from shardkit.checkpoint.hub import (
+    Group,
+    described_config,
+    is_adapted,
+    is_pretrained,
+    plain_class,
+    plan_save,
+    unwrapped,
+)
+from shardkit.checkpoint.owners import check_written, owned
 from shardkit.checkpoint.transfer import flush_files
 from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, described, laid_out, write_parts, written_dtype
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together
+from shardkit.state.boxes import gather, model_group
+from shardkit.state.full_params import full_params
 from shardkit.state.names import model_state
-from shardkit.state.routes import routes_of
-from shardkit.state.transfer import Want, gathered
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
@@ -48,9 +59,9 @@ def save_pretrained(
     gets ``model.safetensors`` in the hub's names, with the conversions of ``from_pretrained`` undone, or several files
     with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``; for a peft model
     ``adapter_model.safetensors`` and ``adapter_config.json``. ``from_pretrained``, peft and inference engines read
-    them. Each rank writes its own bytes; weights that a conversion does more with than stack, split and transpose are
-    gathered, one at a time. The directory is renamed into its place when all ranks have succeeded; other files in it
-    stay. The model is unchanged.
+    them. Each rank writes its own bytes of tensors that are only renamed, and its own experts of stacked ones; what
+    else a conversion changes is gathered on the first rank, one group of tensors at a time. The directory is renamed
+    into its place when all ranks have succeeded; other files in it stay. The model is unchanged.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls.
@@ -70,24 +81,16 @@ def save_pretrained(
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
     place, groups = Path(path).absolute(), world(group)
-    with together(groups, CheckpointError, call="save_pretrained"):
+    with _full_prompts(model), together(groups, CheckpointError, call="save_pretrained"):
         _check_place(place, overwrite)
-        tensors = model_state(model).tensors
-        export = exported(model, tensors)
-        sources = {name: tensors[name] for each in export.tensors.values() for name in each.origins()}
-        laid_out(sources, export.name, max_shard_size, {}, dtype)
-        specs = {name: Spec(written_dtype(each, dtype), each.shape) for name, each in export.tensors.items()}
-        layout = lay_out(specs, export.name, max_shard_size, {"format": "pt"})
-    compared = {
-        "path": str(place),
-        "overwrite": overwrite,
-        "dtype": str(dtype),
-        "files": [file.name for file in layout],
-    }
-    compared["model"] = {name: described(tensor) for name, tensor in sources.items()}
+        export = _export(model)
+        laid_out(export.sources, export.name, max_shard_size, None, dtype)  # checks that files can hold them
+        files = lay_out(export.specs(dtype), export.name, max_shard_size, {"format": "pt"})
+    compared = {"path": str(place), "overwrite": overwrite, "dtype": str(dtype), "files": [file.name for file in files]}
+    compared["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
     agree(compared, groups, "save_pretrained", CheckpointError)
-    with directory.temporary_directory(place, groups, lambda made: create_files(made, layout)) as draft:
-        _write(draft, layout, export.tensors, sources, groups)
+    with directory.temporary_directory(place, groups, lambda draft: create_files(draft, files)) as draft:
+        _write(draft, files, export, groups)
         with together(groups, CheckpointError):
             if draft.is_first:
                 export.write_configs(draft.directory, dtype)
@@ -98,55 +101,150 @@ def save_pretrained(
 
 def _check_place(place: Path, overwrite: bool) -> None:
     if place.exists() and not place.is_dir():
-        raise CheckpointError(message("path", f"{place} is a file", "It must be a directory", "Use another path"))
+        raise CheckpointError(message("path", f"must be a directory, and {place} is a file", "", "Use another path"))
     if (place / manifest.NAME).exists():
         rule = "A model is never written into a checkpoint, whose manifest lists all of its files"
-        raise CheckpointError(message("path", f"{place} is a checkpoint", rule, "Use another path"))
+        raise CheckpointError(
+            message("path", f"must not be a checkpoint, and {place} is one", rule, "Use another path")
+        )
     there = sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)) if place.exists() else []
     if there and not overwrite:
         rule, fix = "A model is replaced only on request", "Use another path, or pass overwrite=True"
-        raise CheckpointError(message("path", f"{place} has {listing(there)}", rule, fix))
+        raise CheckpointError(message(str(place), f"has {listing(there)}", rule, fix))
 
 
-def _write(
-    draft: directory.Draft,
-    files: list[File],
-    tensors: Mapping[str, Moved],
-    sources: Mapping[str, Tensor],
-    groups: Groups,
-) -> None:
-    """Write all files, each rank what its own parts of the sources become. Collective."""
-    (place, _, is_first), ranks = draft, ranks_of(groups)
-
-    def write() -> tuple[Any, Any]:
-        mine = owned(sources, ranks)
-        parts = [(name, part) for name, tensor in tensors.items() for part in _parts(tensor, mine)]
-        written = write_parts(place, files, parts)
-        flush_files(place / file.name for file in files)
-        return written, copies(sources, ranks)
-
-    reports = on_each(write, groups).values()
-    check_copies(copied for _, copied in reports)
-    simple = {name: tensor.numel() for name, tensor in tensors.items() if not tensor.is_computed}
-    check_written(simple, (written for written, _ in reports))
-    for name, tensor in tensors.items():
-        if tensor.is_computed:
-            full = tensor.value(lambda source: _gathered(source, sources))
-            with together(groups, CheckpointError):
-                if is_first:
-                    write_parts(place, files, [(name, (full, full_box(full.shape)))])
+# ---- what is written -------------------------------------------------------------------------------------------
 
 
-def _parts(tensor: Moved, mine: Mapping[str, Part]) -> Iterator[Part]:
-    """Yield what this rank's parts of the sources become in a tensor that is not computed."""
-    for piece in () if tensor.is_computed else tensor.pieces:
-        if piece.source in mine:
-            values, box = mine[piece.source]
-            if (found := piece.inverse.within(box)) is not None:
-                yield found.inverse.as_result(inside(values, box, found.where)), found.box
+class _Export(NamedTuple):
+    """A model in the hub's layout."""
+
+    name: str  # the start of the names of its files
+    model: Any  # unwrapped
+    sources: dict[str, Tensor]  # by the model's names
+    renamed: dict[str, str]  # the hub's names of those that are written as they are
+    groups: list[tuple[Group, dict[str, str]]]  # of those that are converted, with the hub's names
+
+    def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
+        """Return what the files hold, by the hub's names."""
+        tensors = {new: self.sources[name] for name, new in self.renamed.items()}
+        tensors |= {new: group.targets[name] for group, names in self.groups for name, new in names.items()}
+        return {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
+
+    def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
+        """Write the JSON files that tell how to build the model. Local."""
+        model = self.model
+        if self.name == "adapter_model":
+            config, base = copy.copy(next(iter(model.peft_config.values()))), model.get_base_model()
+            config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+            config.inference_mode = True
+            auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
+            config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
+            return
+        config = described_config(model, dtype or model.dtype)
+        config.save_pretrained(place)
+        if model.can_generate():
+            model.generation_config.save_pretrained(place)
+        if model.is_remote_code():
+            sys.modules["transformers"].dynamic_module_utils.custom_object_save(model, place, config=config)
 
 
-def _gathered(name: str, sources: Mapping[str, Tensor]) -> Tensor:
-    """Gather a source on every rank. Collective."""
-    want = Want(everywhere=True, device=torch.device("cpu"))
-    return dict(gathered([(name, sources[name])], routes_of(sources.values()), want))[name]
+def _export(model: nn.Module) -> _Export:
+    """Plan a transformers or peft model in the hub's layout. Local, pure.
+
+    Raises:
+        CheckpointError: it is another model, is quantized, or has several adapters.
+    """
+    bare: Any = unwrapped(model)
+    tensors = model_state(model).tensors
+    if is_adapted(model):
+        return _export_adapter(bare, tensors)
+    if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
+        problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
+        raise CheckpointError(message("model", problem, "", "Use save_checkpoint"))
+    if getattr(bare, "hf_quantizer", None) is not None:
+        rule, fix = "Only transformers knows the layout of its weights", "Save the parameters that train, with peft"
+        raise CheckpointError(message("model", "is quantized by transformers", rule, fix))
+    tied = getattr(bare, "all_tied_weights_keys", None) or {}  # names that transformers ties to others, which are kept
+    kept_first = sorted(tensors, key=lambda name: name in tied)
+    first = {id(tensors[name]): name for name in reversed(kept_first)}
+    ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
+    sources = {name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored}
+    return _Export("model", bare, sources, *plan_save(bare, sources))
+
+
+def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Export:
+    """Find by stand-ins on meta which tensors peft saves, and by which names."""
+    if len(model.peft_config) != 1:
+        problem = f"must have one adapter, and has {', '.join(model.peft_config)}"
+        raise CheckpointError(message("model", problem, "A directory holds one", "Delete all but one, and save"))
+    adapter = next(iter(model.peft_config))
+    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    names = {id(each): name for name, each in stand_ins.items()}
+    saved = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
+    prompts = {new: each.detach().clone() for new, each in saved.items() if id(each) not in names}
+    renamed = {names[id(each)]: new for new, each in saved.items() if new not in prompts}
+    sources = {name: tensors[name] for name in renamed} | prompts
+    return _Export("adapter_model", model, sources, renamed | {name: name for name in prompts}, [])
+
+
+def _full_prompts(model: nn.Module) -> AbstractContextManager[object]:
+    """Gather what peft computes the prompts from that it saves, as for prefix tuning. Collective."""
+    encoder = getattr(unwrapped(model), "prompt_encoder", None) if is_adapted(model) else None
+    return full_params(encoder) if encoder is not None else nullcontext()
+
+
+# ---- how it is written -----------------------------------------------------------------------------------------
+
+
+def _write(draft: directory.Draft, files: list[File], export: _Export, groups: Groups) -> None:
+    """Fill all files, each rank with what its own parts of the sources become. Collective."""
+    ranks = ranks_of(groups)
+    split = [(group, names) for group, names in export.groups if _is_split(group, export.sources)]
+    written: list[Mapping[str, Any]] = []
+
+    def write_own() -> dict[str, tuple[int, int]]:
+        mine = owned(export.sources, ranks)
+        parts = [(new, mine[name]) for name, new in export.renamed.items() if name in mine]
+        for group, names in split:
+            parts += _own_rows(group, names, mine, export.sources)
+        return write_parts(draft.directory, files, parts)
+
+    written += on_each(write_own, groups).values()
+    for group, names in (each for each in export.groups if each not in split):
+        sources = [(name, export.sources[name]) for name, _ in group.sources]
+        on = model_group(tensor for _, tensor in sources) if groups else model_group([])
+        full = dict(gather(sources, on, device=torch.device("cpu")))
+
+        def write_group(group: Group = group, names: dict[str, str] = names, full: Any = full) -> dict[str, Any]:
+            made = group.convert(full.__getitem__) if draft.is_first else {}
+            parts = [(names[name], (value, full_box(value.shape))) for name, value in made.items()]
+            return write_parts(draft.directory, files, parts)
+
+        written += on_each(write_group, groups).values()
+    check_written({name: spec.shape.numel() for name, spec in export.specs(None).items()}, written)
+
+
+def _is_split(group: Group, sources: Mapping[str, Tensor]) -> bool:
+    """Whether each rank can convert its own rows: all sources are sharded alike on dim 0, or are plain."""
+    tensors = [sources[name] for name, _ in group.sources]
+    places = {(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors}
+    on_rows = all(getattr(place, "dim", 0) == 0 for each in places if each is not None for place in each[1])
+    return group.unstacks and on_rows and len(places) == len({each.shape[0] for each in tensors}) == 1
+
+
+def _own_rows(
+    group: Group, names: Mapping[str, str], mine: Mapping[str, Part], sources: Mapping[str, Tensor]
+) -> list[tuple[str, Part]]:
+    """Return what this rank's rows of stacked sources become, by the hub's names. Local."""
+    first = group.sources[0][0]
+    if first not in mine or not mine[first][0].numel():
+        return []
+    every, (start, count) = sources[first].shape[0], mine[first][1][0]
+    values = list(group.convert(lambda name: mine[name][0]).values())
+    targets = list(names.values())  # those of all rows of one source, then those of the next
+    found = []
+    for number, value in enumerate(values):
+        source, row = divmod(number, count)
+        found.append((targets[source * every + start + row], (value, full_box(value.shape))))
+    return found

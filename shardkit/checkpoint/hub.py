@@ -1,7 +1,8 @@
-"""Convert weights from and to the hub's layout, with transformers' own conversions on :class:`Moved` tensors.
+"""The hub's layout of weights: transformers' own conversions, applied to one group of tensors at a time.
 
-transformers 5 renames, fuses and splits weights as it loads them, and undoes that as it saves. Its functions are called
-here with tensors that only record where their values lie, and with a copy of the module tree without memory.
+transformers 5 renames, stacks, splits and permutes weights as it loads them, and undoes that as it saves. A
+:class:`Group` is what one of its converters takes and returns: the experts of a layer, for example. Tensors that are
+only renamed need none: a rank reads and writes its own bytes of them.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ import copy
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint import manifest
-from shardkit.checkpoint.chunks import full_box, inside, part_of
+from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
 from shardkit.checkpoint.format import DTYPES, Spec
-from shardkit.checkpoint.moved import Moved
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
-from shardkit.checkpoint.transfer import Progress
+from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.state.names import WRAPPERS, clean_name
 
@@ -33,14 +33,6 @@ logger = logging.getLogger("shardkit")
 
 _FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
 USED = "_weight_conversions"  # the attribute in which transformers records the conversions of a load, to undo them
-
-
-def _transformers(module: str) -> Any:
-    """Return a module of transformers 5, if the program has imported transformers; else None."""
-    try:
-        return importlib.import_module(f"transformers.{module}") if "transformers" in sys.modules else None
-    except ImportError:  # transformers 4, whose models have the names of their files
-        return None
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -61,52 +53,117 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def skeleton(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Copy the module tree, with the classes from before ``fully_shard`` and with empty tensors on meta. Local.
-
-    Attributes are shared with the model, except for parameters, buffers and hooks. Ties stay.
-    """
-    modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    bare: dict[int, nn.Module] = {}
-    for module in modules.values():
-        if id(module) not in bare:
-            cls = _plain_class(module)
-            bare[id(module)] = made = cls.__new__(cls)
-            nn.Module.__init__(made)
-            own = {name: value for name, value in vars(module).items() if name not in vars(made)}
-            vars(made).update(own, training=module.training)
-
-    def split(name: str) -> tuple[nn.Module, str]:
-        parent, _, own = name.rpartition(".")
-        return bare[id(modules[parent])], own
-
-    for name, module in modules.items():
-        if name:
-            parent, own_name = split(name)
-            parent._modules[own_name] = bare[id(module)]
-    empty = {id(tensor): _empty(tensor) for tensor in tensors.values()}
-    for name, tensor in tensors.items():
-        if name.rpartition(".")[0] not in modules:
-            continue  # scales of a quantized weight, such as bitsandbytes', which no module registers
-        parent, own_name = split(name)
-        registry: dict[str, Any] = parent._parameters if isinstance(tensor, nn.Parameter) else parent._buffers
-        registry[own_name] = empty[id(tensor)]
-    for name, buffer in ((clean_name(name), buffer) for name, buffer in model.named_buffers()):
-        if name not in tensors:
-            parent, own_name = split(name)
-            parent.register_buffer(own_name, _empty(buffer), persistent=False)
-    return bare[id(modules[""])]
-
-
-def _plain_class(module: nn.Module) -> type[nn.Module]:
+def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class from which ``fully_shard`` made the module's."""
     classes = (each for each in type(module).__mro__ if issubclass(each, nn.Module))
     return next(each for each in classes if not issubclass(each, FSDPModule))
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+def _transformers(module: str) -> Any:
+    """Return a module of transformers 5, if the program has imported transformers; else None."""
+    try:
+        return importlib.import_module(f"transformers.{module}") if "transformers" in sys.modules else None
+    except ImportError:  # transformers 4, whose models have the names of their files
+        return None
+
+
+class _Unsharded:
+    """A model whose modules show the classes from before ``fully_shard``, by which conversions are looked up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules():
+            shown = object.__new__(plain_class(module))
+            shown.__dict__ = module.__dict__
+            yield clean_name(name), shown
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """The tensors that one conversion takes, and those it returns."""
+
+    converter: Any  # a WeightConverter
+    model: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)  # names, each with the converter's pattern, in order
+    targets: dict[str, Tensor] = field(default_factory=dict)  # on meta, by name
+
+    def convert(self, read: Callable[[str], Tensor], rows: range | None = None, name: str = "") -> dict[str, Tensor]:
+        """Convert the sources that ``read`` returns; only those of a range of rows, if it :attr:`stacks` them."""
+        one = copy.deepcopy(self.converter)
+        name = name or next(iter(self.targets))
+        for source, pattern in self._of_rows(rows):
+            one.add_tensor(name, source, pattern, read(source))
+        made = one.convert(name, model=self.model, config=self.model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+
+    def find_targets(self, name: str, specs: Mapping[str, Spec]) -> None:
+        """Convert tensors on meta to find what this returns; ``name`` is the first. In place."""
+        self.targets = self.convert(
+            lambda s: torch.empty(specs[s].shape, dtype=specs[s].dtype, device="meta"), name=name
+        )
+
+    def _of_rows(self, rows: range | None) -> list[tuple[str, str]]:
+        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        for each in self.sources:
+            by_pattern.setdefault(each[1], []).append(each)
+        chosen = (own if rows is None else own[rows.start : rows.stop] for own in by_pattern.values())
+        return [each for own in chosen for each in own]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether each row of the targets comes from sources of its own, such as one expert."""
+        first, *others = self.converter.operations
+        core = _transformers("core_model_loading")
+        is_stack = isinstance(first, core.MergeModulelist) and first.dim == 0
+        return is_stack and all(isinstance(op, core.Concatenate) and op.dim > 0 for op in others)
+
+    @property
+    def unstacks(self) -> bool:
+        """Whether each row of the sources becomes targets of its own."""
+        *others, last = self.converter.operations
+        is_split = isinstance(last, _transformers("core_model_loading").SplitModulelist) and last.dim == 0
+        return is_split and all(getattr(op, "dim", 0) > 0 for op in others)
+
+    def rows_of(self, parts: Mapping[str, Part]) -> range | None:
+        """Return the rows that all parts have, to convert them alone; None where all sources are needed."""
+        rows = {box[0] for _, box in parts.values()}
+        if not self.stacks or len(rows) > 1:
+            return None
+        ((start, count),) = rows
+        return range(start, start + count)
+
+    def load(self, parts: Mapping[str, Part], read: Callable[[str], Tensor]) -> None:
+        """Fill parts of the targets. Local; one conversion in memory."""
+        rows = self.rows_of(parts)
+        if rows is not None and not rows:
+            return
+        made = self.convert(read, rows)
+        for name, (values, box) in parts.items():
+            lies = full_box(made[name].shape)
+            lies = lies if rows is None else ((rows.start, len(rows)), *lies[1:])
+            if values.numel():
+                values.copy_(inside(made[name], lies, box))
+
+    def bytes_read(self, parts: Mapping[str, Part], specs: Mapping[str, Spec]) -> int:
+        """Return the bytes of the sources that :meth:`load` reads."""
+        return sum(specs[source].bytes for source, _ in self._of_rows(self.rows_of(parts)))
+
+
+def _grouped(converters: list[Any], named: Iterable[tuple[str, str, str]], model: Any) -> dict[str, Group]:
+    """Return groups by their first target, of tensors with that and the converter's pattern."""
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    groups: dict[str, Group] = {}
+    for name, target, pattern in named:
+        groups.setdefault(target, Group(by_pattern[pattern], model)).sources.append((name, pattern))
+    return groups
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------
@@ -123,163 +180,143 @@ def check_files(found: Mapping[str, Located], tensors: Mapping[str, Tensor], whe
     if scaled:
         rule = "load_pretrained does not apply the scales of quantized weights"
         fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
-        raise CheckpointError(message(where, f"quantized: {listing(scaled, 3)}", rule, fix))
+        raise CheckpointError(message(where, f"is quantized: {listing(scaled, 3)}", rule, fix))
     beside = {at.file.parent / "adapter_config.json" for at in found.values()}
     if found.keys().isdisjoint(tensors) and any(file.is_file() for file in beside):
         rule = "load_pretrained reads the weights of a whole model"
         fix = "Load the base model, then peft's load_adapter"
-        raise CheckpointError(message(where, f"the files of an adapter: {listing(found, 3)}", rule, fix))
+        raise CheckpointError(message(where, f"has the files of an adapter: {listing(found, 3)}", rule, fix))
 
 
-class Converted:
-    """The files of a transformers model as a source, converted to its names.
-
-    Args:
-        tensors: the results of the conversions.
-        others: tensors that the model does not have, or has in another shape.
-        used: transformers' record of the conversions, for the save that undoes them.
-    """
-
-    def __init__(self, tensors: dict[str, Moved], others: dict[str, Spec], used: Any) -> None:
-        self._tensors, self.others, self.used = tensors, others, used
-        self.contents = Contents({name: Stored(each.dtype, each.shape, name) for name, each in tensors.items()})
-
-    def describe(self, key: str) -> str:
-        """Return what must be equal on all ranks that read a tensor."""
-        pieces = self._tensors[key].pieces
-        return repr([(each.where, each.box, each.dims, getattr(each.source, "entry", None)) for each in pieces])
-
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
-        """Fill each target from the boxes of files that it comes from; computed tensors are read whole. Local."""
-        wanted = list(targets)
-        parts = [each for key, target in wanted for each in self._tensors[key].sources_of(part_of(target))]
-        read_parts([(source, part) for source, part in parts if isinstance(source, Located)], progress)
-        for source, (values, box) in parts:
-            if isinstance(source, Moved):
-                full = source.value(_read_whole)
-                values.copy_(inside(full, full_box(full.shape), box))
-        torch.autograd.graph.increment_version([target for _, target in wanted])
-
-
-def _read_whole(source: Located) -> Tensor:
-    full = torch.empty(source.entry.shape, dtype=source.entry.dtype)
-    read_parts([(source, (full, full_box(full.shape)))])
-    return full
-
-
-def converted(model: nn.Module, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> Converted | None:
-    """Convert the hub's files for a transformers model; None for other models and for checkpoints of shardkit. Local.
-
-    Raises:
-        CheckpointError: a conversion failed.
-    """
+def converted(model: nn.Module, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> HubFiles | None:
+    """Return the files of a transformers model as a source; None for other models and checkpoints of ours. Local."""
     directories = {at.file.parent for at in found.values()}
     if not is_pretrained(model) or any((each / manifest.NAME).is_file() for each in directories):
         return None
-    bare: Any = skeleton(model, tensors)
-    mapping = _transformers("conversion_mapping").get_model_conversion_mapping(bare)
-    options = _transformers("modeling_utils").LoadStateDictConfig(weight_mapping=mapping)
-    sources = {name: Moved.of(at, at.entry.dtype, at.entry.shape) for name, at in found.items()}
-    with _no_progress():
-        info, _ = _transformers("core_model_loading").convert_and_load_state_dict_in_model(bare, sources, options)
-    if info.conversion_errors:
-        rule = "The files must match transformers' conversions for the model; nothing was changed"
-        problem = "; ".join(f"{name}: {text.splitlines()[-1]}" for name, text in info.conversion_errors.items())
-        raise CheckpointError(message("transformers", problem, rule, "Fetch the files again, or pass key_map="))
-    getattr(bare, "_adjust_missing_and_unexpected_keys")(info)  # noqa: B009
-    state = bare.state_dict(keep_vars=True)
-    fit = {name: tensor for name, tensor in state.items() if isinstance(tensor, Moved)}
-    others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(info.unexpected_keys)}
-    others |= {name: Spec(tensors[name].dtype, shape) for name, shape, _ in sorted(info.mismatched_keys)}
-    return Converted(fit, others, getattr(bare, USED, None))
+    return HubFiles(unwrapped(model), tensors, found)
 
 
-@contextmanager
-def _no_progress() -> Iterator[None]:
-    """Hide transformers' progress bar, which would count tensors that are not read yet."""
-    bars = _transformers("utils.logging")
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
+class HubFiles:
+    """The files of a transformers model as a source, converted to the names of the model.
+
+    Args:
+        model: of transformers 5.
+        tensors: its state, by name.
+        found: the tensors of the files.
+
+    Raises:
+        CheckpointError: a conversion fails on the shapes in the files.
+    """
+
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> None:
+        core, self._found = _transformers("core_model_loading"), found
+        mapping = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model))
+        renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
+        prefix = model.base_model_prefix
+        self._renamed: dict[str, str] = {}  # names in the files, by names in the model
+        grouped: list[tuple[str, str, str]] = []
+        for name in sorted(found, key=core.dot_natural_key):
+            new, pattern = core.rename_source_key(name, renamings, converters, prefix, tensors)
+            if new not in tensors and name in tensors:
+                new, pattern = core.rename_source_key(name, [], [], prefix, tensors)
+            if pattern is None:
+                self._renamed[new] = name
+            else:
+                grouped.append((name, new, pattern))
+        self._specs: dict[str, Spec] = {name: at.entry for name, at in found.items()}
+        groups = _grouped(converters, grouped, model)
+        self._groups = [self._checked(name, group) for name, group in groups.items() if name in tensors]
+        lost = [new for new in groups if new not in tensors]
+        self.used = [each for each in mapping if each.was_used()]  # for the save that undoes them
+        specs = {new: self._specs[name] for new, name in self._renamed.items() if new in tensors}
+        specs |= {n: Spec(t.dtype, t.shape) for group in self._groups for n, t in group.targets.items()}
+        self.contents = Contents({name: Stored(each.dtype, each.shape, name) for name, each in specs.items()})
+        lost += [new for new in self._renamed if new not in tensors]
+        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=set(lost))
+        getattr(model, "_adjust_missing_and_unexpected_keys")(unexpected)  # noqa: B009  leaves out old buffers
+        self.others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)}
+
+    def _checked(self, name: str, group: Group) -> Group:
+        try:
+            group.find_targets(name, self._specs)
+        except Exception as error:  # whatever a conversion raises
+            rule = "The files must match transformers' conversions for the model; nothing was changed"
+            problem = f"cannot be converted from {listing((each for each, _ in group.sources), 3)} ({error})"
+            raise CheckpointError(message(name, problem, rule, "Fetch the files again, or pass key_map=")) from error
+        return group
+
+    def describe(self, key: str) -> str:
+        """Return what must be equal on all ranks that read a tensor."""
+        return repr(self._specs[self._renamed[key]] if key in self._renamed else self.contents.model[key])
+
+    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+        """Fill each target: renamed tensors from this rank's own bytes, a group's as :meth:`Group.load`. Local."""
+        wanted = dict(targets)
+        parts = {name: part_of(target) for name, target in wanted.items()}
+        jobs = [(self._found[self._renamed[name]], part) for name, part in parts.items() if name in self._renamed]
+        groups = [(group, {n: parts[n] for n in group.targets if n in parts}) for group in self._groups]
+        total = sum(part.numel() * at.entry.dtype.itemsize for at, (part, _) in jobs)
+        meter = Meter(progress, total + sum(group.bytes_read(own, self._specs) for group, own in groups if own))
+
+        def read(source: str) -> Tensor:
+            at = self._found[source]
+            full = torch.empty(at.entry.shape, dtype=at.entry.dtype)
+            read_parts([(at, (full, full_box(full.shape)))])
+            meter.add(full.nbytes)
+            return full
+
+        done = 0
+
+        def add(count: int, _: int) -> None:
+            nonlocal done
+            meter.add(count - done)
+            done = count
+
+        read_parts(jobs, add)
+        for group, own in groups:
+            if own:
+                group.load(own, read)
+        torch.autograd.graph.increment_version(list(wanted.values()))
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------
 
 
-class Export(NamedTuple):
-    """A model in the hub's layout."""
+def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[tuple[Group, dict[str, str]]]]:
+    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of their targets. Local.
 
-    name: str  # the start of the names of its files
-    tensors: dict[str, Moved]  # by the hub's names; their sources are the model's names
-    bare: Any  # its skeleton
-
-    def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
-        """Write the JSON files that tell how to build the model. Local."""
-        bare = self.bare
-        if self.name == "adapter_model":
-            config, base = copy.copy(next(iter(bare.peft_config.values()))), bare.get_base_model()
-            config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
-            config.inference_mode = True
-            auto = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-            config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
-            return
-        config = described_config(bare, dtype or bare.dtype)
-        config.save_pretrained(place)
-        if bare.can_generate():
-            bare.generation_config.save_pretrained(place)
-        if bare.is_remote_code():
-            _transformers("dynamic_module_utils").custom_object_save(bare, place, config=config)
-
-
-def exported(model: nn.Module, tensors: Mapping[str, Tensor]) -> Export:
-    """Convert a transformers or peft model to the hub's layout. Local, pure.
-
-    Raises:
-        CheckpointError: it is another model, is quantized, or has several adapters.
+    Args:
+        model: of transformers 5, unwrapped.
+        tensors: what to save, by the model's names.
     """
-    bare: Any = unwrapped(skeleton(model, tensors))
-    tied = getattr(bare, "all_tied_weights_keys", None) or {}  # names that transformers ties to others, which are kept
-    kept_first = sorted(tensors.items(), key=lambda item: item[0] in tied)
-    first = {id(tensor): name for name, tensor in reversed(kept_first)}
-    sources = {n: Moved.of(n, t.dtype, t.shape) for n, t in tensors.items() if first[id(t)] == n}
-    if is_adapted(model):
-        sources = {n: Moved.of(n, t.dtype, t.shape) for n, t in tensors.items()}  # VeRA's are shared by all layers
-        if len(bare.peft_config) != 1:
-            problem, rule = f"it has the adapters {', '.join(bare.peft_config)}", "A directory holds one adapter"
-            raise CheckpointError(message("model", problem, rule, "Delete all but one, and save"))
-        _lend_prompts(bare, sources)
-        found = sys.modules["peft"].get_peft_model_state_dict(bare, sources, next(iter(bare.peft_config)))
-        return Export("adapter_model", dict(found), bare)
-    if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
-        rule = "It must be a model of transformers 5, or of peft"
-        raise CheckpointError(message("model", f"it is a {type(bare).__name__}", rule, "Use save_checkpoint"))
-    if getattr(bare, "hf_quantizer", None) is not None:
-        rule = "Only transformers knows the layout of its quantized weights"
-        fix = "Save the parameters that train, with peft"
-        raise CheckpointError(message("model", "it is quantized by transformers", rule, fix))
-    for name in getattr(bare, "_keys_to_ignore_on_save", None) or ():
-        sources.pop(name, None)
-    return Export("model", _transformers("core_model_loading").revert_weight_conversion(bare, sources), bare)
-
-
-def _lend_prompts(bare: Any, sources: Mapping[str, Moved]) -> None:
-    """Let a skeleton compute the prompts that peft saves (prefix and prompt tuning) from their sources. In place."""
-    for name, tensor in sources.items():
-        if name.startswith("prompt_encoder."):
-            parent, _, own_name = name.rpartition(".")
-            bare.get_submodule(parent)._parameters[own_name] = tensor
-    tokens = vars(bare).get("prompt_tokens", {})
-    bare.prompt_tokens = {name: Moved.constant(each) for name, each in tokens.items()}
+    core, mapping = _transformers("core_model_loading"), getattr(model, USED, None)
+    if mapping is None:  # not loaded from files, which might have had a prefix
+        found = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model), add_legacy=False)
+        mapping = [each for each in found if not isinstance(each, core.PrefixChange)]
+    reverse = [each.reverse_transform() for each in mapping[::-1]]
+    renamings = [each for each in reverse if isinstance(each, core.WeightRenaming)]
+    converters = [each for each in reverse if isinstance(each, core.WeightConverter)]
+    renamed: dict[str, str] = {}
+    grouped: list[tuple[str, str, str]] = []
+    for name in sorted(tensors, key=core.dot_natural_key):
+        new, pattern = core.apply_converters(name, converters)
+        if pattern is None:
+            renamed[name] = core.apply_renamings(name, renamings)
+        else:
+            grouped.append((name, new, pattern))
+    specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    groups: list[tuple[Group, dict[str, str]]] = []
+    for name, group in _grouped(converters, grouped, model).items():
+        group.find_targets(name, specs)
+        groups.append((group, {each: core.apply_renamings(each, renamings) for each in group.targets}))
+    return renamed, groups
 
 
 def described_config(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """Copy a model's configuration, with the class that ``from_pretrained`` and inference engines look for."""
     config: Any = copy.copy(vars(model)["config"])
-    config.architectures = [_plain_class(model).__name__]
+    config.architectures = [plain_class(model).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     return config
@@ -293,6 +330,6 @@ def config_text(model: nn.Module) -> str:
     try:
         return str(described_config(model).to_json_string())
     except Exception as error:  # any object may be called config, and must not stop the save
-        problem, rule = f"it cannot be written ({type(error).__name__}: {error})", "config.json is left out"
+        problem, rule = f"cannot be written ({type(error).__name__}: {error})", "config.json is left out"
         logger.warning(message("model.config", problem, rule, "Save it with config.save_pretrained"))
         return ""

@@ -97,7 +97,7 @@ class _Encoder:
         if isinstance(value, (Tensor, Stored)):
             return self._tensor(value, path)
         if id(value) in outer or len(outer) > DEEPEST:
-            return self._refuse(path, "it contains itself" if id(value) in outer else f"it is {DEEPEST} levels deep")
+            return self._refuse(path, "contains itself" if id(value) in outer else f"is {DEEPEST} levels deep")
         return self._container(value, path, (*outer, id(value)))
 
     def _container(self, value: Any, path: str, outer: tuple[int, ...]) -> Any:
@@ -106,7 +106,7 @@ class _Encoder:
             items = [self.encode(each, _join(path, index), outer) for index, each in enumerate(value)]
             return items if kind is list else {TAG: [_SEQUENCES[kind], items]}
         if kind is not defaultdict and kind not in _MAPPINGS:
-            return self._refuse(path, f"a {kind.__module__}.{kind.__qualname__}")
+            return self._refuse(path, f"is a {kind.__module__}.{kind.__qualname__}")
         if kind in (dict, defaultdict) and TAG not in value and all(type(k) is str and _is_unicode(k) for k in value):
             return {key: self.encode(each, _join(path, key), outer) for key, each in value.items()}
         keys = [self.encode(key, _join(path, "keys"), outer) for key in value]
@@ -116,7 +116,7 @@ class _Encoder:
     def _tensor(self, value: Any, path: str) -> Any:
         is_unfit = isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta)
         if is_unfit or (isinstance(value, DTensor) and not self._sharded):
-            return self._refuse(path, f"a tensor that is sharded, sparse or on meta ({type(value).__name__})")
+            return self._refuse(path, f"is a tensor that is sharded, sparse or on meta ({type(value).__name__})")
         name, number = path, 1
         while name in self.tensors:  # keys 1 and "1" of one dict
             name, number = f"{path}#{number}", number + 1

@@ -9,15 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit.checkpoint.hub import USED, Converted, check_files, converted, unwrapped
-from shardkit.checkpoint.inner import Flat, flattened, has_subclass
+from shardkit.checkpoint.chunks import refuse_subclasses
+from shardkit.checkpoint.hub import USED, HubFiles, check_files, converted, unwrapped
 from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.transfer import Progress
-from shardkit.errors import CheckpointError, listing, message
+from shardkit.errors import CheckpointError, message
 from shardkit.ranks import agree, groups_of, together
-from shardkit.state.names import ModelState
 from shardkit.state.place import Room, live_state
 from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
 
@@ -73,12 +72,8 @@ def load_pretrained(
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
-    with together(groups, CheckpointError, call="load_pretrained") as poll:
-        state = live_state(model)
-        poll.own = has_subclass(state.tensors.values())
-    flat = flattened(state.tensors, groups) if poll.any else Flat(state.tensors, [])
-    with together(groups, CheckpointError):
-        load = _plan(model, state, flat, path, dtype, request)
+    with together(groups, CheckpointError, call="load_pretrained"):
+        load = _plan(model, path, dtype, request)
     source, plan, room = load.source, load.plan, load.room
     keys = {name: source.contents.model[file_name].key for name, file_name in plan.copies.items()}
     read = {name: source.describe(key) for name, key in keys.items()}
@@ -87,47 +82,33 @@ def load_pretrained(
     with together(groups, CheckpointError):
         source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()], progress)
         room.compute()
-        flat.write_back()
     room.install()
-    if isinstance(source, Converted) and source.used is not None:
+    if isinstance(source, HubFiles):
         setattr(unwrapped(model), USED, source.used)
     return plan.keys
 
 
 class _Load(NamedTuple):
-    source: Safetensors | Converted
+    source: Safetensors | HubFiles
     plan: LoadPlan
-    tensors: Mapping[str, Tensor]  # the model's, and those inside its subclasses
+    tensors: Mapping[str, Tensor]  # the model's
     room: Room  # the memory to read into
 
 
-def _plan(
-    model: nn.Module,
-    state: ModelState,
-    flat: Flat,
-    path: str | os.PathLike[str],
-    dtype: torch.dtype | None,
-    request: Request,
-) -> _Load:
-    """Plan what to read into the model's own tensors, which may change their dtype, and into those of subclasses."""
+def _plan(model: nn.Module, path: str | os.PathLike[str], dtype: torch.dtype | None, request: Request) -> _Load:
+    """Plan what to read into the model's own tensors, which may change their dtype. Local."""
     if dtype is not None and not dtype.is_floating_point:
-        rule = "It must be a floating-point dtype"
-        raise CheckpointError(message("dtype", f"is {dtype}", rule, "Use torch.bfloat16, for example"))
-    if meta := [name for name, each in flat.tensors.items() if each.is_meta and name not in state.tensors]:
-        rule = "Tensors inside a subclass cannot be materialized while they are read"
-        fix = "Call shardkit.materialize(model) before the model is quantized"
-        raise CheckpointError(message(listing(meta), "on meta", rule, fix))
-    tensors = {name: state.tensors.get(name, tensor) for name, tensor in flat.tensors.items()}
+        problem = f"must be a floating-point dtype, got {dtype}"
+        raise CheckpointError(message("dtype", problem, "", "Use torch.bfloat16, for example"))
+    tensors = live_state(model).tensors
     files = locate(path)
     if request.key_map is None:
         check_files(files, tensors, request.where)
-    is_plain = request.key_map is None and state.tensors.keys() == tensors.keys()
-    hub = converted(model, tensors, files) if is_plain else None
-    source: Safetensors | Converted = Safetensors({"model": files}) if hub is None else hub
+    hub = converted(model, tensors, files) if request.key_map is None else None
+    source: Safetensors | HubFiles = Safetensors({"model": files}) if hub is None else hub
     offered = source.contents.model | ({} if hub is None else hub.others)
-    own = {name: each for name, each in tensors.items() if name in state.tensors}
-    dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in own.items()}
+    dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in tensors.items()}
     plan = plan_load(tensors, offered, request, dtypes)
+    refuse_subclasses({name: tensors[name] for name in plan.copies})
     check_stored_ties(source, plan, tensors, request)
-    room = Room(model, tensors, {name: dtypes[name] for name in plan.copies if name in own})
-    return _Load(source, plan, tensors, room)
+    return _Load(source, plan, tensors, Room(model, tensors, {name: dtypes[name] for name in plan.copies}))

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _torch
 from shardkit.checkpoint.chunks import covers, full_box
-from shardkit.checkpoint.dcp import Shell
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.checkpoint.transfer import Progress
@@ -64,8 +63,10 @@ class TorchFiles:
             self._open(sets, allow_pickle)
         except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:  # foreign files
             rule = "Each file has the shards of one rank, from torch.save of a sharded state dict"
-            problem = f"its files cannot be read ({type(error).__name__}: {error})"
-            raise CheckpointError(message(self._where, problem, rule, "Use another checkpoint")) from error
+            problem = f"has files that cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(
+                message(self._where, problem, rule, "Pass the directory of one save, or a file of torch.save")
+            ) from error
 
     def _open(self, sets: Mapping[str, list[Path]], allow_pickle: bool) -> None:
         trees: dict[str, list[Any]] = {name: [_load(f, allow_pickle) for f in files] for name, files in sets.items()}
@@ -131,11 +132,11 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     if len(set(kinds)) < len(kinds) or len({world for _, world in sets}) > 1:
         names = listing(f"{name}_*{world}" for name, world in sets)
         rule = "A directory must have the files of one model and its optimizer, saved by one world"
-        raise CheckpointError(message(str(path), f"it has {names}", rule, "Pass one of the files: its set is read"))
+        raise CheckpointError(message(str(path), f"has {names}", rule, "Pass one of the files: its set is read"))
     for (_, world), files in sets.items():
         if missing := [str(rank) for rank in range(int(world or max(files) + 1)) if rank not in files]:
             name, rule = next(iter(files.values())).name, "The files of all ranks are needed"
-            problem = f"it has {name}, and the files of ranks {listing(missing)} are missing"
+            problem = f"has {name}, and the files of ranks {listing(missing)} are missing"
             raise CheckpointError(message(str(directory), problem, rule, "Fetch the missing files"))
     return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
 
@@ -151,14 +152,14 @@ def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
     """
     first = values[0]
     if any(type(each) is not type(first) for each in values) and not all(type(v) is Tensor for v in values):
-        raise _refused(key, "its type differs between ranks")
+        raise _refused(key, "differs in type between ranks")
     if isinstance(first, _ShardedPieces):
         shape, parts = first.size_of_whole, [part for each in values for part in each.pieces]
     elif isinstance(first, DTensor):
         shape, parts = first.shape, [(_torch.local_tensor(v), _box(v, r, key)) for r, v in enumerate(values)]
     else:
         if any(each.shape != first.shape for each in values):
-            problem = "it is a plain tensor with a different shape on each rank, as in FSDP1's optimizer.state_dict()"
+            problem = "is a plain tensor with a different shape on each rank, as in FSDP1's optimizer.state_dict()"
             raise _refused(key, problem)
         return first.shape, {full_box(first.shape): first}
     solid = {box: part for part, box in parts if all(size for _, size in box)}
@@ -167,8 +168,8 @@ def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
         if len(values) == 1:
             rule = "The file of a rank is read together with those of all other ranks"
             fix = "Pass the directory that has them, with rank_<number> at the end of their names"
-            raise CheckpointError(message(key, "it is the shard of one rank", rule, fix))
-        raise _refused(key, "the pieces of the ranks do not fill it, each element once")
+            raise CheckpointError(message(key, "is the shard of one rank", rule, fix))
+        raise _refused(key, "is not filled, each element once, by the pieces of the ranks")
     return shape, {box: part for part, box in parts}
 
 
@@ -176,7 +177,7 @@ def _box(tensor: DTensor, rank: int, key: str) -> Box:
     """Return the box of the rank that wrote a DTensor; it may be read in another world, or without one."""
     at = (tensor.device_mesh.mesh == rank).nonzero().tolist()
     if len(at) != 1 or any(place.is_partial() for place in tensor.placements):
-        raise _refused(key, "it is a partial sum, or on a mesh without the rank of its file")
+        raise _refused(key, "is a partial sum, or on a mesh without the rank of its file")
     return box_at(tensor, tuple(at[0]))
 
 
@@ -187,6 +188,18 @@ def _refused(key: str, problem: str) -> CheckpointError:
 
 
 # ---- FSDP1 ------------------------------------------------------------------------------------------------------
+
+
+class _Shell:
+    """The attributes of a pickled object, without its class."""
+
+    def __new__(cls, *args: Any) -> _Shell:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
+            state = state[1] if len(state) == 2 else {"dtype": state[0]}
+        self.__dict__.update(state)
 
 
 class _ShardedPieces(Tensor):
@@ -233,7 +246,7 @@ def _flat_parameters(trees: _Trees, shapes: Shapes | None, where: str) -> list[d
         CheckpointError: sizes are not known, or do not fit.
     """
     if shapes is None:
-        raise _needs_model(where, "it is FSDP1's LOCAL_STATE_DICT")
+        raise _needs_model(where, "is FSDP1's LOCAL_STATE_DICT")
     units: dict[str, list[str]] = {key.removesuffix(_FLAT): [] for key in trees[0] if _is_flat(key)}
     for name in shapes:
         around = [unit for unit in units if name.startswith(unit)]
@@ -257,10 +270,10 @@ def _flat_optimizer(trees: _Trees, shapes: Shapes | None, where: str) -> list[di
         CheckpointError: as :func:`_flat_parameters`; or the parameters were flat, so that numbers count units.
     """
     if shapes is None:
-        raise _needs_model(where, "its optimizer is FSDP1's, by number and in runs")
+        raise _needs_model(where, "has an optimizer of FSDP1, by number and in runs")
     names, groups = list(shapes), trees[0]["param_groups"]
     if [number for group in groups for number in group["params"]] != list(range(len(names))):
-        problem = f"its optimizer does not number the model's {len(names)} parameters in order"
+        problem = f"has an optimizer that does not number the model's {len(names)} parameters in order"
         rule = "With use_orig_params=False FSDP1 numbers units, and files of shards do not list their parameters"
         fix = "Save FSDP.optim_state_dict(model, optimizer), or load the model alone"
         raise CheckpointError(message(where, problem, rule, fix))
@@ -301,7 +314,7 @@ def _checked_runs(parts: list[Tensor], shape: torch.Size, what: str) -> _Runs:
     if count != shape.numel() or any(part.ndim != 1 for part in parts):
         rule = "The pieces of all ranks must add up to the model's parameters, unit by unit"
         fix = "Load into the model that was saved, with its parameters in the same order, or save FULL_STATE_DICT"
-        problem = f"{count} elements in the files, {shape.numel()} here"
+        problem = f"has {count} elements in the files, and {shape.numel()} here"
         raise CheckpointError(message(what, problem, rule, fix))
     return _Runs(shape, parts)
 
@@ -335,17 +348,17 @@ def _load(file: Path, allow_pickle: bool) -> Mapping[Any, Any]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         rule = "Only tensors and plain data are loaded from files of torch.save, since pickles can run code"
         fix = "Save state dicts, sharded ones as a DCP directory; or pass allow_pickle=True if you trust the file"
-        raise CheckpointError(message(str(file), f"torch.load says: {reason}", rule, fix)) from error
+        raise CheckpointError(message(str(file), f"cannot be loaded: {reason}", rule, fix)) from error
     if not isinstance(tree, Mapping):
         rule = "A checkpoint is a dict of tensors, or of such dicts"
         fix = "Save model.state_dict() rather than the model"
-        raise CheckpointError(message(str(file), f"it holds a {type(tree).__name__}", rule, fix))
+        raise CheckpointError(message(str(file), f"holds a {type(tree).__name__}", rule, fix))
     return tree
 
 
-def _attribute(owner: Any, name: str) -> type[Shell]:
+def _attribute(owner: Any, name: str) -> type[_Shell]:
     """Replace ``getattr``, by which nested classes are pickled."""
-    return Shell
+    return _Shell
 
 
 _SHARD = "torch.distributed._shard"
@@ -353,14 +366,14 @@ _SHELLS: list[Any] = [
     (_ShardedPieces, f"{_SHARD}.sharded_tensor.api.ShardedTensor"),
     (_attribute, "builtins.getattr"),
     (_attribute, "__builtin__.getattr"),
-    (Shell, f"{_SHARD}.sharded_tensor.shard.Shard"),
-    (Shell, f"{_SHARD}.metadata.ShardMetadata"),
-    (Shell, f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"),
-    (Shell, f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata"),
-    (Shell, f"{_SHARD}.sharded_tensor.metadata.TensorProperties"),
-    (Shell, "torch.distributed.remote_device._remote_device"),
+    (_Shell, f"{_SHARD}.sharded_tensor.shard.Shard"),
+    (_Shell, f"{_SHARD}.metadata.ShardMetadata"),
+    (_Shell, f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"),
+    (_Shell, f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata"),
+    (_Shell, f"{_SHARD}.sharded_tensor.metadata.TensorProperties"),
+    (_Shell, "torch.distributed.remote_device._remote_device"),
 ]
 
 

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.errors import ShardkitError, message
 
+_CALLS = ("merge", "unmerge")
+
 
 def refuse_merges(model: nn.Module) -> None:
     """Make adapter layers refuse to merge or unmerge while their parameters are sharded. Local, in place.
@@ -18,8 +20,8 @@ def refuse_merges(model: nn.Module) -> None:
     assign ``weight.data``, which torch does not carry over to the shards of a DTensor: the result is the base.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "merged") and callable(getattr(type(module), "unmerge", None)):
-            for call in ("merge", "unmerge"):
+        if all(callable(getattr(type(module), call, None)) for call in _CALLS) and hasattr(module, "merged"):
+            for call in _CALLS:
                 setattr(module, call, partial(_on_full, module, name, call))
 
 
@@ -27,5 +29,5 @@ def _on_full(module: nn.Module, name: str, call: str, *args: Any, **kwargs: Any)
     if any(isinstance(param, DTensor) for param in module.parameters()):
         rule = "Merging assigns weight.data, which does not reach the shards of a DTensor"
         fix = "Call it inside `with shardkit.full_params(model, writeback=True):`, for the model or layer by layer"
-        raise ShardkitError(message(f"{name}.{call}()", "was called on sharded parameters", rule, fix))
+        raise ShardkitError(message(f"{name}.{call}", "cannot run while its parameters are sharded", rule, fix))
     return getattr(type(module), call)(module, *args, **kwargs)

@@ -17,7 +17,6 @@ from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes
-from shardkit.planning.dims import on_mesh
 
 TILES = (2, 4, 8, 16)  # of MLPs
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -87,7 +86,7 @@ def plan_for_budget(
         mp_policy: used where no plan is given.
 
     Raises:
-        PlanError: nothing fits; the error says how much is missing, and how many ranks would be enough.
+        PlanError: nothing fits; the error says how much is missing.
     """
     size = parse_bytes(budget)
     reserved = parse_bytes(reserve, "reserve", of=size)
@@ -223,14 +222,7 @@ class Search:
         peak, missing = nbytes(least.peak.total), nbytes(least.peak.total - self.limit)
         problem = f"of {_less(self._budget, self._reserved)} is too little: {least.name} still peaks at {peak}, "
         problem += f"{missing} over it, {least.peak.where}"
-        if any(unit.mesh for unit in least.plan.units):  # experts, whose mesh is the model's
-            return message("budget", problem, "", "Use more ranks, or a smaller batch")
-        # The first doubling of the ranks that fits without offloading.
-        here = with_checkpoints(resharded(self.measured.plan), self.measured.already.union(self.measured.blocks))
-        sizes = [least.plan.mesh.size * 2**power for power in range(1, 15)]
-        ranks = next((ranks for ranks in sizes if self.fits(on_mesh(here, MeshSpec.sharded(ranks)))), None)
-        fix = f"{ranks} ranks would be enough" if ranks else "No number of ranks would be enough: use a smaller batch"
-        return message("budget", problem, "", fix)
+        return message("budget", problem, "", "Use a smaller batch, or smaller units")
 
 
 def _most(highest: int, fits: Callable[[int], bool]) -> int:

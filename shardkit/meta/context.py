@@ -54,18 +54,19 @@ def recording() -> Iterator[Recorder]:
     except BaseException:
         recorder.close(failed=True)
         raise
+    else:
+        recorder.close(failed=False)
     finally:
         _current = None
-    recorder.close(failed=False)
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Build models without memory, so that ``materialize`` can compute their ordinary values later.
+    """Build models without memory, so that ``materialize`` can compute their ordinary values later. Local.
 
     Inside the context every tensor that is made is a meta tensor, which holds no memory, and each operation on
     it is recorded. The code of the model sees ordinary tensors: it need not know about the meta device, and
-    needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``. Local: no collective.
+    needs no ``reset_parameters``, ``init_weights`` or ``param_init_fn``.
 
     Everything that computes initial values belongs inside: your initializers, ``load_state_dict``, ties, casts.
     Real tensors that are made outside stay real. What depends on values (``tensor.item()``) is computed immediately,
@@ -99,9 +100,8 @@ def init_on_meta() -> Iterator[None]:
 
 def is_plain_meta(tensor: Any) -> bool:
     """Return whether this is a meta tensor with its own storage: not a wrapper subclass such as DTensor, not lazy."""
-    if not isinstance(tensor, Tensor) or is_lazy(tensor):
-        return False
-    return tensor.is_meta and not has_own_dispatch(type(tensor))
+    plain = isinstance(tensor, Tensor) and not is_lazy(tensor)
+    return plain and tensor.is_meta and not has_own_dispatch(type(tensor))
 
 
 def is_recorded(model: nn.Module) -> bool:

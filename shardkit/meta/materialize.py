@@ -33,15 +33,14 @@ def materialize(
 ) -> nn.Module:
     """Give a sharded meta model the values of ordinary construction, bit for bit.
 
-    Every meta parameter and buffer (persistent or not), and every meta tensor that a module holds elsewhere (in
-    attributes, lists, closures, modules that are not registered), gets this rank's part of the value that the same
-    code would have computed without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``,
-    ties, attributes and post-accumulate hooks. Real tensors are left alone. In place. Each rank replays the whole
-    construction and keeps its shards: about the time of one construction, and beyond the shards about one largest full
-    tensor in host memory.
+    Every meta parameter and buffer (persistent or not), and every meta tensor in attributes of modules and in lists,
+    tuples and dicts that are attributes, gets this rank's part of the value that the same code would have computed
+    without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``, ties, attributes and
+    post-accumulate hooks. Real tensors are left alone. In place. Each rank replays the whole construction and keeps its
+    shards: about the time of one construction, and beyond the shards about one largest full tensor in host memory.
 
-    **Collective: every rank of the model's meshes must call.** It communicates once, three numbers for each mesh
-    axis, to check that all ranks are to make the same model.
+    **Collective: every rank of the model's meshes must call.** It sends a few numbers, to check that all ranks are to
+    make the same model.
 
     Args:
         model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its first forward.
@@ -123,12 +122,12 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
     return list(found.values())
 
 
-class Replay:
+class Replay(Player):
     """Computes the values of meta tensors of a model. The constructor raises unless all can be computed. Local.
 
     Args:
         model: sharded or not.
-        targets: the tensors to compute.
+        targets: the tensors to compute; ``compute`` sets their ``value``.
         init, device, seed: as for :func:`materialize`.
         draw_all: draw every recorded random number, so that generators can be left as after construction; else only as
             many as the targets need, such as none for a table of frequencies.
@@ -147,34 +146,26 @@ class Replay:
         seed: int | None = None,
         draw_all: bool = True,
     ) -> None:
-        self.targets = targets
-        self._tape = open_tape()
-        self._before = len(self._tape.recordings), torch.get_rng_state()
+        self.targets, tape = targets, open_tape()
+        self._before = len(tape.recordings), torch.get_rng_state()
         try:
             _record_missing(model, targets, init)
-            _check_targets(targets, Definedness(self._tape.ops))
+            _check_targets(targets, Definedness(tape.ops))
             cutter = Cutter(model)
             finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
-            self._player = Player(self._tape, finals, device=device, seed=seed, draw_all=draw_all)
+            super().__init__(tape, finals, device=device, seed=seed, draw_all=draw_all)
         except BaseException:
-            self.undo()
+            del tape.recordings[self._before[0] :]
+            torch.set_rng_state(self._before[1])
             raise
         shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
-        self.digest = {"the tensors": shapes, **self._player.digest()}
+        self.digest = {"the tensors": shapes, **self.digests()}
 
     def undo(self) -> None:
         """Drop the initializers that were recorded, and put torch's generator back."""
         recordings, state = self._before
         del self._tape.recordings[recordings:]
         torch.set_rng_state(state)
-
-    def compute(self) -> None:
-        """Set each target's ``value``. Local; torch's generators end where they began."""
-        self._player.run()
-
-    def settle_generators(self) -> None:
-        """Put generators where ordinary construction leaves them, unless the user moved them since."""
-        self._player.settle()
 
 
 def _record_missing(model: nn.Module, targets: list[Target], init: Initializer | None) -> None:

@@ -31,7 +31,9 @@ def record_initializers(
     ``known`` is what was recorded, by ``id`` of the model's tensor: ``init`` starts from these values, as
     ``model.apply(init)`` does after construction. ``missing`` has the ``id`` of each meta tensor without a recording.
     """
-    registries = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    registries: list[dict[str, Any]] = [
+        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
+    ]
     before = [(tensors, dict(tensors)) for tensors in registries]
     slots = [(tensors, name, tensor) for tensors, old in before for name, tensor in old.items() if tensor is not None]
     with recording() as recorder, torch.no_grad():

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,22 +21,23 @@ from shardkit._torch import dispatch
 from shardkit.meta.rng import State, Stream, hash_bytes
 from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
 
+Device: TypeAlias = torch.device | str | None
+
 
 class Final(NamedTuple):
-    """A value to compute: ``take`` gets it once, as soon as it is final.
+    """A value to compute: ``take(value, alone)`` gets it once, as soon as it is final.
 
-    ``take(value, alone)`` may keep the value's memory if it is ``alone``, since nothing else reads it then, and returns
-    whether it did.
+    If it is ``alone``, nothing else reads the value's memory, so it may be kept.
     """
 
     view: View
-    take: Callable[[Tensor, bool], bool]
+    take: Callable[[Tensor, bool], object]
 
 
 class Step(NamedTuple):
     """One op of a replay."""
 
-    index: int  # of the op on the tape
+    at: int  # the index of the op on the tape
     op: Op
     computes: bool  # False: only its random numbers are needed
     before: State | int | None  # the state of its generator: as someone set it, or as the op of that index leaves it
@@ -96,13 +97,7 @@ class Player:
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        finals: list[Final],
-        *,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
-        draw_all: bool = True,
+        self, tape: Tape, finals: list[Final], *, device: Device = None, seed: int | None = None, draw_all: bool = True
     ) -> None:
         recordings = self._recordings(tape, finals)
         self._tape, self._seed = tape, seed
@@ -123,8 +118,6 @@ class Player:
         self._saved: dict[int, Tensor] = {}  # states after ops, by index
         self._left: dict[Stream, Tensor] = {}  # states at the end
         self._real: dict[int, torch.UntypedStorage] = {}
-        # Memory that was just freed: models have many tensors of one size, and new memory costs page faults.
-        self._spare: torch.UntypedStorage | None = None
 
     @staticmethod
     def _recordings(tape: Tape, finals: list[Final]) -> list[Recording]:
@@ -135,8 +128,8 @@ class Player:
         ends = [bisect(starts, index) for index in (*changes[:1], *changes[-1:])] or [1, 0]
         return tape.recordings[ends[0] - 1 : ends[1]]
 
-    def run(self) -> None:
-        """Replay. The default generator is used, and put back to its state at the end, as is the default dtype."""
+    def compute(self) -> None:
+        """Replay. Local; torch's default generator and dtype are as before afterwards."""
         generator, dtype = dispatch.default_generator(self.device), torch.get_default_dtype()
         state = generator.get_state()
         try:
@@ -150,7 +143,7 @@ class Player:
             generator.set_state(state)
             torch.set_default_dtype(dtype)
 
-    def settle(self) -> None:
+    def settle_generators(self) -> None:
         """Put generators where ordinary construction leaves them, unless someone seeded them or drew since.
 
         Where the user gave a seed, torch's default one is put there in any case; of the device, where it is another.
@@ -160,11 +153,11 @@ class Player:
                 generator = dispatch.default_generator(self.device) if stream.is_default else stream.generator
                 generator.set_state(state)
 
-    def digest(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Return hashes of what decides the values: the construction, and the random states that it began with."""
         construction, random = hashlib.sha256(), hashlib.sha256()
         numbers: dict[int, int] = {}  # of storages and ops, which other recordings on the tape would shift
-        orders = {step.index: order for order, step in enumerate(self._steps)}
+        orders = {step.at: order for order, step in enumerate(self._steps)}
 
         def plain(leaf: Any) -> Any:
             if isinstance(leaf, View):
@@ -193,10 +186,10 @@ class Player:
         stream = step.op.stream
         if stream is not None and step.before is not None:
             self._go_to(stream, step.before)
-            self._drew[stream] = step.index
+            self._drew[stream] = step.at
         self._compute(step.op) if step.computes else self._call(step.op)
         if stream is not None and step.saves:
-            self._saved[step.index] = self._generators[stream].get_state()
+            self._saved[step.at] = self._generators[stream].get_state()
         self._take(step)
 
     def _take(self, step: Step) -> None:
@@ -204,8 +197,7 @@ class Player:
         for position, final in enumerate(step.finals, 1):
             number = final.view.storage
             alone = number in step.frees and all(other.view.storage != number for other in step.finals[position:])
-            kept = final.take(final.view.of(self._real[number]), alone)
-            self._spare = self._real[number] if alone and not kept else None
+            final.take(final.view.of(self._real[number]), alone)
         for number in step.frees:
             del self._real[number]
 
@@ -244,18 +236,11 @@ class Player:
         args, kwargs = map_leaves(leaf, (op.args, op.kwargs))
         if op.on_device:
             kwargs["device"] = self.device
-        self._spare = None  # not held while the op itself allocates
-        results = op.func(*args, **kwargs)
-        self._spare = next(iter(scratch.values()), None)
-        return results
+        return op.func(*args, **kwargs)
 
     def _allocate(self, number: int) -> torch.UntypedStorage:
         # torch.empty, not UntypedStorage(): so that tools that watch allocations through aten see it.
         num_bytes = self._tape.storages[number].nbytes()
-        spare, self._spare = self._spare, None  # given up before another is allocated, so there is never one more
-        if spare is not None and spare.nbytes() == num_bytes:
-            return spare
-        del spare
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _as_recorded(self, out: View, result: Tensor) -> torch.UntypedStorage:
@@ -270,11 +255,7 @@ class Player:
 def evaluate(tape: Tape, view: View) -> Tensor:
     """Compute a recorded tensor as it is at the end of the tape, on the CPU; draw no more than needed."""
     values: list[Tensor] = []
-
-    def keep(value: Tensor, alone: bool) -> bool:
-        values.append(value if alone else value.clone())
-        return alone
-
+    final = Final(view, lambda value, alone: values.append(value if alone else value.clone()))
     with dispatch.no_modes():
-        Player(tape, [Final(view, keep)], device=torch.device("cpu"), draw_all=False).run()
+        Player(tape, [final], device="cpu", draw_all=False).compute()
     return values[0]

@@ -16,7 +16,7 @@ from shardkit._torch import local_tensor
 from shardkit._torch.states import offloaded_parameters, reread_sharded_parameters
 from shardkit.meta.tape import View
 from shardkit.references import Setter
-from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
+from shardkit.shards import as_sharded, device_of, local_part, wrapped_as
 
 
 @dataclass(eq=False)
@@ -56,32 +56,26 @@ class Cutter:
         self._device = target_device(model)
         self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
 
-    def cut(self, target: Target, full: Tensor, alone: bool) -> bool:
-        """Set ``target.value`` from the full value; if ``alone``, its memory may be kept. Return whether it was."""
-        tensor = target.tensor
+    def cut(self, target: Target, full: Tensor, alone: bool) -> None:
+        """Set ``target.value`` from the full value; if ``alone``, its memory may be kept."""
+        tensor, device = target.tensor, self._device(target.tensor)
         if isinstance(tensor, DTensor):
-            target.value = self._shard(full, tensor, alone)
+            part = local_part(full, tensor).resolve_conj().resolve_neg()  # a collective sends the memory as it is
+            alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
+            local = part.to(device, tensor.dtype, copy=not alone, memory_format=torch.contiguous_format)
+            target.value = as_sharded(wrapped_as(local, local_tensor(tensor)), tensor)
         elif full.dtype != tensor.dtype:
-            target.value = full.to(device=self._device(tensor), dtype=tensor.dtype, copy=True)
+            target.value = full.to(device, tensor.dtype, copy=True)
         else:
             assert target.view is not None
-            target.value = self._whole(full, target.view, self._device(tensor))
-        return local_value(target.value).untyped_storage() is full.untyped_storage()
-
-    def _shard(self, full: Tensor, like: DTensor, alone: bool) -> Tensor:
-        part = local_part(full, like).resolve_conj().resolve_neg()  # a collective sends the memory as it is
-        alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
-        local = part.to(self._device(like), like.dtype, copy=not alone, memory_format=torch.contiguous_format)
-        return as_sharded(wrapped_as(local, local_tensor(like)), like)
-
-    def _whole(self, full: Tensor, view: View, device: torch.device) -> Tensor:
-        if view.storage not in self._storages:
-            storage = full.untyped_storage()
-            if storage.device != device:
-                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-                storage = there.copy_(storage, non_blocking=False)
-            self._storages[view.storage] = storage
-        return view.of(self._storages[view.storage])
+            if target.view.storage not in self._storages:
+                storage = full.untyped_storage()
+                there = torch.empty(
+                    0 if storage.device == device else storage.nbytes(), dtype=torch.uint8, device=device
+                )
+                moved = there.untyped_storage().copy_(storage, non_blocking=False) if there.numel() else storage
+                self._storages[target.view.storage] = moved
+            target.value = target.view.of(self._storages[target.view.storage])
 
 
 def install(model: nn.Module, targets: Iterable[Target]) -> None:

@@ -7,8 +7,10 @@ do not help: they need NCCL, or, where sums are forced, divide twice on a shard 
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import FSDPUnit, fsdp_units
-from shardkit._fsdp.accumulation import all_reduce_hook
+
+_times: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often each unit is divided further
 
 
 def divide_further(module: nn.Module, times: int) -> None:
@@ -26,7 +29,8 @@ def divide_further(module: nn.Module, times: int) -> None:
     """
     unit = next((unit for unit in fsdp_units(module) if module in unit.modules), None)
     if unit is not None and isinstance(module, FSDPModule):  # it has parameters
-        module.set_all_reduce_hook(_Division(unit, times))
+        _times[unit] = times
+        module.set_all_reduce_hook(functools.partial(_divide, unit))
 
 
 def reduce_groups(unit: FSDPUnit) -> list[dist.ProcessGroup]:
@@ -42,20 +46,13 @@ def reduce_size(unit: FSDPUnit) -> int:
 
 def divisor(unit: FSDPUnit) -> float:
     """Return the number by which the sum of a unit's gradients over the ranks is divided."""
-    hook = all_reduce_hook(unit)
-    return unit.gradient_divide_factor or float(reduce_size(unit) * (hook.times if isinstance(hook, _Division) else 1))
+    return unit.gradient_divide_factor or float(reduce_size(unit) * _times.get(unit, 1))
 
 
-@dataclass(eq=False)
-class _Division:
-    """torch calls it with the flat gradients of the unit, in the reduce dtype, after their last collective."""
-
-    unit: FSDPUnit
-    times: int
-
-    def __call__(self, reduced: Tensor) -> None:
-        if self.unit.gradient_divide_factor is None:
-            reduced.div_(self.times)
-            if reduced.device.type != "cpu":
-                # Allocated on torch's reduce-scatter stream, which may reuse it while this one still casts it.
-                reduced.record_stream(torch.accelerator.current_stream(reduced.device))
+def _divide(unit: FSDPUnit, reduced: Tensor) -> None:
+    """Divide the flat gradients of a unit, in the reduce dtype, after their last collective."""
+    if unit.gradient_divide_factor is None:
+        reduced.div_(_times[unit])
+        if reduced.device.type != "cpu":
+            # Allocated on torch's reduce-scatter stream, which may reuse it while this one still casts it.
+            reduced.record_stream(torch.accelerator.current_stream(reduced.device))

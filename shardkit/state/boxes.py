@@ -268,9 +268,9 @@ def gather(
 
 
 def _is_chunked(like: DTensor) -> bool:
-    """Whether torch's all-gather is exact: for strided and empty shards it is not (torch 2.13)."""
+    """Whether torch's all-gather is exact: not for strided and empty shards and float8 (torch 2.13)."""
     shards = [place for place in like.placements if hasattr(place, "dim")]
-    return len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.numel() > 0
+    return len(shards) == 1 and not hasattr(shards[0], "split_factor") and like.nbytes > like.numel() > 0
 
 
 def _gather_boxes(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch import is_wrapper, local_tensor
+from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
-from shardkit.shards import as_sharded
+from shardkit.shards import as_sharded, local_value
 from shardkit.state.boxes import gather, model_group
 from shardkit.state.names import parameter_names
 
@@ -44,8 +44,8 @@ def sharded_optimizer_state_dict(
             :func:`load_sharded_optimizer_state_dict` gives them to the optimizer, which does not change before.
 
     Raises:
-        ShardkitError: an optimizer holds tensors that are not in the model, or two hold the same parameter; with
-            ``initialize``, its step needs more than gradients, such as LBFGS's.
+        ShardkitError: an optimizer holds tensors that are not in the model; with ``initialize``, its step needs more
+            than gradients, such as LBFGS's.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
     groups: list[dict[str, Any]] = []
@@ -75,8 +75,7 @@ def full_optimizer_state_dict(
 ) -> OptimizerState:
     """Return :func:`sharded_optimizer_state_dict` with plain, full copies of the tensors.
 
-    Quantized state, such as torchao's, is given as its float32 values; other state of the same optimizers is then
-    float32 too.
+    Quantized state, such as torchao's, is given as its values, and all state is then float32.
 
     **Collective**: every rank calls it. Messages and memory are as in :func:`full_state_dict`.
 
@@ -105,14 +104,14 @@ def full_optimizer_state_dict(
 
 def is_quantized(value: object) -> bool:
     """Whether this rank's part of a tensor is of a subclass that turns into values, such as torchao's. Local."""
-    local = local_tensor(value) if isinstance(value, DTensor) else value
-    return isinstance(local, Tensor) and is_wrapper(local) and type(local).dequantize is not Tensor.dequantize
+    local = local_value(value) if isinstance(value, Tensor) else None
+    return local is not None and is_wrapper(local) and type(local).dequantize is not Tensor.dequantize
 
 
 @torch.no_grad()
 def values_of(tensor: Tensor) -> Tensor:
     """Return a tensor's values as float32 in new memory, or a DTensor of them. Local."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_value(tensor)
     values = (local.dequantize() if is_quantized(local) else local).float()
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
@@ -122,8 +121,7 @@ def quantized_into(values: Any, into: Any) -> Any:
     """Write values into quantized state, and return that; return the values if it is not quantized here. Local."""
     if not is_quantized(into):
         return values
-    targets = [local_tensor(each) if isinstance(each, DTensor) else each for each in (into, values)]
-    targets[0].copy_(targets[1])
+    local_value(into).copy_(local_value(values))
     return into
 
 
@@ -176,25 +174,19 @@ def renamed_state(state: Mapping[str, Any], rename: Callable[[Any], str | None])
     return {"state": entries, "param_groups": groups}
 
 
-def initial_state(
-    optimizer: Optimizer, only: Iterable[nn.Parameter] | None = None
-) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state that a first step would make for trainable parameters without state, all or these. Local, pure.
+def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state that a first step would make for trainable parameters without state. Local, pure.
 
-    A copy of the optimizer without state and hooks steps a stand-in for each parameter in turn, so the optimizer, the
-    weights and the random generators do not change, and at most one parameter is held besides the result. Raises for
-    optimizers that cannot step one parameter by itself, such as LBFGS, which needs a closure.
+    A copy of the optimizer without state and hooks steps a stand-in for each parameter in turn, so the optimizer and
+    the weights do not change, and at most one parameter is held besides the result. Raises for optimizers that cannot
+    step one parameter by itself, such as LBFGS, which needs a closure.
     """
-    wanted = None if only is None else set(only)
-    params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
-    devices = list(dict.fromkeys(param.device for _, param in params if param.device.type != "cpu"))
-    kind = devices[0].type if devices else "cuda"
-    with torch.random.fork_rng([device.index for device in devices], device_type=kind):
-        return {
-            param: _state_after_step(optimizer, group, param)
-            for group, param in params
-            if param.requires_grad and not optimizer.state.get(param) and (wanted is None or param in wanted)
-        }
+    return {
+        param: _state_after_step(optimizer, group, param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and not optimizer.state.get(param)
+    }
 
 
 def _state_after_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class RankPool:
 
         Raises:
             RankFailure: a rank raised, died or did not finish in time.
-            ShardkitError: other processes cannot find the function, or an argument cannot be pickled.
+            ShardkitError: other processes cannot find the function.
         """
         __tracebackhide__ = True
         return self.run_within(self.timeout, function, args, kwargs)
@@ -268,15 +268,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     registered = bodies.get(key_of(module, name)) is function
     if loaded is None or not (registered or attribute(loaded, name) is function):
         raise _not_found(function)
-    try:
-        arguments = pickle.dumps((args, kwargs))
-    except Exception as error:  # pickle raises whatever the value's class raises
-        rule, fix = (
-            "Arguments are pickled on their way to the ranks",
-            "Pass plain data and build the rest in the function",
-        )
-        raise ShardkitError(message(name, f"has an argument that cannot be pickled ({error})", rule, fix)) from None
     file, rewritten = getattr(loaded, "__file__", None), "@pytest_ar" in vars(loaded)  # pytest's name for its helper
+    arguments = pickle.dumps((args, kwargs))
     return Call(loaded.__name__, file, name, rewritten, arguments, sys.path, os.getcwd(), dict(os.environ))
 
 
@@ -285,9 +278,6 @@ def _not_found(function: object) -> ShardkitError:
     rule = "Ranks import its module and look it up by name, so it must be at the module's top level"
     fix = "Move it there and pass what it closes over as arguments"
     return ShardkitError(message(name, "cannot be found by other processes", rule, fix))
-
-
-_session_pools: dict[tuple[int, str], RankPool] = {}
 
 
 def distributed(
@@ -326,26 +316,22 @@ def distributed(
 
         @functools.wraps(body)
         def test(*args: P.args, **kwargs: P.kwargs) -> None:
-            skip = None
             try:
                 _session_pool(world_size, backend).run_within(timeout, body, args, kwargs)
             except RankFailure as failure:
-                skip = failure.skip
-                if skip is None:
+                if failure.skip is None:
                     raise
-            if skip is not None:
-                raise unittest.SkipTest(skip)  # outside of the handler, so that the skip has no context
+                raise unittest.SkipTest(failure.skip) from None
 
         return test
 
     return decorate
 
 
+@functools.cache
 def _session_pool(world_size: int, backend: str | None) -> RankPool:
     gpus = torch.cuda.device_count()
     backend = backend or ("nccl" if gpus >= world_size else "gloo")
     if backend == "nccl" and gpus < world_size:
         raise unittest.SkipTest(f"NCCL with {world_size} ranks needs {world_size} GPUs, and there are {gpus}")
-    if (world_size, backend) not in _session_pools:
-        _session_pools[world_size, backend] = RankPool(world_size, backend=backend)
-    return _session_pools[world_size, backend]
+    return RankPool(world_size, backend=backend)

@@ -36,12 +36,12 @@ STARTED = "started"  # the rank has imported what the call needs, and begins to 
 
 
 class Seat(NamedTuple):
-    """One rank's place in its pool. The directory holds the rendezvous file, and each rank's output and stack."""
+    """One rank's place in its pool."""
 
     rank: int
     world_size: int
     backend: str
-    directory: str
+    directory: str  # with the rendezvous file, and each rank's output and stack
 
     @property
     def output(self) -> Path:
@@ -162,17 +162,10 @@ def _answer(call: Call, seat: Seat, connection: Connection, group: dist.ProcessG
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         connection.send_bytes(pickle.dumps(STARTED))
-        value = function(*args, **kwargs)
-        try:
-            pickled = pickle.dumps(value)
-        except Exception as error:  # pickle raises whatever the value's class raises
-            problem = f"of type {type(value).__name__} cannot be pickled ({error})"
-            raise ShardkitError(
-                message("the return value", problem, "", "Return plain data or plain tensors")
-            ) from None
+        value = pickle.dumps(function(*args, **kwargs))
     except BaseException as error:  # SystemExit and pytest's skip are not Exceptions
         return _raised(error)
-    return Returned(pickled, dist.get_pg_count() if dist.group.WORLD is group else 0)
+    return Returned(value, dist.get_pg_count() if dist.group.WORLD is group else 0)
 
 
 def _follow(call: Call, seat: Seat) -> None:
@@ -213,7 +206,11 @@ def attribute(module: ModuleType, name: str) -> Any:
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
     if call.module not in sys.modules:
-        _rewrite_asserts(call)
+        with suppress(ImportError, AttributeError, TypeError):  # not public; without it asserts only say less
+            if call.rewritten:
+                from _pytest import assertion, config
+
+                assertion.install_importhook(config.get_config()).mark_rewrite(call.module)
         try:
             importlib.import_module(call.module)
         except ModuleNotFoundError as error:
@@ -232,20 +229,9 @@ def _find(call: Call) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)
     if found is None:
-        problem, fix = f"is not found in {call.file}", "Define it so that importing the module defines it"
-        rule = "Ranks import the module again and look the function up by name"
-        raise ShardkitError(message(f"{call.module}.{call.name}", problem, rule, fix))
-    return found  # type: ignore[no-any-return]
-
-
-def _rewrite_asserts(call: Call) -> None:
-    """Let pytest's import hook rewrite the module's asserts; it is not public, and without it asserts only say less."""
-    with suppress(ImportError, AttributeError, TypeError):
-        if call.rewritten:
-            from _pytest.assertion import install_importhook
-            from _pytest.config import get_config
-
-            install_importhook(get_config()).mark_rewrite(call.module)
+        rule, fix = "Ranks import the module and look the function up by name", "Define it where importing defines it"
+        raise ShardkitError(message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix))
+    return found
 
 
 def call_stack(seat: Seat) -> str:

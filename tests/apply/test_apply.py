@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, by_name, plan_model, shard_model, training_mesh
+from shardkit import FSDPModule, MeshSpec, by_class, by_name, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import torch_version
 from shardkit.apply import mesh
@@ -205,12 +205,6 @@ def test_generate_gathers_what_it_needs() -> None:
         model.train()
         model(input_ids=tokens, labels=tokens).loss.backward()  # training in between leaves it as it was
         model.eval()
-
-
-def test_generate_is_in_the_plan() -> None:
-    model = Decoder()
-    model.generate = lambda: None
-    assert plan_model(model, mesh=MeshSpec.sharded(8)).forward_methods == ("generate",)
 
 
 def test_fake_tensors_can_be_sharded_and_trained() -> None:

@@ -66,11 +66,6 @@ def test_the_mesh_of_a_unit_is_compared_written_and_read() -> None:
     everywhere = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, mesh=None) for unit in plan.units))
     assert everywhere.digest() != plan.digest()
     assert "unit layers.0.experts: mesh: efsdp" in plan.diff(everywhere)
-    for unit in data["units"]:
-        del unit["mesh"]  # as written before units had one
-    del data["mesh"]["shard_axes"]
-    older = ShardingPlan.from_dict({**data, "mesh": {"shape": [2, 4], "axis_names": ["dp_replicate", "dp_shard"]}})
-    assert older.mesh == MeshSpec.hybrid(2, 4)
 
 
 def test_memory_counts_the_part_of_each_rank() -> None:
@@ -78,11 +73,8 @@ def test_memory_counts_the_part_of_each_rank() -> None:
     rows = estimate(expert_plan(model, spec(2, 4)), optimizer="adamw")
     experts = sum(param.nbytes for layer in model.layers for param in layer.experts.parameters())
     rest = sum(param.nbytes for param in model.parameters()) - experts
-    states = rows["ZeRO-3"].states
-    assert states["parameters"] == (experts + rest) // 8
-    assert rows["ZeRO-2"].states["parameters"] == experts // 4 + rest
-    held = rows["ZeRO-3"].timeline[0].parameters
-    assert states["parameters"] <= held < states["parameters"] + 8 * 64, "but for padding"
+    part = (experts + rest) // 8
+    assert part <= rows["ZeRO-3"].timeline[0].parameters < part + 8 * 64, "but for padding"
     assert "replicated (DDP)" not in [row.name for row in rows]
 
 

@@ -160,12 +160,11 @@ MIXING = {
 
 
 @pytest.mark.parametrize("how", MIXING)
-@pytest.mark.parametrize("without_grad", [False, True])
-def test_what_mixes_tokens_is_refused(how: str, without_grad: bool) -> None:
+def test_what_mixes_tokens_is_refused(how: str) -> None:
     torch.manual_seed(0)
     module = Mixing(how)
     module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
-    with pytest.raises(ShardkitError, match=MIXING[how]), torch.set_grad_enabled(not without_grad):
+    with pytest.raises(ShardkitError, match=MIXING[how]):
         module(torch.randn(2, 20, 6))
 
 
@@ -178,34 +177,6 @@ def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
             for training in (True, False):
                 module.train(training)
                 assert module(torch.randn(shape, dtype=dtype)).shape == shape
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_an_output_in_float32_may_be_computed_in_bfloat16(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels for some shapes of a GPU do: the last digit of a bfloat16 depends on the number of rows."""
-    torch.manual_seed(0)
-    module, linear, x = nn.Linear(6, 6), F.linear, torch.randn(1, 16, 6)
-    if not autocast:
-        module, x = module.bfloat16(), x.bfloat16()
-
-    def by_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = linear(x, weight, bias)
-        assert y.dtype == torch.bfloat16
-        return (y if x.shape[1] > 1 else y * (1 + 2**-7)).float()
-
-    monkeypatch.setattr(F, "linear", by_rows)
-    module.forward = tiled(module, "its", 2)  # type: ignore[method-assign]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert module(x).dtype == torch.float32
-
-
-def test_nothing_is_judged_by_values_that_tell_nothing() -> None:
-    module = Mixing("the last token")
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
-    x = torch.randn(2, 20, 6)
-    module(x * torch.nan)
-    with pytest.raises(ShardkitError, match=DIFFERS):
-        module(x)
 
 
 def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
@@ -262,8 +233,6 @@ def test_tiles_in_the_plan() -> None:
     assert default.diff(plan) == "+ tiles of layers.0.mlp: 4\n+ tiles of layers.2.mlp: 4"
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
     assert plan.digest() != default.digest()
-    older = {key: value for key, value in default.to_dict().items() if key != "tiles"}
-    assert ShardingPlan.from_dict(older) == default
     gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
         shard_model(model, plan=gone)

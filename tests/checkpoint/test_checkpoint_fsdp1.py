@@ -179,9 +179,9 @@ def test_convert_takes_every_kind_to_every_other(written, tmp_path, capsys):
 def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
     (tmp_path / "there.pt").touch()
     for arguments, said in [
-        (["convert", str(written / "nothing"), str(tmp_path / "a")], "there is nothing at"),
+        (["convert", str(written / "nothing"), str(tmp_path / "a")], "does not exist"),
         (["convert", str(written / "sharded"), str(tmp_path / "there.pt")], "there.pt exists"),
-        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "its 7 parameters are numbered"),
+        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its 7 parameters"),
     ]:
         assert main(arguments) == 1
         assert said in capsys.readouterr().err
@@ -227,8 +227,8 @@ class Boom:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"model": Boom()}, "torch.load says"),
-        (torch.ones(2), "it holds a Tensor"),
+        ({"model": Boom()}, "cannot be loaded"),
+        (torch.ones(2), "holds a Tensor"),
         ({"epoch": 3}, "no tensors under epoch"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_file_that_is_cut_off_is_one_error(cut, tmp_path):
     torch.save({"model": model.state_dict()}, file)
     file.write_bytes(file.read_bytes()[:cut])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"a\.pt: torch\.load says"):
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be loaded"):
         load_checkpoint(file, model)
     assert_same({**model.state_dict()}, before)
 
@@ -253,10 +253,10 @@ def test_a_file_that_is_cut_off_is_one_error(cut, tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "it holds nothing"),
-        ({"notes.txt": b""}, r"it holds notes\.txt\. A checkpoint has manifest\.json"),
-        ({"model.pt": b"", "optimizer.pt": b""}, r"it holds model\.pt, optimizer\.pt.* Pass one of the files"),
-        ({".metadata": b"no pickle"}, r"\.metadata cannot be read"),
+        ({}, "holds nothing"),
+        ({"notes.txt": b""}, r"holds notes\.txt\. A checkpoint has manifest\.json"),
+        ({"model.pt": b"", "optimizer.pt": b""}, r"holds model\.pt, optimizer\.pt.* Pass one of the files"),
+        ({".metadata": b"no pickle"}, r"\.metadata that cannot be read"),
         ({"model.safetensors": b"PK\x03\x04" * 9}, "it is a pickle"),
     ],
 )

@@ -90,10 +90,10 @@ class Custom:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": [1, Custom()]}, "extra.a.1 a test_checkpoint_plain.Custom. A checkpoint holds None, bool"),
-        ({"a": {"b": len}}, "extra.a.b a builtins.builtin_function_or_method."),
-        ({(1, Custom()): 2}, "extra.keys.1 a test_checkpoint_plain.Custom."),
-        ({"a": torch.empty(2, device="meta")}, "extra.a a tensor that is sharded, sparse or on meta (Tensor)."),
+        ({"a": [1, Custom()]}, "extra.a.1 is a test_checkpoint_plain.Custom. A checkpoint holds None, bool"),
+        ({"a": {"b": len}}, "extra.a.b is a builtins.builtin_function_or_method."),
+        ({(1, Custom()): 2}, "extra.keys.1 is a test_checkpoint_plain.Custom."),
+        ({"a": torch.empty(2, device="meta")}, "extra.a is a tensor that is sharded, sparse or on meta (Tensor)."),
     ],
 )
 def test_what_is_not_plain_is_refused_with_its_path(value, said):

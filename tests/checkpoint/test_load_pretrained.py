@@ -241,13 +241,6 @@ def test_two_names_must_not_become_one(tmp_path):
         load_pretrained(net(0), tmp_path, key_map=lambda name: "gain", strict=False)
 
 
-@pytest.mark.parametrize("key_map", [3, ["ab", 1], [("(", "")], [("a", "b", "c")], {"a": 1}, [("a", 1)], "abc"])
-def test_a_key_map_that_is_none_is_refused(key_map, tmp_path):
-    path, _ = written(tmp_path)
-    with pytest.raises(CheckpointError, match="key_map: cannot be used"):
-        load_pretrained(net(0), path, key_map=key_map)
-
-
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight", "both"])
 def test_any_name_of_a_tie_is_enough(name, tmp_path):
     whole = stored(net(0))
@@ -335,7 +328,7 @@ def test_ranks_that_see_different_files_are_told(tmp_path):
         save_file(whole | {"aaa": torch.ones(1)}, path)
     model = sharded(net(1))
     before = snapshot(model)
-    with pytest.raises(CheckpointError, match="load_pretrained: rank 1 differs from rank 0 in what is read"):
+    with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in what is read"):
         load_pretrained(model, path, strict=False)
     assert snapshot(model) == before
 
@@ -367,7 +360,7 @@ def test_a_buffer_that_nobody_would_write_is_named(tmp_path):
     before = snapshot(model)
     with pytest.raises(ShardkitError) as caught:
         load_pretrained(model, path)
-    assert str(caught.value).startswith("frequencies, noise: would stay uninitialized")
+    assert str(caught.value).startswith("frequencies, noise would stay uninitialized")
     assert snapshot(model) == before
 
 
@@ -375,11 +368,11 @@ def test_a_state_that_a_hook_makes_anew_is_refused(tmp_path):
     path, _ = written(tmp_path)
     model = net(0)
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(gain=state["gain"].detach() * 2))
-    with pytest.raises(ShardkitError, match="gain: replaced by a hook"):
+    with pytest.raises(ShardkitError, match="gain was replaced by a hook"):
         load_pretrained(model, path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
 def test_a_dtype_that_is_no_float_is_refused(dtype, tmp_path):
-    with pytest.raises(CheckpointError, match=r"dtype: is torch\."):
+    with pytest.raises(CheckpointError, match=r"dtype must be a floating-point dtype, got torch\."):
         load_pretrained(net(0), tmp_path, dtype=dtype)

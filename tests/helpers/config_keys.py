@@ -72,8 +72,6 @@ TRANSFORMERS = {
         ]
     ),
     "fsdp_config": section({**FSDP, "xla": BOOL, "xla_fsdp_settings": st.just({})}) | section(PREFIXED),
-    "fsdp_transformer_layer_cls_to_wrap": CLASSES,
-    "fsdp_min_num_params": st.sampled_from([0, 100]),
     "bf16": BOOL,
     "fp16": BOOL,
     "torch_compile": BOOL,

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-ID, NAME = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
+NAME = OptimStateKeyType.PARAM_NAME
 CPU = torch.device("cpu")
 
 

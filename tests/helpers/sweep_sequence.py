@@ -1,12 +1,10 @@
 """Split sequences against one process, on every causal LM of transformers: losses and gradients.
 
-Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [--dtype float64] [name ...]``.
-One step of micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them
-unsplit. In float64 a model is equal within 1e-12, refused by name, or a line of its own. Models that compute in float32
-inside are run a second time with float32 replaced by float64, and must then be equal too ("float32").
-
-In other dtypes its distance from one process in float64 is at most 1.5 times that of one process in that dtype
-("within"). CI runs a choice of models, in ``tests/sequence``.
+Run by hand, some minutes: ``python tests/helpers/sweep_sequence.py [--sp 2] [--dp 2] [name ...]``. One step of
+micro-batches of odd length, padded on the left and on the right, and packed, as far as the model runs them unsplit, in
+float64. A model is equal within 1e-12, refused by name, or a line of its own. Models that compute in float32 inside are
+run a second time with float32 replaced by float64, and must then be equal too ("float32"). CI runs some models, in
+``tests/sequence``.
 """
 
 from __future__ import annotations
@@ -62,10 +60,10 @@ class OnlyFloat64(TorchFunctionMode):
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build(name: str) -> nn.Module:
     """The tiny model; grouped matmuls of experts have no float64."""
     torch.manual_seed(0)
-    model = builder(name)().to(dtype).eval()
+    model = builder(name)().double().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.set_experts_implementation("eager")
@@ -91,24 +89,9 @@ def chosen(rank: int, runs: list[str]) -> list[Batch]:
     return [batch for kind, batch in zip(KINDS, kinds(rank), strict=True) if kind in runs]
 
 
-def plain(
-    name: str, runs: list[str], dp: int, dtype: torch.dtype = torch.float64, rows: bool = False
-) -> tuple[nn.Module, float]:
-    """The model with the gradients of one process, also row by row, and its loss."""
-    model = build(name, dtype)
-    batches = [batch for rank in range(dp) for batch in chosen(rank, runs)]
-    if rows:
-        each = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
-        batches = [{key: x[i : i + 1] for key, x in batch.items()} for batch, i in each]
-    loss = float(plain_step(model, batches)) if batches else 0.0
-    return model, loss
-
-
-def outcome(
-    name: str, reference: nn.Module, loss: float, runs: list[str], sp: int, dtype: torch.dtype
-) -> tuple[str, Any]:
+def outcome(name: str, reference: nn.Module, loss: float, runs: list[str], sp: int) -> tuple[str, Any]:
     """What splitting gives: refused, or how far from the reference it is. Collective."""
-    model = build(name, dtype)
+    model = build(name)
     try:
         sequence = split(model, sp)
     except PlanError as error:
@@ -117,12 +100,13 @@ def outcome(
     return "", max(abs(found - loss) / abs(loss), difference(model, reference))
 
 
-def in_float64(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
-    """The verdict on a model in float64."""
+def compared(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
+    """The verdict on a model."""
 
     def apart() -> tuple[str, Any]:
-        reference, loss = plain(name, runs, dp)
-        return ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp, torch.float64))
+        reference, batches = build(name), [batch for rank in range(dp) for batch in chosen(rank, runs)]
+        loss = float(plain_step(reference, batches)) if batches else 0.0
+        return ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp))
 
     kind, detail = apart()
     if kind or detail < 1e-12:
@@ -133,18 +117,6 @@ def in_float64(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
     torch.set_default_dtype(torch.float32)
     equal = detail < 1e-5 and not again and proof < 1e-12
     return "float32" if equal else "wrong", f"{detail}; without float32 inside {again}{proof}"
-
-
-def in_low_precision(name: str, runs: list[str], sp: int, dp: int, dtype: torch.dtype) -> tuple[str, str]:
-    """The verdict on a model in a dtype of fewer digits, by distances from one process in float64."""
-    reference, loss = plain(name, runs, dp)
-    own = [difference(plain(name, runs, dp, dtype, rows)[0], reference) for rows in (False, True)]
-    kind, detail = ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp, dtype))
-    if kind:
-        return kind, str(detail)
-    return "within" if detail < 2 * max(
-        own
-    ) else "wrong", f"{detail:.1e}; one process {own[0]:.1e}, row by row {own[1]:.1e}"
 
 
 def ranks(world: int, body: Any) -> tuple[str, Any]:
@@ -176,7 +148,7 @@ def ranks(world: int, body: Any) -> tuple[str, Any]:
     return (failed or results or [("hangs", f"after {SECONDS} s")])[0]
 
 
-def verdict(name: str, sp: int, dp: int, dtype: torch.dtype) -> tuple[str, str]:
+def verdict(name: str, sp: int, dp: int) -> tuple[str, str]:
     """What splitting the model's sequences gives, in a word, and how far it is from one process."""
     try:
         if is_large(name):
@@ -185,23 +157,20 @@ def verdict(name: str, sp: int, dp: int, dtype: torch.dtype) -> tuple[str, str]:
     except Exception as error:
         return "not built", f"{type(error).__name__}: {str(error)[:100]}"
     runs = runs_of(name)
-    if dtype == torch.float64 or not runs:
-        kind, detail = in_float64(name, runs, sp, dp)
-    else:
-        kind, detail = in_low_precision(name, runs, sp, dp, dtype)
+    kind, detail = compared(name, runs, sp, dp)
     if not runs and "does not run on" in detail:
         return "does not run in one process", ""
     return kind, detail + ("" if len(runs) == len(KINDS) else f" (only {', '.join(runs)})")
 
 
-def main(names: list[str], sp: int, dp: int, dtype: torch.dtype) -> None:
+def main(names: list[str], sp: int, dp: int) -> None:
     """Print one line for each model, and the counts."""
     counts, begin = Counter[str](), time.perf_counter()
     for name in names or causal_lms():
-        kind, detail = verdict(name, sp, dp, dtype)
+        kind, detail = verdict(name, sp, dp)
         counts[kind] += 1
         print(f"{name}: {kind}: {detail}", flush=True)
-    print(f"sp {sp}, dp {dp}, {dtype}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+    print(f"sp {sp}, dp {dp}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
@@ -211,7 +180,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--sp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--dtype", default="float64")
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    main(given.names, given.sp, given.dp, getattr(torch, given.dtype))
+    main(given.names, given.sp, given.dp)

@@ -1,4 +1,4 @@
-"""``PYTHONPATH=. python tests/helpers/torch_names.py``: the private names of torch that shardkit uses, and what is missing."""
+"""The private names of torch that shardkit uses; run with ``PYTHONPATH=.`` it prints those that are missing."""
 
 from __future__ import annotations
 
@@ -48,33 +48,24 @@ def _names(owner: str, names: str, purpose: str, needed_by: str, public: str = "
 
 
 _STATE, _GROUP, _PARAM = "FSDPState", "FSDPParamGroup", "FSDPParam"
-_UNDER_WAY = "_state_ctx _comm_ctx _modules_to_run_forward _device_handle"
-_PENDING = "_all_gather_result _all_reduce_state _post_reduce_event _reshard_after_forward_event _post_forward_indices"
-_HOOKS = "_forward_hooks _forward_pre_hooks _forward_hooks_with_kwargs _forward_hooks_always_called"
-_ATTENTION = "_scaled_dot_product_flash_attention"
+_HOOKS = "_forward_hooks _forward_pre_hooks"
 NAMES = (
     Name("FSDPModule._get_fsdp_state", "the FSDP state of a module", _ENGINE),
     Name(f"{_STATE}._fsdp_param_groups", "the parameter groups of a module", _ENGINE, since=(2, 12)),
-    Name(f"{_STATE}._fsdp_param_group", "the parameter group of a module", _ENGINE, until=(2, 12)),
     Name(f"{_STATE}._modules", "the modules of an FSDP state", _ENGINE),
     Name(f"{_PARAM}._param_fqn", "the name of a parameter, for errors of an optimizer's step", "shard_model"),
     Name(f"{_STATE}._is_root", "whether the first forward made this module the root", f"{_RESET}, accumulate"),
     Name(f"{_STATE}._auto_reshard_after_forward", "reshard_after_forward=None", "accumulate(keep_unsharded=)"),
-    Name(f"{_STATE}._register_root_post_backward_final_callback", "the start of a backward", "shard_model"),
     Name(f"{_STATE}._training_state", "whether a forward or backward is running", _RESET),
-    *_names(_STATE, _UNDER_WAY, "state of an unfinished forward or backward", _RESET, "reset_iter_state, since 2.13"),
-    *_names(_STATE, "_lazy_init _mp_policy", "initialize the root, and cast its inputs", _DROP_IN),
+    *_names(_STATE, "_lazy_init _mp_policy _state_ctx", "initialize the root, and cast its inputs", _DROP_IN),
     *_names(_STATE, "_pre_forward _post_forward", "forwards without an all-gather, or without the rest", _DROP_IN),
-    Name(f"{_STATE}._register_pre_backward_hook", "tell warnings of views apart, of torch < 2.15", "shard_model"),
     Name(f"{_STATE}._device", "where a skipped unit is gathered", "may_skip"),
-    *_names(_GROUP, "pre_forward pre_backward", "explain a collective that failed", "may_skip"),
     *_names(_GROUP, "modules fsdp_params device mesh_info", "the modules, parameters and meshes of a unit", _ENGINE),
     Name(f"{_GROUP}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", until=(2, 15)),
     Name(f"{_PARAM}.mp_policy", "the dtype of gradient reduction", "set_reduce_precision", since=(2, 15)),
     Name(f"{_GROUP}.post_forward_mesh_info", "read reshard_after_forward back", "accumulate(keep_unsharded=)"),
     *_names(_GROUP, "reshard_after_backward reduce_grads all_reduce_grads", "read the flags", "accumulate"),
     Name(f"{_GROUP}.gradient_divide_factor", "read the divide factor", "set_gradient_reduction"),
-    Name(f"{_GROUP}._all_reduce_hook", "read the divide factor of experts", "scale_loss, scale_grads_"),
     Name(f"{_GROUP}.post_backward", "zero gradients for unused parameters", "shard_model"),
     Name(f"{_GROUP}.finalize_backward", "reduce scalar parameters' gradients", "shard_model with scalar parameters"),
     Name(f"{_GROUP}._partial_reduce_output", "gradients before their all-reduce", "zero_grad, accumulate"),
@@ -83,12 +74,9 @@ NAMES = (
     ),
     *_names(_GROUP, "_all_gather_comm _reduce_scatter_comm", "note the collectives of a unit", "watch"),
     Name(f"{_GROUP}._training_state", "whether a unit is running", _RESET),
-    *_names(_GROUP, _PENDING, "pending collectives", _RESET, "reset_iter_state, since 2.13"),
-    Name(f"{_GROUP}._to_sharded", "reshard from any state", _RESET, "reset_iter_state, since 2.13"),
     *_names(_PARAM, "sharded_param sharded_state _module_info", "the optimizer's parameter", _LOCAL),
     Name(f"{_PARAM}._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
     Name(f"{_PARAM}.reset_sharded_param", "register replaced shards", "materialize, the drop-in"),
-    Name(f"{_PARAM}._sharded_param_data", "register shards replaced in place", _DROP_IN),
     *_names(_PARAM, "all_gather_outputs _sharded_post_forward_param_data", "memory of gathered parameters", _MEMORY),
     Name("DTensor._local_tensor", "the shard without an autograd node", _LOCAL, "to_local(), 300 times slower"),
     Name("DTensor._spec", "the layout without a property", _LOCAL, "device_mesh, placements: 3 times slower"),
@@ -96,19 +84,15 @@ NAMES = (
     Name("Parameter._post_accumulate_grad_hooks", "find gradient hooks", "optimizer_in_backward, accumulate"),
     Name("Parameter._backward_hooks", "find gradient hooks", _META),
     Name("Parameter._version", "count in-place writes", _META),
-    *_names("Module", f"{_HOOKS} _forward_pre_hooks_with_kwargs", "copy a model, skip all-gathers", _DROP_IN),
+    *_names("Module", _HOOKS, "copy a model, skip all-gathers", _DROP_IN),
     Name("Module._parameters", "the parameters without their names", "clip_grad_norm_", "named_parameters(): slower"),
     Name("GradScaler._unscale_grads_", "unscale gradients on any meshes", "GradScaler"),
     Name("OpOverload._schema", "which arguments an operator has and writes", f"{_META}, step_on_whole_matrices"),
     Name("state_dict._metadata", "versions of modules", "full_state_dict, load_full_state_dict"),
     Name("MixedPrecision._module_classes_to_ignore", "which modules stay in float32", f"translate_fsdp1, {_DROP_IN}"),
-    Name("ShardedStateDictConfig._use_dtensor", "DTensors in sharded state dicts", _DROP_IN),
     Name("ModuleWrapPolicy._run_policy", "call a wrapping policy", "translate_fsdp1, shard_like_fsdp1"),
     *_names("torch", "_foreach_norm _foreach_mul_", "one kernel for many tensors", "clip_grad_norm_, scale_grads_"),
     Name("torch._amp_foreach_non_finite_check_and_unscale_", "the kernel of GradScaler", "GradScaler"),
-    Name("torch.Tensor._make_wrapper_subclass", "a gradient without memory", "shard_model, accumulate"),
-    Name("torch._C._disabled_torch_function_impl", "a gradient without memory", "shard_model, accumulate"),
-    Name("torch.autograd.Variable._execution_engine", "the end of a backward", "shard_model, accumulate"),
     Name("torch._neg_view", "replay a lazy negation", _META),
     Name("torch._C._disabled_torch_dispatch_impl", "whether a class wraps tensors", _META),
     Name("torch._C.DisableTorchFunction", "suspend torch function modes", _META),
@@ -116,31 +100,21 @@ NAMES = (
     Name("torch._subclasses.fake_tensor.FakeTensorMode", "shapes without memory", _MEMORY),
     Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "suspend FakeTensorMode", "shard_model"),
     Name("torch._compile._disable_dynamo", "hooks that are not compiled", "shard_model, the drop-in"),
-    Name("torch._C._dynamo.eval_frame.set_code_exec_strategy", "compile a direct forward call", "shard_model"),
     Name("torch._C._current_graph_task_id", "whether a forward is recomputed", "may_skip"),
-    Name("torch._C._autograd._get_current_graph_task_keep_graph", "whether another backward follows", "shard_model"),
     Name("torch.nn.utils.clip_grad._get_total_norm", "torch's clipping under the drop-in", _DROP_IN),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "intercept aten operators", f"{_META}, shardkit.testing"),
     Name("torch.utils._python_dispatch._disable_current_modes", "suspend dispatch modes", _META),
     *_names("torch.utils._pytree", "tree_map tree_leaves", "map over arguments as FSDP2 does", _MEMORY),
-    *_names("torch.distributed.ProcessGroup", "_device_types _get_backend", "the timeout of a group", "shard_model"),
-    Name("torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout", "the timeout of a group", "shard_model"),
     Name("torch._C._distributed_c10d.Backend.Options._timeout", "the timeout of a group", "shard_model"),
+    Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a group", "shard_model"),
+    Name("torch.distributed.distributed_c10d._set_pg_timeout", "the timeout of a group", "shard_model"),
     Name("torch.ops.aten._to_copy", "casts, counted as in autocast", _MEMORY),
-    Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
-    *_names("torch.ops.aten", f"{_ATTENTION} {_ATTENTION}_for_cpu", "FLOPs of attention", _MEMORY),
-    *_names("torch.ops.aten", f"{_ATTENTION}_backward {_ATTENTION}_for_cpu_backward", "FLOPs of attention", _MEMORY),
-    Name("torch.ops.aten._grouped_mm", "FLOPs of experts", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
     Name("torch._C._current_graph_task_id", "whether a forward is recomputed", "record_run"),
     Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
-    Name("torch.distributed.distributed_c10d._world", "list the process groups", "save_checkpoint(async_=True)"),
-    Name("torch.distributed._composable_state._module_state_mapping", "undo a sharding that failed", "shard_model"),
     *_names("DeviceMesh", "_flatten _concatenate", "the mesh of all ranks beside one of experts", "mesh= of a rule"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),
     Name("torch.distributed._state_dict_utils._all_gather_sharded_tensor", "FSDP1's sharded checkpoints", _DROP_IN),
-    Name("torch.distributed.fsdp._common_utils.TrainingState", "FSDP1's training_state", _DROP_IN),
-    Name("torch.distributed.fsdp._flat_param._ShardParamInfo", "FSDP1's flat parameters", _DROP_IN),
 )
 
 

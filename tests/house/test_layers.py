@@ -20,7 +20,7 @@ MOST_FUNCTION_LINES = 60  # of code: a docstring may be as long as it needs to b
 # What each module or package may import of shardkit, in reading order. _torch is free for all but errors.
 # A new module at the top needs a line here: put it where its imports allow.
 DECIDING = {"errors", "plan", "planning"}
-CORE = DECIDING | {"ranks", "shards", "reach", "references", "runtime", "apply", "api", "_fsdp"}
+CORE = DECIDING | {"ranks", "shards", "references", "runtime", "apply", "api", "_fsdp"}
 STATE = {"errors", "ranks", "shards", "_fsdp"}
 ANY_FSDP2_MODEL = {"runtime", "meta", "grads", "optim", "state", "checkpoint"}
 EVERYTHING = CORE | ANY_FSDP2_MODEL | {"memory", "watching", "fsdp1"}
@@ -31,14 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "_fsdp": set(),
     "plan": {"errors"},
     "planning": {"errors", "plan"},
-    "reach": set(),
     "references": set(),
     "shards": set(),
     "ranks": {"errors"},
     "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
     "memory": DECIDING | {"_fsdp", "tiles"},
-    "apply": DECIDING | {"ranks", "reach", "references", "runtime", "_fsdp", "shards", "tiles"},
+    "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"references"},

@@ -26,7 +26,6 @@ import shardkit.integrations
 import shardkit.memory
 import shardkit.sequence
 import shardkit.testing
-from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import fake_world
 
 STUB = (ROOT / "shardkit" / "__init__.pyi").read_text()
@@ -192,11 +191,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     [
         ("README.md", 1),
         ("docs/the-plan.md", 6),
-        pytest.param(
-            "docs/migrating-from-fsdp1.md",
-            5,
-            marks=pytest.mark.skipif(not REDUCES_UNUSED, reason="torch < 2.13 has another note"),
-        ),
+        ("docs/migrating-from-fsdp1.md", 4),
     ],
 )
 def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, monkeypatch):

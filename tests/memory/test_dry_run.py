@@ -143,33 +143,3 @@ def test_what_is_left_out_trains_as_the_plain_model_does() -> None:
         each(x).square().mean().backward()
     for (fqn, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(param.grad.full_tensor(), full.grad), fqn  # both ranks have one batch: the mean is exact
-
-
-class Cache:
-    value = None
-
-
-class Log(dict):  # type: ignore[type-arg]
-    """A dict that has attributes besides."""
-
-
-def test_caches_are_as_before() -> None:
-    """Kept as the first attribute of an object, and in an attribute of a container."""
-
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.cache, self.log = nn.Linear(8, 8), Cache(), Log()
-            self.log.seen = []  # type: ignore[attr-defined]
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.cache.value is None:
-                self.cache.value = torch.full((8,), 2.0)
-            self.log.seen.append(x)  # type: ignore[attr-defined]
-            return self.linear(x) * self.cache.value
-
-    model = Caching()
-    plan_model(model, mesh=MeshSpec.sharded(2), example_batch=torch.randn(2, 8))
-    assert model.cache.value is None
-    assert not model.log.seen  # type: ignore[attr-defined]
-    assert type(model(torch.ones(2, 8))) is Tensor

@@ -125,24 +125,19 @@ def test_which_modules_are_mlps() -> None:
     class ConvMlp(nn.Conv2d):
         """Mixes neighbors."""
 
-    class SparseMLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([MLP(4)])
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp, self.conv, self.sparse, self.feed = MLP(4), ConvMlp(2, 2, 1), SparseMLP(), FeedForward(4)
-
     class FeedForward(MLP):
         def __init__(self, dim: int) -> None:
             super().__init__(dim)
             self.inner = MLP(dim)
 
-    assert find_mlps(ModelTree(Two())) == ["mlp", "feed"]
-    found = model()
-    plan = plan_model(found, mesh=MeshSpec.sharded(8), units=[TILES, by_class(Block)])
-    assert Measured(found, plan, TOKENS, mean).mlps == []
-    plan = plan_model(found, mesh=MeshSpec.sharded(8), units=[by_name("1", compile=True), by_name("2.mlp.up"), Block])
-    assert Measured(found, plan, TOKENS, mean).mlps == ["3.mlp"]
+    class SparseMLP(nn.ModuleDict):
+        """Routes tokens to experts."""
+
+    sparse = SparseMLP({"experts": nn.ModuleList([MLP(4)])})
+    found = nn.ModuleDict({"mlp": MLP(4), "conv": ConvMlp(2, 2, 1), "sparse": sparse, "feed": FeedForward(4)})
+    assert find_mlps(ModelTree(found)) == ["mlp", "feed"]
+    tiled = model()
+    plan = plan_model(tiled, mesh=MeshSpec.sharded(8), units=[TILES, by_class(Block)])
+    assert Measured(tiled, plan, TOKENS, mean).mlps == []
+    plan = plan_model(tiled, mesh=MeshSpec.sharded(8), units=[by_name("1", compile=True), by_name("2.mlp.up"), Block])
+    assert Measured(tiled, plan, TOKENS, mean).mlps == ["3.mlp"]

@@ -120,61 +120,40 @@ def test_adapters_made_afterwards_take_an_initializer():
     assert values == {"lora_A": [1.0], "lora_B": [0.0]}
 
 
-class Moves(nn.Module):
-    def __init__(self, move):
-        super().__init__()
-        self.inner = move(nn.Linear(3, 3))
-        self.after = nn.Parameter(torch.rand(3))
-
-
 OTHER = torch.zeros(2, dtype=torch.bfloat16)
+OF_MODULES = [
+    lambda m: m.to(device="cpu"),
+    lambda m: m.to(dtype=torch.bfloat16),
+    lambda m: m.to("cpu", torch.bfloat16, True),
+    lambda m: m.to(torch.device("cpu"), non_blocking=True),
+    lambda m: m.to(OTHER),
+    lambda m: m.to(torch.ones(1, dtype=torch.float64)),
+    lambda m: m.to(None, torch.float64),
+    lambda m: m.to("cpu", memory_format=torch.preserve_format),
+    lambda m: m.to(m.weight.device).cpu().double(),
+]
+OF_TENSORS = [
+    lambda t: t.to("cpu"),
+    lambda t: t.to("cpu", None, False, True),
+    lambda t: t.to(device=None, dtype=None),
+    lambda t: t.to(torch.float64, False, True),
+    lambda t: t.to(t, copy=True),
+    lambda t: t.to(tensor=OTHER),
+    lambda t: OTHER.to(t),
+    lambda t: OTHER.to(t, copy=True) + t[:2],
+    lambda t: t.to("cpu", copy=True, memory_format=torch.contiguous_format),
+]
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda m: m.to("cpu"),
-        lambda m: m.to(torch.device("cpu")),
-        lambda m: m.to(device="cpu"),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to(dtype=torch.bfloat16),
-        lambda m: m.to("cpu", torch.bfloat16),
-        lambda m: m.to("cpu", torch.bfloat16, True),
-        lambda m: m.to("cpu", non_blocking=True),
-        lambda m: m.to(torch.bfloat16, True),
-        lambda m: m.to(OTHER),
-        lambda m: m.to(torch.ones(1, dtype=torch.float64)),
-        lambda m: m.to(None),
-        lambda m: m.to(None, torch.float64),
-        lambda m: m.to("cpu", memory_format=torch.preserve_format),
-        lambda m: m.to(m.weight.device),
-        lambda m: m.cpu().double(),
-    ],
-)
-def test_moves_and_casts_inside(move):
-    check_same_as_ordinary(lambda: Moves(move))
+def test_moves_and_casts_inside():
+    for move in OF_MODULES:
+        check_same_as_ordinary(lambda move=move: nn.Sequential(move(nn.Linear(3, 3)), nn.Linear(3, 2)))
 
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda t: t.to("cpu"),
-        lambda t: t.to("cpu", None, False, True),
-        lambda t: t.to(None),
-        lambda t: t.to(device=None, dtype=None),
-        lambda t: t.to(torch.float64, False, True),
-        lambda t: t.to(t, copy=True),
-        lambda t: t.to(tensor=OTHER),
-        lambda t: OTHER.to(t),
-        lambda t: OTHER.to(t, copy=True) + t[:2],
-        lambda t: t.to("cpu", copy=True, memory_format=torch.contiguous_format),
-    ],
-)
-def test_tensors_move_and_cast_inside(move):
-    def build():
+    def build(move):
         made = torch.rand(3)
         moved = move(made)
         made.mul_(2)  # what is the same tensor changes with it, a copy does not
         return nn.ParameterList([nn.Parameter(made), nn.Parameter(moved.detach().clone())])
 
-    check_same_as_ordinary(build)
+    for move in OF_TENSORS:
+        check_same_as_ordinary(lambda move=move: build(move))

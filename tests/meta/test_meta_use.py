@@ -12,7 +12,6 @@ from meta_check import both, build_sharded, differences, net, shard
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.meta import init_on_meta, materialize
 from shardkit.testing import fake_world
@@ -161,13 +160,6 @@ def test_plain_meta_models_use_their_init_weights():
     assert each.inner.bias.to_local().eq(0).all()
 
 
-def test_plain_meta_models_take_init():
-    with torch.device("meta"):
-        model = shard(net())
-    materialize(model, init=lambda m: [nn.init.constant_(p, 2.0) for p in m.parameters(recurse=False)])
-    assert all(parameter.to_local().eq(2).all() for parameter in model.parameters())
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------
 
 
@@ -184,23 +176,13 @@ def refused(model, match, **kwargs):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_materialize_before_sharding():
+def test_what_is_not_sharded_or_not_on_meta():
     with init_on_meta():
         model = net()
     refused(model, r"^model is not sharded\. .* Call shard_model\(model\) or fully_shard first\.$")
-
-
-def test_materialize_twice():
-    model = build_sharded(net)
-    materialize(model)
+    materialize(shard(model))
     refused(model, r"^model has no parameters or buffers on the meta device\. materialize is called once")
-
-
-def test_a_model_that_was_never_on_meta():
     refused(fully_shard(net()), r"has no parameters or buffers on the meta device")
-
-
-def test_not_a_module():
     with pytest.raises(ShardkitError, match=r"nn\.Module"):
         materialize({})
 
@@ -237,19 +219,14 @@ def test_whatever_init_leaves_out_is_listed():
     refused(model, r"^0\.bias, 1\.weight, 1\.bias would stay uninitialized", init=init)
 
 
-def test_ties_made_afterwards():
+def test_ties_and_shapes_made_afterwards():
     with init_on_meta():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), net()
     model[1].weight = model[0].weight
     refused(fully_shard(model), r"^0\.weight, 1\.weight became one tensor after init_on_meta")
-
-
-def test_shapes_changed_afterwards():
-    with init_on_meta():
-        model = net()
     with torch.device("meta"):
-        model[0].bias = nn.Parameter(torch.zeros(7))
-    refused(shard(model), r"^0\.bias has another shape than was recorded")
+        other[0].bias = nn.Parameter(torch.zeros(7))
+    refused(shard(other), r"^0\.bias has another shape than was recorded")
 
 
 def test_hooks_and_weak_references():
@@ -273,11 +250,6 @@ def test_an_initializer_that_raises_leaves_the_model():
         materialize(model, init=lambda module: 1 / 0)
     assert meta_state(model) == before
     materialize(model)
-
-
-def test_public_names():
-    assert shardkit.init_on_meta is init_on_meta
-    assert shardkit.materialize is materialize
 
 
 def test_another_thread_does_not_record_meanwhile():

@@ -88,8 +88,8 @@ LOST = {
     (
         "watched",
         1,
-    ): rf"watch: rank(s 2-3 have| [23] has) been silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
-    ("watched", 0): rf"watch: the store has not answered for \d+ s[.;] {LINE}rank [23]: [^\n]*node_programs\.py:",
+    ): rf"watch rank(s 2-3 have| [23] has) been silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
+    ("watched", 0): rf"watch the store has not answered for \d+ s[.;] {LINE}rank [23]: [^\n]*node_programs\.py:",
 }
 
 

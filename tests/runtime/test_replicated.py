@@ -19,7 +19,6 @@ from shardkit import MeshSpec, ShardingPlan, ShardkitError, init_on_meta, materi
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
 from shardkit.grads import GradScaler, accumulate, clip_grad_norm_, global_token_count, reset_after_error, scale_loss
 from shardkit.grads.scale import set_gradient_reduction
-from shardkit.memory import estimate
 from shardkit.optim import check_optimizer, optimizer_in_backward, step_on_local_shards
 from shardkit.state import full_state_dict, load_full_state_dict, sharded_state_dict
 from shardkit.testing import comm_counts, distributed, fake_world
@@ -326,20 +325,6 @@ def test_the_torch_code_does_the_same() -> None:
     found, expected = grads(by_hand), grads(model)
     assert_same(found, expected)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items() if grad is not None)
-
-
-def test_a_single_process() -> None:
-    with fake_world(1):
-        model, plain = shard_model(net()), net()
-        for each in (model, plain):
-            loss_of(each, 0).backward()
-        assert torch.equal(model.scale.grad, plain.scale.grad)
-
-
-def test_memory_counts_them_whole() -> None:
-    plan = plan_model(net(), mesh=MeshSpec.sharded(4))
-    ignoring = plan_model(net(), mesh=MeshSpec.sharded(4), ignored_params=plan.replicated)
-    assert str(estimate(plan, world_size=4)) == str(estimate(ignoring, world_size=4))
 
 
 @distributed(world_size=2)

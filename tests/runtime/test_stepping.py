@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 
 from shardkit import ShardkitError, check_optimizer, shard_model, zero_grad
-from shardkit._fsdp import fsdp_units
 from shardkit.grads import accumulate, no_sync
 from shardkit.plan import MeshSpec
 from shardkit.testing import distributed, fake_world
@@ -175,33 +174,6 @@ def test_zero_grad_of_shardkit_drops_gradients_that_wait(world, precision, keep)
     optimizer.step()
     backward(model, seed=2)
     assert same(grads(model), expected)
-
-
-def test_what_waits_is_added_up_without_zero_grad(world):
-    model = shard_model(net())
-    backward(model, seed=1)
-    backward(model, seed=2)
-    expected = grads(model)
-    model.zero_grad()
-    with no_sync(model):
-        backward(model, seed=1)
-    backward(model, seed=2)
-    assert same(grads(model), expected)
-
-
-def test_a_reduction_outside_of_any_backward(world):
-    """As in torch.distributed.pipelining's ``perform_reduce_grad``."""
-    model, expected = shard_model(net()), shard_model(net())
-    model.set_requires_gradient_sync(False)
-    for seed in (1, 2):
-        backward(model, seed)
-        backward(expected, seed)
-    model.set_requires_gradient_sync(True)
-    for unit in fsdp_units(model):
-        unit.post_backward()
-        unit.finalize_backward()
-    assert same(grads(model), grads(expected))
-    SGD(model.parameters()).step()
 
 
 def test_a_model_is_freed_while_gradients_wait(world):

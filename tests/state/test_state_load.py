@@ -10,7 +10,6 @@ import torch.distributed as dist
 from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, Net, Odd, as_bytes, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from zoo import ZOO
 
 from shardkit import init_on_meta, shard_model
@@ -74,19 +73,19 @@ def test_meta_models_are_materialized(layout, src):
     optimizer.step()
 
 
-@pytest.mark.parametrize("src", ["rank0", "all"])
 @pytest.mark.parametrize("layout", [fsdp, hsdp, columns])
 @distributed(world_size=4, backend="gloo")
-def test_every_dtype_and_sizes_of_nothing(layout, src):
+def test_every_dtype_and_sizes_of_nothing(layout):
     model = layout(seeded(Odd))
-    torch.manual_seed(2)
-    state = Odd().state_dict()
-    assert not torch.equal(as_bytes(state["fp8"]), as_bytes(seeded(Odd).fp8))
-    load_full_state_dict(model, source(state, src), src=src)
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
+    for src, seed in (("rank0", 2), ("all", 3)):
+        torch.manual_seed(seed)
+        state = Odd().state_dict()
+        assert not torch.equal(as_bytes(state["fp8"]), as_bytes(full_state_dict(model, rank0_only=False)["fp8"]))
+        load_full_state_dict(model, source(state, src), src=src)
+        assert_same_state(full_state_dict(model, rank0_only=False), state)
 
 
-@pytest.mark.parametrize("name", ["nanogpt_tied", "resnet", "lora", "narrow", "weight_norm", "moe"])
+@pytest.mark.parametrize("name", ["resnet", "lora", "weight_norm", "moe"])
 @distributed(world_size=4, backend="gloo")
 def test_models_of_the_zoo(name):
     entry = ZOO[name]
@@ -291,22 +290,6 @@ def test_with_assign_ties_are_compared_in_the_dtype_that_is_taken_over():
     state["second"] = state["first"].double()
     load_full_state_dict(model, state, assign=True)
     assert model.first.dtype == torch.float32
-
-
-# torch's own functions and ours.
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])  # torch's own fails on strided shards that are not even
-@distributed(world_size=4, backend="gloo")
-def test_torch_loads_what_we_gather(layout):
-    donor, model = LAYOUTS[layout](seeded(Net)), LAYOUTS[layout](seeded(Net))
-    state = full_other_values()
-    load_full_state_dict(donor, state, src="all")
-    # Not broadcast_from_rank0: with gloo torch cannot broadcast int16, and it loses _extra_state.
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, full_state_dict(donor, rank0_only=False), options=options)
-    found = full_state_dict(model, rank0_only=False)
-    assert_same_state(found, state)
 
 
 def test_a_process_alone_needs_no_group():

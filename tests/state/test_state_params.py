@@ -57,7 +57,7 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "offloaded", "three_axes", "columns", "ignoring", "unsharded"])
 @distributed(world_size=4, backend="gloo")
 def test_writeback_goes_into_the_live_shards(layout, rank0_only):
     model = LAYOUTS[layout](seeded(Net))
@@ -180,7 +180,7 @@ def test_registered_methods_lists_and_policies_do_nothing_inside():
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["lstm_lm", "t5", "weight_norm", "shared_weight"])
+@pytest.mark.parametrize("name", ["lstm_lm", "weight_norm", "shared_weight"])
 @distributed(world_size=4, backend="gloo")
 def test_models_of_the_zoo_run_inside(name):
     entry = ZOO[name]
@@ -215,29 +215,6 @@ def test_refused_in_a_forward_and_with_another_shape():
         raise AssertionError("not reached")
 
 
-@distributed(world_size=4, backend="gloo")
-def test_gradients_that_differ_on_one_mesh_axis_raise_on_all_ranks():
-    model = hsdp(seeded(Net))
-    model.gain.grad = torch.zeros_like(model.gain) if dist.get_rank() == 1 else None
-    with pytest.raises(ShardkitError, match="in which parameters have gradients"), full_params(model, with_grads=True):
-        raise AssertionError("not reached")
-
-
-@distributed(world_size=2, backend="gloo")
-def test_with_grads_on_one_rank_only_raises_on_both():
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
-    for has_gradients in (False, True):
-        if has_gradients:
-            model(torch.ones(2, 4)).sum().backward()
-        context = full_params(model, with_grads=dist.get_rank() == 0)
-        with (
-            pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in with_grads \(false instead of true\)"),
-            context,
-        ):
-            raise AssertionError("not reached")
-        assert isinstance(model.weight, DTensor)
-
-
 @distributed(world_size=2, backend="gloo")
 def test_gradients_that_are_gone_on_rank_0_raise_on_both():
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
@@ -264,10 +241,3 @@ def test_all_tensors_come_once_under_each_name(layout):
         assert len(found) == len(expected)
         assert dict(found).keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_device_and_dtype():
-    found = dict(named_full_tensors(fsdp(seeded(Net)), device="cpu", dtype=torch.bfloat16))
-    assert found["embed.weight"].dtype == torch.bfloat16
-    assert found["counts"].dtype == torch.int16

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from small_models import Block, Decoder, step
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardkit import (
@@ -154,18 +153,3 @@ def test_22_23_and_38_torch_raises() -> None:
             model.load_state_dict(Decoder().state_dict())
         with pytest.raises((AssertionError, NotImplementedError), match="deepcopy"):
             copy.deepcopy(model)
-
-
-FSDP1_ARGUMENTS = {
-    "auto_wrap_policy": "by_class",
-    "sharding_strategy": "reshard_after_forward",
-}
-
-
-def test_62_arguments_of_fsdp1() -> None:
-    model = Decoder()
-    for name, instead in FSDP1_ARGUMENTS.items():
-        with pytest.raises(ShardkitError, match=rf"got FSDP1 arguments: {name}\..*{instead}.*shard_like_fsdp1"):
-            shard_model(model, **{name: ShardingStrategy.FULL_SHARD})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'unit'"):
-        shard_model(model, unit=[])

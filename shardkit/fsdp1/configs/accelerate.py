@@ -6,7 +6,7 @@ files in ``examples/config_yaml_templates`` and ``examples/torch_native_parallel
 
 from __future__ import annotations
 
-from shardkit.fsdp1.configs.keys import VERSION, read_axes, read_fsdp
+from shardkit.fsdp1.configs.keys import COMPILE, VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import DTYPE, RANKS, Key, Reader, Table, choice
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, note_on_ranks
 
@@ -25,6 +25,7 @@ _KEYS: Table = {
     "debug": "elsewhere: For accelerate's own collectives.",
     "fp8_config": "elsewhere: Only used with mixed_precision: fp8, which is refused.",
     "gradient_accumulation_steps": "elsewhere: The training loop accumulates.",
+    "dynamo_config dynamo_backend": COMPILE,
     "deepspeed_config": "elsewhere: For DeepSpeed, which is not translated.",
 }
 _PRECISION = (
@@ -32,15 +33,6 @@ _PRECISION = (
     "parameters to float32: do so before sharding."
 )
 _FP8 = "refused: Convert layers to fp8 with torchao or TransformerEngine before sharding, and use bf16 here."
-_DYNAMO: Table = {
-    "mode use_fullgraph use_dynamic use_regional_compilation": (
-        "noted: shardkit compiles each block with the defaults of torch.compile."
-    ),
-}
-_COMPILE = {  # by the backend
-    "NO": "mapped: Nothing is compiled.",
-    "INDUCTOR": "mapped: compile=True: blocks are compiled in place, before sharding.",
-}
 _AXES = {axis: f"{axis}_size" for axis in ("dp_shard", "dp_replicate", "tp", "cp", "sp")}
 
 
@@ -54,7 +46,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
     version = 2 if section.take("version", VERSION) == "2" else 1
     section_of_axes = config.section("parallelism_config", prefix="parallelism_config_")
     mesh, others = read_axes(section_of_axes, version, ranks.world_size, _AXES, rest_shards=False)
-    target = Target(mesh, precision=_precision(config, version), compile=_compile(config), axes=others)
+    target = Target(mesh, precision=_precision(config, version), axes=others)
     return read_fsdp(section, version, ranks, target)
 
 
@@ -77,14 +69,3 @@ def _ranks(config: Reader, ranks: Ranks) -> Ranks:
     if ranks.world_size is not None and world != ranks.world_size:
         per_node = None
     return Ranks(ranks.world_size or world, ranks.per_node or per_node)
-
-
-def _compile(config: Reader) -> bool:
-    """Read ``dynamo_config``, or the key of older versions."""
-    dynamo = config.section("dynamo_config", prefix="dynamo_")
-    dynamo.read(_DYNAMO)
-    backend = str(dynamo.raw("backend") or config.raw("dynamo_backend") or "NO").upper()
-    other = "noted: shardkit compiles with the default backend only; for another one compile the blocks yourself."
-    dynamo.note("backend", _COMPILE.get(backend, other))
-    config.note("dynamo_backend", _COMPILE.get(backend, other))
-    return backend == "INDUCTOR"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, SPLIT, TILES, VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, RANKS, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
-from shardkit.fsdp1.configs.transformers import TRAINER, WORDS, read_compile, read_precision, read_strategy
+from shardkit.fsdp1.configs.transformers import OTHERS, TRAINER, WORDS, read_precision, read_strategy
 
 _FINAL = Key(
     choice(("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
@@ -19,23 +19,9 @@ _FINAL = Key(
 )
 _KEYS: Table = {  # from its schemas (0.16) and its examples
     **TRAINER,
-    """
-    adam_* adapter alpha attention attn_implementation auto_resume_from_checkpoints base_model* batch_size beta
-    bnb_config_kwargs chat_template* cosine_* curriculum_* cut_cross_entropy dataloader_* dataset*
-    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug device device_map dpo_*
-    eager_attention early_stopping_patience embedding_lr eval* excess_length_strategy flash_* flex_* float32
-    gpu_memory* gptq gradient_accumulation_steps gradient_checkpointing_kwargs group_by* hf_use_auth_token hub_*
-    image_size include_tokens_per_second is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
-    jagged_* kto_* learning_rate liger_* load_best_model_at_end local_rank logging_steps lora* loss_* lr_* max_*
-    micro_batch_size min_sample_len mlflow_* model model_* neftune_noise_alpha noisy_embedding_alpha num_epochs
-    optim_args optim_target_modules orpo_* output_dir overrides_* pad_to_sequence_len peft_* plugins
-    pretraining_dataset process_reward_model processor_type profiler_steps push_dataset_to_hub random_init_weights
-    relora* remove_unused_columns report_to resume_* reward_model revision_of_model rl_* s2_attention sample_pack*
-    save_* saves_* sdp_attention seed sequence_len shuffle_* skip_prepare_dataset special_* streaming strict
-    test_datasets tokenizer_* tokens torchdistx_path train_on_inputs trainer_* trl trust_* type_of_model unfrozen_*
-    unsloth_cross_entropy_loss use_comet use_mlflow use_tensorboard use_wandb val_set_* vllm wandb_* warmup_*
-    weight_decay xformers_* rl
-    """: "elsewhere: For the model, the data or the training loop.",
+    **OTHERS,
+    "load_in_8bit load_in_4bit": given("noted: Quantized weights are not floating-point: pass them as ignored_params."),
+    "optimizer": "elsewhere: Built after sharding. bitsandbytes' optimizers do not support DTensors.",
     "ring_attn_func heads_k_stride": CONTEXT,
     "fp8_enable_fsdp_float8_all_gather": "noted: torchao's Float8 weights all-gather in fp8 on their own.",
     "fp32_norms": switch(
@@ -74,13 +60,11 @@ def read(config: Reader, ranks: Ranks) -> Target:
     fix = ": set dp_shard_size and dp_replicate_size."
     strategy = read_strategy(config, words, version, fix, "noted: Names no strategy.", later)
     mesh, others = read_axes(config, version, ranks.world_size, _AXES, rest_shards=True, known=_context(config))
-    _quantized(config, version)
     target = Target(
         mesh,
         precision=read_precision(config, version),
         offload="offload" in words,
         axes=others,
-        compile=read_compile(config),
         tiles=_tiles(config),
     )
     policy = BY_CLASS if version == 2 or "auto_wrap" in words else ROOT_ONLY
@@ -122,15 +106,3 @@ def _tiles(config: Reader) -> int:
     config.note("tiled_mlp", (TILES if number else unset) if applies else "implied: Off.")
     config.note("tiled_mlp_num_shards", "mapped: Tiles of each MLP." if applies else "implied: Only with tiled_mlp.")
     return max(number, 1) if applies else 1
-
-
-def _quantized(config: Reader, version: int) -> None:
-    """Answer for quantized weights and optimizer states, some of which axolotl refuses."""
-    preference = str(config.raw("rl") or "").lower()
-    answer = "noted: Quantized weights are not floating-point: pass them as ignored_params."
-    if version == 2 and preference in ("dpo", "kto", "orpo", "ipo"):
-        answer = f"refused: Version 2 does not support quantized weights with rl: {preference}, which needs a copy."
-    config.read(dict.fromkeys(("load_in_8bit", "load_in_4bit"), switch(answer)))
-    broken = version == 2 and str(config.raw("optimizer")) in ("adamw_8bit", "adamw_bnb_8bit")
-    answer = "refused: bitsandbytes' optimizers do not support DTensors. Use adamw_torch_8bit."
-    config.note("optimizer", answer if broken else "elsewhere: Built after sharding.")

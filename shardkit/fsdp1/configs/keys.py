@@ -20,6 +20,7 @@ from shardkit.plan import MeshSpec
 
 BY_CLASS, BY_SIZE, ROOT_ONLY = POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 VERSION = Key(choice("12"), "mapped: The FSDP version by which the other keys are read.")
+COMPILE = "noted: Not part of the plan: pass compile=True to shard_model, which compiles each block."
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 STRATEGIES = {  # by torch's names without the underscore
     "FULL_SHARD": "mapped: One axis of all ranks, and reshard_after_forward=True.",
@@ -94,7 +95,6 @@ def read_fsdp(
     strategy: ShardingStrategy | None = None,
     policy: str = ROOT_ONLY,
     root: bool = False,
-    beside: Reader | None = None,
 ) -> Target:
     """Return the target of an ``fsdp_config`` section of a version of FSDP, and answer for every key that it knows.
 
@@ -106,7 +106,6 @@ def read_fsdp(
         strategy: one that the format names elsewhere, as in transformers' ``fsdp="full_shard"``.
         policy: the wrap policy if the section names none.
         root: whether the root reshards when blocks do, in version 2.
-        beside: a section that may name units too, by keys that start with ``fsdp_``.
     """
     strategy = _strategy_1(section, strategy) if version == 1 else _strategy_2(section, strategy)
     values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2)})
@@ -117,7 +116,7 @@ def read_fsdp(
         mesh=target.mesh or _mesh(section, ranks, strategy),
         reshard_after_forward=strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
         root_reshards=root and version == 2 and strategy is FULL_SHARD,
-        wrap=_wrap(section, policy, beside),
+        wrap=_wrap(section, policy),
         offload=offload,
         pin_memory=_pin_memory(section, version, offload),
         checkpoint_activations=values["activation_checkpointing"],
@@ -188,24 +187,22 @@ def _mesh(section: Reader, ranks: Ranks, strategy: ShardingStrategy) -> MeshSpec
     return None
 
 
-def _wrap(section: Reader, policy: str, beside: Reader | None) -> Wrap:
+def _wrap(section: Reader, policy: str) -> Wrap:
     policy = section.get("auto_wrap_policy", choice(POLICIES, numbered=True), policy)
-    places = [(section, ""), *([(beside, "fsdp_")] if beside else [])]
-    named = [reader.get(f"{prefix}transformer_layer_cls_to_wrap", NAMES, ()) for reader, prefix in places]
-    classes: tuple[str, ...] = next(filter(None, named), ()) if policy == BY_CLASS else ()
+    named = section.get("transformer_layer_cls_to_wrap", NAMES, ())
+    classes: tuple[str, ...] = named if policy == BY_CLASS else ()
     which = f"of each {' and '.join(classes)}" if classes else "of each block that the model lists in _no_split_modules"
-    least = [reader.get(f"{prefix}min_num_params", NUMBER, 0) for reader, prefix in places]
+    least = section.get("min_num_params", NUMBER, 0)
     by_class = by_size = f"noted: auto_wrap_policy {policy} ignores it."
     answer = "noted: The root is the only unit, so the whole model is gathered at once, which is rarely intended."
     if policy == BY_CLASS:
         answer = by_class = f"mapped: A unit {which}."
-    elif policy == BY_SIZE and any(least):
+    elif policy == BY_SIZE and least:
         by_size = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
     elif policy == BY_SIZE:
         by_size = "mapped: With 0 the root is the only unit."
-    for reader, prefix in places:
-        reader.note(f"{prefix}transformer_layer_cls_to_wrap", by_class)
-        reader.note(f"{prefix}min_num_params", by_size)
+    section.note("transformer_layer_cls_to_wrap", by_class)
+    section.note("min_num_params", by_size)
     section.note("auto_wrap_policy", answer)
     if policy == ROOT_ONLY and "auto_wrap_policy" not in section:
         section.note_absent("auto_wrap_policy", answer)

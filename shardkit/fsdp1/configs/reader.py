@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.replacements import Support
 
 _FALSE = ("false", "no", "off", "0")
@@ -214,11 +214,11 @@ class Reader:
             elif isinstance(answer, Note):
                 yield answer
             elif answer is ...:
-                near = get_close_matches(key.removeprefix(self._prefix), absent, n=1)
+                near = get_close_matches(key.removeprefix(self._prefix), absent, n=1, cutoff=0.8)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 unknown = f"unknown: shardkit does not know this key and ignores it.{hint}"
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
-                yield self._noted(key, next(begun, unknown))
+                yield self._noted(key, unknown if near else next(begun, unknown))
 
     def _noted(self, spelling: str, answer: Answer) -> Note:
         support, _, sentence = answer.partition(": ")
@@ -232,14 +232,9 @@ class Reader:
         return f"{self._path}.{spelling}" if self._path else spelling
 
     def _spelling(self, key: str) -> str | None:
-        """Return the key as written, with the prefix or without; both at once is a problem."""
+        """Return the key as written, with the prefix or without; None if it is absent."""
         self._asked.add(key)
         with_prefix = f"{self._prefix}{key}"
-        if self._prefix and key in self._values and with_prefix in self._values and with_prefix not in self._answers:
-            self._answers[with_prefix] = None
-            rule = "Both are the same key, and which one takes precedence differs between versions"
-            text = message(self._place(with_prefix), f"is given as {key} too", rule, "Leave one of them out")
-            self.problems.append(text)
         return key if key in self._values else with_prefix if with_prefix in self._values else None
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
@@ -72,7 +72,6 @@ class Target:
     offload: bool = False  # CPUOffloadPolicy
     pin_memory: bool | None = None  # None pins where there is an accelerator
     checkpoint_activations: bool = False  # of blocks
-    compile: bool = False  # of blocks
     tiles: int = 1  # of tokens, of each MLP
     prefetch: int = 0  # units ahead to gather explicitly
     sync_module_states: bool = False  # whether the first rank's parameters and buffers are broadcast before sharding
@@ -144,8 +143,7 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
     def settled(unit: ShardUnit) -> ShardUnit:  # with what FSDP1 has no argument for
         block = unit.modules != ("",) and any([*model.get_submodule(fqn).children()] for fqn in unit.modules)
         policy = _offload_policy(target) if unit.offloads else unit.offload_policy
-        checkpoint, compiled = block and target.checkpoint_activations, block and target.compile
-        return replace(unit, checkpoint_activations=checkpoint, compile=compiled, offload_policy=policy)
+        return replace(unit, checkpoint_activations=block and target.checkpoint_activations, offload_policy=policy)
 
     plan = replace(made.plan, units=tuple(map(settled, made.plan.units)))
     return replace(made, plan=plan, notes=(*notes, *more))
@@ -166,7 +164,6 @@ def _plan(target: Target, model: nn.Module) -> ShardingPlan:
         mp_policy=MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output),
         offload_policy=_offload_policy(target),
         checkpoint_activations=target.checkpoint_activations,
-        compile=target.compile,
     )
     if target.vision_casts:
         return plan

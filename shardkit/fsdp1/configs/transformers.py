@@ -11,34 +11,31 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
+from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, COMPILE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
 from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, Answer, Kind, Reader, Table, given
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
+OTHERS: Table = {
+    "fsdp*": "unknown: shardkit does not know this key and ignores it.",
+    "*": "elsewhere: Not about sharding, as far as shardkit knows.",
+}
 # axolotl passes these to transformers too.
 TRAINER: Table = {
     "gradient_checkpointing": given(
         "noted: The model's own. Under FSDP use fsdp_config.activation_checkpointing instead.",
         "implied: Off.",
     ),
-    "deepspeed": given("refused: Translate that DeepSpeed configuration instead."),
+    "deepspeed": given("refused: DeepSpeed is not translated."),
     "bf16_full_eval float16 fp16_full_eval fp16_opt_level half_precision_backend tf32": (
         "elsewhere: For the training loop."
     ),
-    "torch_compile_mode": "noted: shardkit compiles each block with the defaults of torch.compile.",
+    "torch_compile torch_compile_backend torch_compile_mode": COMPILE,
 }
 _KEYS: Table = {
     **TRAINER,
-    """
-    accelerator_config adam_beta1 adam_beta2 adam_epsilon data_seed dataloader_* ddp_* disable_tqdm do_eval do_predict
-    do_train eval_* evaluation_strategy gradient_accumulation_steps gradient_checkpointing_kwargs greater_is_better
-    group_by_length hub_* ignore_data_skip include_tokens_per_second label_names learning_rate length_column_name
-    load_best_model_at_end local_rank log_level logging_* lr_* max_grad_norm max_steps metric_for_best_model
-    model_name_or_path neftune_noise_alpha no_cuda num_train_epochs optim optim_args output_dir overwrite_output_dir
-    per_device_* push_to_* remove_unused_columns report_to resume_from_checkpoint run_name save_* seed
-    skip_memory_metrics torch_empty_cache_steps use_cpu use_liger_kernel warmup_ratio warmup_steps weight_decay
-    """: "elsewhere: For the training loop.",
+    "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": "refused: Move it into fsdp_config.",
+    **OTHERS,
 }
 _XLA: Table = {  # of fsdp_config
     "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": given(
@@ -61,13 +58,11 @@ def read(config: Reader, ranks: Ranks) -> Target:
         None,
         precision=read_precision(config, version),
         offload="offload" in (words or ()),
-        compile=read_compile(config),
     )
-    # What auto_wrap means where no policy is named: by size where a size is given, else by class. The Trainer had both
-    # keys beside fsdp, with the prefix, before transformers 4.34.
-    by_size = words and (section.get("min_num_params", NUMBER) or config.get("fsdp_min_num_params", NUMBER))
+    # What auto_wrap means where no policy is named: by size where a size is given, else by class.
+    by_size = words and section.get("min_num_params", NUMBER)
     policy = ROOT_ONLY if words is not None and "auto_wrap" not in words else BY_SIZE if by_size else BY_CLASS
-    return read_fsdp(section, version, ranks, target, strategy, policy, beside=config)
+    return read_fsdp(section, version, ranks, target, strategy, policy)
 
 
 def _words(value: Any) -> tuple[str, ...] | None:
@@ -125,14 +120,3 @@ def read_precision(config: Reader, version: int) -> Precision:
         config.note(key, answer)
         dtype = found if on else dtype
     return Precision.of(dtype, version)
-
-
-def read_compile(config: Reader) -> bool:
-    """Read ``torch_compile``."""
-    compiled = config.raw("torch_compile") != "auto" and config.get("torch_compile", BOOLEAN, False)
-    on = "mapped: compile=True: blocks are compiled in place, before sharding."
-    config.note("torch_compile", on if compiled else "mapped: Nothing is compiled.")
-    inductor = config.raw("torch_compile_backend") in (None, "inductor")
-    other = "noted: shardkit compiles with inductor only; for another backend compile the blocks yourself."
-    config.note("torch_compile_backend", "implied: The default." if inductor else other)
-    return compiled and inductor

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target, has_vision_encoder
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.replacements import Support
 
@@ -57,8 +57,6 @@ def accelerate2(target: Target) -> str:
         lines.append(f"num_processes: {target.mesh.size * beside}")
     if not is_ddp and target.mesh is not None and (target.mesh.replicates or target.axes):
         lines += ["parallelism_config:", *(f"  parallelism_config_{axis}_size: {size}" for axis, size in _axes(target))]
-    if not is_ddp and target.compile:
-        lines += ["dynamo_config:", "  dynamo_backend: INDUCTOR", "  dynamo_use_regional_compilation: true"]
     return "\n".join(lines) + "\n"
 
 

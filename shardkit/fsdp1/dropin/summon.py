@@ -104,5 +104,5 @@ def _check_combination(
 
 
 def _in_use(when: str, fix: str) -> DropinAssertionError:
-    problem, rule = f"Cannot manually unshard parameters {when}", "Parameters cannot be exchanged while they are in use"
-    return DropinAssertionError(message("summon_full_params:", problem, rule, fix))
+    rule = "Parameters cannot be exchanged while they are in use"
+    return DropinAssertionError(message("summon_full_params", f"was called {when}", rule, fix))

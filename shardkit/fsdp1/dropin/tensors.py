@@ -81,15 +81,15 @@ class Gradient(_Shard):
         """Compute as for DTensors."""
         name = getattr(func, "__name__", "")
         with plain_attributes():
-            if name not in _READS and any(map(_is_of_shard, tree_leaves(args))):
-                problem = "computes with a sum or norm of one rank's part of a gradient"
-                rule = "torch reduces such a number over all ranks before it computes with it"
-                fix = "Use model.clip_grad_norm_(...), or call .item() first: grad.norm().item() ** 2"
-                raise TranslationError(message(f"{name}()", problem, rule, fix))
+            leaves = [leaf for leaf in tree_leaves(args) if type(leaf) is Gradient] if name not in _READS else []
+            if any(not leaf.ndim and any(place.is_partial() for place in leaf.placements) for leaf in leaves):
+                raise _reduced(name)
             found = func(*args, **(kwargs or {}))
             for each in found if isinstance(found, (list, tuple)) else (found,):
                 if type(each) is DTensor:
                     each.__class__ = Gradient
+                    if leaves and all(place.is_replicate() for place in each.placements):
+                        raise _reduced(name)  # such as of torch.cat: it gathered the gradients
             return found
 
     @property
@@ -104,8 +104,11 @@ class Gradient(_Shard):
         raise TranslationError(message("grad.data", "cannot be assigned", rule, "Assign param.grad itself"))
 
 
-def _is_of_shard(value: object) -> bool:
-    return type(value) is Gradient and not value.ndim and any(each.is_partial() for each in value.placements)
+def _reduced(name: str) -> TranslationError:
+    problem = "computes with numbers of all ranks, where FSDP1 had those of one rank's part of a gradient"
+    rule = "torch gathers or reduces a DTensor before it computes with it"
+    fix = "Use model.clip_grad_norm_(...), or call .item() first: grad.norm().item() ** 2"
+    return TranslationError(message(f"{name}()", problem, rule, fix))
 
 
 def _plain(tensor: Any, local: Tensor) -> Any:
@@ -137,7 +140,7 @@ def as_dtensors(params: Iterable[Any], stepping: bool | None = None) -> None:
     _stepping = _stepping if stepping is None else stepping
     for param in params:
         if type(param.grad) is Gradient:
-            param.grad.__class__ = DTensor
+            param.grad.__class__ = DTensor  # type: ignore[assignment]
 
 
 def as_gradients(params: Iterable[Any]) -> None:

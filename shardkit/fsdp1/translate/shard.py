@@ -16,13 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp.fsdp1 import reduce_unused_beside_used
 from shardkit._torch import real_tensors
-from shardkit.apply.agree import agree_on_plan
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, mesh_of_groups
-from shardkit.apply.shard import carry_out, given_plan
+from shardkit.apply.shard import agree_on_plan, carry_out, given_plan
 from shardkit.apply.validate import check_fit
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit

@@ -45,8 +45,6 @@ def test_the_words_of_fsdp(words, mesh, reshard):
     ("config", "wrap"),
     [
         ({"fsdp": "auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": "A"}}, Wrap("classes", ("A",))),
-        ({"fsdp": "auto_wrap", "fsdp_transformer_layer_cls_to_wrap": "A"}, Wrap("classes", ("A",))),
-        ({"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "A"}, Wrap("root")),
         ({"fsdp": True, "fsdp_config": {}}, Wrap("declared")),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, Wrap("root")),
     ],
@@ -55,18 +53,16 @@ def test_the_units_of_transformers(config, wrap):
     assert read(config).target.wrap == wrap
 
 
-@pytest.mark.parametrize("fsdp_config", [{}, {"min_num_params": 9}])
-def test_units_by_size_are_refused_by_the_key_that_asks_for_them(fsdp_config):
-    config = {"fsdp": "auto_wrap", "fsdp_config": fsdp_config}
-    config |= {} if fsdp_config else {"fsdp_min_num_params": 9}
-    reading = read(config)
-    key = "fsdp_config.min_num_params" if fsdp_config else "fsdp_min_num_params"
-    assert [note.argument for note in reading.notes if note.support == "refused"] == [key]
+def test_units_by_size_are_refused_by_the_key_that_asks_for_them():
+    reading = read({"fsdp": "auto_wrap", "fsdp_config": {"min_num_params": 9}})
+    assert [note.argument for note in reading.notes if note.support == "refused"] == ["fsdp_config.min_num_params"]
+    old = read({"fsdp": "auto_wrap", "fsdp_min_num_params": 9})  # before transformers 4.34
+    assert support(old, "fsdp_min_num_params") == "refused"
 
 
 def test_units_that_are_named_without_auto_wrap_are_not_made():  # which was once answered "mapped"
-    config = {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_min_num_params": 100}
-    reading = read(config)
+    section = {"transformer_layer_cls_to_wrap": "A", "min_num_params": 100}
+    reading = read({"fsdp": "full_shard", "fsdp_config": section})
     assert reading.target.wrap == Wrap("root")
     assert [note.support for note in reading.notes] == ["mapped", "noted", "noted", "noted"]
     assert [note.argument for note in reading.notes][-1] == "fsdp_config.fsdp_auto_wrap_policy"
@@ -139,14 +135,6 @@ def test_pinned_memory_is_version_2s_to_turn_off():
         reading = read(axolotl(fsdp_version=2, fsdp_config=section))
         expected = ("mapped", False) if offloads else ("noted", None)
         assert (support(reading, key), reading.target.pin_memory) == expected
-
-
-def test_quantized_weights_with_preferences_are_refused_in_version_2():
-    config = axolotl(load_in_8bit=True, load_in_4bit=True)
-    refused = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
-    for rl, more, expected in (("orpo", refused, "refused"), ("grpo", refused, "noted"), ("dpo", {}, "noted")):
-        reading = read(config | {"rl": rl, "fsdp_config": {}} | more)
-        assert {support(reading, key) for key in ("load_in_8bit", "load_in_4bit")} == {expected}
 
 
 def test_the_sizes_of_axolotls_axes():

@@ -120,6 +120,7 @@ REFUSED = {
     "stacked": lambda grads: torch.stack([torch.linalg.vector_norm(grad, 2.0) for grad in grads]).norm(),
     "of detached ones": lambda grads: sum(torch.norm(grad.detach(), p=2) ** 2 for grad in grads),
     "of sums": lambda grads: grads[0].float().pow(2).sum().sqrt(),
+    "of one vector": lambda grads: torch.cat([grad.flatten() for grad in grads]).norm().item(),
     "foreach": lambda grads: torch.stack(torch._foreach_norm(grads)),
 }
 
@@ -128,7 +129,7 @@ REFUSED = {
 @distributed(world_size=2, backend="gloo")
 def test_norms_that_torch_would_reduce_too_early_are_refused(way):
     grads, _ = trained()
-    with pytest.raises(TranslationError, match=r"Use model\.clip_grad_norm_\(...\), or call \.item\(\) first"):
+    with pytest.raises(TranslationError, match=r"Use model\.clip_grad_norm_\(\.\.\.\), or call \.item\(\) first"):
         REFUSED[way](grads)
 
 
@@ -141,6 +142,7 @@ def test_numbers_of_shards_add_up_to_the_norm():
     assert f"{grads[0].norm()}"
     assert torch.isfinite(grads[0]).all()
     assert isinstance(grads[0].sum(dim=0), DTensor)
+    assert isinstance(grads[0].mul_(2).full_tensor(), torch.Tensor)
     grads, norm = trained(ShardingStrategy.NO_SHARD)  # every rank has all
     assert sum(grad.norm() ** 2 for grad in grads).to_local().sqrt().item() == pytest.approx(norm, rel=1e-6)
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import torch_version
 from shardkit.fsdp1 import shard_like_fsdp1
-from shardkit.fsdp1.translate.notes import REDUCES_UNUSED
 from shardkit.testing import distributed
 
 STRATEGIES = [strategy.name for strategy in ShardingStrategy]
@@ -174,7 +173,6 @@ def test_with_all_ranks_gradients_differ_by_the_order_of_a_sum_at_most():
                     assert sizes[name].any()
 
 
-@pytest.mark.skipif(not REDUCES_UNUSED, reason="before torch 2.13 FSDP2 cannot")
 @distributed(world_size=4, backend="gloo")
 def test_ranks_may_use_different_parameters():
     for arguments in ({}, {"process_group": pairs()[0]}):

@@ -144,20 +144,6 @@ def test_grouped_modules_and_prefetching():
         assert all(map(torch.equal, step(net, optimizer, ids), step(twin, twins, ids)))
 
 
-@distributed(world_size=2, backend="gloo")
-def test_an_error_raised_through_accumulate_itself():
-    (net, failing), (twin, _) = failing_net({}), failing_net({})
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, twin)]
-    for seed, where in enumerate(("forward", "backward")):
-        failing.where = where
-        with pytest.raises(Broken):
-            micro_steps(net, batches(seed, 2), keep_unsharded=True)
-        failing.where = ""
-        reset_after_error(net)
-        ids = batches(10 + seed, 2)
-        assert all(map(torch.equal, step(net, optimizers[0], ids), step(twin, optimizers[1], ids)))
-
-
 def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     with fake_world(4):
         both = nn.ModuleList([Net(), Net()])

@@ -39,9 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardkit import (
     GradScaler,
-    ShardkitError,
     accumulate,
-    check_optimizer,
     clip_grad_norm_,
     full_params,
     full_state_dict,
@@ -351,37 +349,3 @@ def test_sixteen_bits_on_the_wire_with_accumulation_offload_and_a_checkpoint(tmp
 
 
 # Misuse.
-
-
-@distributed(world_size=2, backend="gloo")
-def test_plain_misuse_is_one_clear_error(tmp_path):
-    model = on_meta()
-    materialize(model)
-    optimizer, scheduler = local_adam(model)
-    save_checkpoint(tmp_path / "c", model, optimizer)
-    early = Decoder().double()
-    stale = torch.optim.AdamW(early.parameters())
-    load_checkpoint(tmp_path / "c", early)  # a plain model is loaded as well as a sharded one
-    shard_model(early, mesh=mesh_of((2,)))
-    assert_equal(full_state_dict(early), full_state_dict(model))
-    cases = {
-        "stale": (lambda: check_optimizer(stale, early), "before the model was sharded"),
-        "save stale": (lambda: save_checkpoint(tmp_path / "d", early, stale), "not in the model"),
-        "load stale": (lambda: load_checkpoint(tmp_path / "c", early, stale), "not in the model"),
-        "path": (lambda: load_checkpoint(tmp_path / "nothing", model), "there is nothing at"),
-        "weights": (lambda: load_pretrained(model, tmp_path / "nothing"), "No such file"),
-        "parent": (lambda: load_checkpoint(tmp_path, model), "it holds the checkpoints c"),
-        "again": (lambda: save_checkpoint(tmp_path / "c", model), "overwrite=True"),
-        "swapped": (lambda: save_checkpoint(tmp_path / "d", optimizer, model), "^model: is a AdamW"),
-        "state": (lambda: save_checkpoint(tmp_path / "d", model.state_dict()), "^model: is a OrderedDict"),
-        "full state": (lambda: full_state_dict(optimizer), "^model: is a AdamW"),
-        "full params": (lambda: full_params({}).__enter__(), "^model: is a dict"),
-        "scheduler": (lambda: save_checkpoint(tmp_path / "d", model, scheduler), "^optimizer: is of type LambdaLR"),
-        "ranks": (
-            lambda: save_checkpoint(tmp_path / str(dist.get_rank()), model),
-            "rank 1 differs",
-        ),
-    }
-    for wrong, problem in cases.values():
-        with pytest.raises(ShardkitError, match=problem):
-            wrong()
