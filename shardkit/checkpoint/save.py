@@ -37,8 +37,7 @@ from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.names import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import sharded_optimizer_state_dict
-from shardkit.state.quantized import is_quantized
+from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
 
 STATE = "state.json"
 
