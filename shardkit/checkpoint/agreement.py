@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -51,16 +50,3 @@ def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
     if any(failed for failed, _ in found.values()):
         raise_together(problem, groups, CheckpointError)
     return {rank: own for rank, (_, own) in found.items()}
-
-
-@contextmanager
-def connected(groups: Groups, call: str) -> Iterator[None]:
-    """Raise a CheckpointError if a collective fails because a rank died or its group was destroyed."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not groups:
-            raise
-        rule = "All ranks must stay in the call until its end"
-        fix = "See the first error of the lost rank, and load again: values may be partly loaded"
-        raise CheckpointError(message(call, f"lost the connection to a rank ({error})", rule, fix)) from error

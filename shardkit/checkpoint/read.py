@@ -5,8 +5,8 @@ Anyone may have written the files, so everything in them is checked before it is
 
 from __future__ import annotations
 
+import operator
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, 
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
-from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
+from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, plan_load
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -95,7 +95,7 @@ def read_tensors(
         refuse_subclasses(into)
         found = locate(path)
         specs = {name: located.entry for name, located in found.items()}
-        request = Request(os.fspath(path), strict, key_map, among_floats if cast else exactly)
+        request = Request(os.fspath(path), strict, key_map, among_floats if cast else operator.eq)
         plan = plan_load(into, specs, request)
     with together(groups, CheckpointError):
         jobs = [(found[source], part_of(into[name])) for name, source in plan.copies.items()]
@@ -176,8 +176,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
             return _by_index(file)
         return {name: Located(file, entry) for name, entry in _read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
-        reason = error.strerror if isinstance(error, OSError) and error.filename == str(start) else None
-        raise _refused(start, f"cannot be read ({reason or error})") from None
+        raise _refused(start, f"cannot be read ({error})") from None
 
 
 def _choice(directory: Path) -> str:
@@ -241,10 +240,9 @@ def _read_header(file: Path) -> dict[str, Entry]:
 
 
 def _checked_size(file: Path) -> int:
-    found = os.stat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise _refused(file, "is not a regular file")
-    return found.st_size
+    if not file.is_file():  # opening a pipe would wait for its writer
+        raise _refused(file, "is not a regular file" if file.exists() else "cannot be read (No such file or directory)")
+    return file.stat().st_size
 
 
 def _read(file: Path, start: int, count: int) -> bytes:

@@ -37,8 +37,7 @@ from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.names import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import sharded_optimizer_state_dict
-from shardkit.state.quantized import is_quantized
+from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
 
 STATE = "state.json"
 
@@ -158,9 +157,6 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     if keep is not None and (type(keep) is not int or keep < 1):
         problem = f"must be the number of checkpoints to keep, including this one, got {keep!r}"
         raise CheckpointError(message("keep", problem, "", "Pass keep=3, for example, or None for all"))
-    if not path.name:
-        rule = "A checkpoint needs a directory of its own"
-        raise CheckpointError(message("path", f"is {path}", rule, f"Pass {path / 'step-1'}, for example"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return overwrite
     if not (path / manifest.NAME).is_file():

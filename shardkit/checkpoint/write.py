@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +31,6 @@ class Layout(NamedTuple):
     tensors: dict[str, Tensor]
     files: list[File]
 
-    def described(self) -> dict[str, str]:
-        """Return what must be equal on all ranks."""
-        heads = {file.name: hashlib.sha256(file.head).hexdigest() for file in self.files}
-        return {name: described(tensor) for name, tensor in self.tensors.items()} | heads
-
 
 def write_tensors(
     directory: str | os.PathLike[str],
@@ -52,11 +46,11 @@ def write_tensors(
 ) -> list[File]:
     """Write tensors into ``directory`` as ordinary safetensors files, each rank its own bytes.
 
-    **Collective** over ``groups``. The first rank allocates the files in full size, so that a full disk fails right
-    there, and writes headers and plain tensors; each shard is written by its first replica. Nothing is gathered. Ranks
-    check that together they wrote as many elements as there are. A shard in CPU memory is written from where it is; one
-    on another device, of another dtype or not contiguous goes through a buffer of 16 MiB. All ranks must see the
-    directory. After an error files are incomplete: write into a new directory, and rename it when this returns.
+    **Collective** over ``groups``, whose ranks must all see the directory. The first rank allocates the files in full
+    size, so that a full disk fails right there, and writes headers and plain tensors; each shard is written by its
+    first replica, and nothing is gathered. A shard that is on another device than the CPU, of another dtype or not
+    contiguous goes through a buffer of 16 MiB. After an error files are incomplete: write into a new directory, and
+    rename it when this returns.
 
     Args:
         directory: exists, and has none of the files.
@@ -81,7 +75,8 @@ def write_tensors(
     groups, target = world() if groups is None else groups, Path(directory)
     with together(groups, CheckpointError, call="write_tensors") as poll:
         layout = laid_out(tensors, name, max_shard_size, metadata, dtype)
-        poll.same = {"tensors": layout.described()}
+        rows = {name: described(tensor) for name, tensor in layout.tensors.items()}
+        poll.same = {"tensors": rows, "files": [file.name for file in layout.files]}
     ranks = ranks_of(groups)
     with together(groups, CheckpointError):
         if own_rank() == ranks[0]:
