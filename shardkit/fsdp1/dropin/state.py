@@ -207,16 +207,14 @@ def _before_load(
         reshard(wrapper)  # otherwise values would go into full parameters, which resharding throws away
     with live_tensors():
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-    names = {clean_name(name): name for name in live}
-    for name in given:
-        value, found = state_dict[name], names.get(clean_name(name.removeprefix(prefix)))
-        if found is not None:
-            value = part_of(value, live[found])
-            if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
-                value = copied(value, None)  # as a view of the full tensor it would keep that alive
-            state_dict[prefix + found] = value
-            if prefix + found != name:
-                del state_dict[name]
+    offered = {clean_name(name.removeprefix(prefix)): name for name in given}
+    for found, tensor in live.items():  # in the model's order, which is the same on all ranks
+        if (name := offered.get(clean_name(found))) is None:
+            continue
+        value = part_of(state_dict.pop(name), tensor)
+        if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
+            value = copied(value, None)  # as a view of the full tensor it would keep that alive
+        state_dict[prefix + found] = value
 
 
 def _after_load(wrapper: nn.Module, keys: Any) -> None:

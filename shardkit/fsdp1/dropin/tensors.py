@@ -142,7 +142,7 @@ def as_dtensors(params: Iterable[Any], stepping: bool | None = None) -> None:
     _stepping = _stepping if stepping is None else stepping
     for param in params:
         if type(param.grad) is Gradient:
-            param.grad.__class__ = DTensor
+            param.grad.__class__ = DTensor  # type: ignore[assignment]
 
 
 def as_gradients(params: Iterable[Any]) -> None:
