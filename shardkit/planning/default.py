@@ -8,10 +8,9 @@ from collections import Counter
 import torch.nn as nn
 
 from shardkit.plan import ancestors
-from shardkit.planning.called import is_called
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, is_called
 
 _MLP = re.compile(r"(MLP|Mlp|FeedForward)$")  # of a class
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

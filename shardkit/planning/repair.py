@@ -12,9 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from shardkit.errors import listing
-from shardkit.planning.called import is_called, user_of
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, assign, owners, unit_of_entries
+from shardkit.planning.tree import ModelTree, assign, is_called, owners, unit_of_entries, user_of
 
 
 def join_ties(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import TypedDict, Unpack
 
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, has_forward
 
 
 class Overrides(TypedDict, total=False):
@@ -23,10 +23,10 @@ class Overrides(TypedDict, total=False):
     offload_policy: OffloadPolicy
     checkpoint_activations: bool
     compile: bool
-    may_skip: bool
-    tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
+    may_skip: bool
+    tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,6 @@ def as_rule(rule: Rule) -> UnitRule:
     raise PlanError(message("units", f"must be {kinds}, or a list of these, got {rule!r}", "", ""))
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Return whether the module can be called; the hooks of ``fully_shard`` run only around a call."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
 def _rule_of_predicate(
     text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
@@ -281,26 +276,14 @@ def _no_match(text: str, tree: ModelTree, problem: str) -> str:
     return message(text, problem, there, "Name one of these, or remove the rule")
 
 
-_SETTINGS: dict[str, type] = {
-    "reshard_after_forward": int,  # a bool is one; plan.check looks at the value
-    "mp_policy": MixedPrecisionPolicy,
-    "offload_policy": OffloadPolicy,
-    "checkpoint_activations": bool,
-    "compile": bool,
-    "shard_dim": int,
-    "mesh": str,
-    "may_skip": bool,
-    "tiles": int,
-}
-
-
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     """Raise PlanError for unknown settings and for values of another type than torch's; None means the default."""
-    if unknown := sorted(settings.keys() - _SETTINGS.keys()):
-        known = f"A unit's settings are {listing(_SETTINGS)}"
+    kinds = get_type_hints(Overrides)
+    if unknown := sorted(settings.keys() - kinds.keys()):
+        known = f"A unit's settings are {listing(kinds)}"
         raise PlanError(message(subject, f"has an unknown setting, {listing(unknown)}", known, ""))
     wrong = []
-    for name, kind in _SETTINGS.items():
+    for name, kind in kinds.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
             wanted = "True, False or a number of ranks" if name == "reshard_after_forward" else f"a {kind.__name__}"
             of = f" of {subject}" if subject else ""

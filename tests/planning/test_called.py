@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import MeshSpec, plan_model, shard_model
 from shardkit.errors import ShardkitError
-from shardkit.planning.called import is_called
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, is_called
 from shardkit.testing import distributed, fake_world
 
 TWO = MeshSpec.sharded(2)
