@@ -154,7 +154,13 @@ def every_row(model: Scaled) -> str:
     lines = []
     for row in model.table.rows:
         sent = row.time.traffic
-        line = [f"{row.ranks:,}", row.strategy, nbytes(row.plan.held_bytes()), f"{imbalance(row):.3f}", nbytes(row.peak)]
+        line = [
+            f"{row.ranks:,}",
+            row.strategy,
+            nbytes(row.plan.held_bytes()),
+            f"{imbalance(row):.3f}",
+            nbytes(row.peak),
+        ]
         line += ["yes" if fits(row) else "no", f"{sent.messages_in_node:,}", f"{sent.messages_between_nodes:,}"]
         line += [nbytes(round(sent.bytes_in_node)), nbytes(round(sent.bytes_between_nodes))]
         lines.append([*line, f"{row.time.total:.3g}", f"{row.time.exposed:.3g}", f"{TOKENS / row.time.total:,.0f}"])

@@ -29,6 +29,9 @@ class Overrides(TypedDict, total=False):
     tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
 
 
+_SETTINGS = get_type_hints(Overrides)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Modules that will be one unit."""
@@ -278,12 +281,11 @@ def _no_match(text: str, tree: ModelTree, problem: str) -> str:
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
     """Raise PlanError for unknown settings and for values of another type than torch's; None means the default."""
-    kinds = get_type_hints(Overrides)
-    if unknown := sorted(settings.keys() - kinds.keys()):
-        known = f"A unit's settings are {listing(kinds)}"
+    if unknown := sorted(settings.keys() - _SETTINGS.keys()):
+        known = f"A unit's settings are {listing(_SETTINGS)}"
         raise PlanError(message(subject, f"has an unknown setting, {listing(unknown)}", known, ""))
     wrong = []
-    for name, kind in kinds.items():
+    for name, kind in _SETTINGS.items():
         if name in settings and not isinstance(settings[name], (kind, type(None))):
             wanted = "True, False or a number of ranks" if name == "reshard_after_forward" else f"a {kind.__name__}"
             of = f" of {subject}" if subject else ""
