@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch.states import is_wrapper
 from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.chunks import (
     Part,
@@ -150,7 +150,7 @@ def fill(
         for at, load in chunks(key):
             if (shared := common(box, at)) is not None:
                 loaded = local_value(load())
-                values = loaded.dequantize() if _torch.is_wrapper(loaded) else loaded
+                values = loaded.dequantize() if is_wrapper(loaded) else loaded
                 inside(into, box, shared).copy_(inside(values, at, shared))
         meter.add(into.nbytes)
 

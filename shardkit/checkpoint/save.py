@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit import _torch
+from shardkit._torch.states import with_local
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import on_each, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
@@ -312,7 +312,7 @@ def _dcp_tree(content: Content) -> dict[str, Any]:
 
     def bare(tensor: Tensor) -> Tensor:
         local = local_value(tensor)
-        return _torch.with_local(tensor, local) if isinstance(tensor, DTensor) else local
+        return with_local(tensor, local) if isinstance(tensor, DTensor) else local
 
     tree: dict[str, Any] = {"model": {name: bare(tensor) for name, tensor in content.model.items()}}
     if content.plain["optimizer"] is not None:

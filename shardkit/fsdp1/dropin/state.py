@@ -25,8 +25,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
+from shardkit._torch import local_tensor
+from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import message
 from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError
 from shardkit.fsdp1.dropin.record import WRAPPED, record_of, wrappers_of, wrappers_or_refuse
@@ -134,10 +135,10 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: boo
     if wants_live():
         return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
     found = _by_settings(wrapper)
-    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in _torch.state_dict_metadata(found).items()}
+    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()}
     destination = OrderedDict() if destination is None else destination
     destination.update((prefix + name, value) for name, value in found.items())
-    return _torch.with_state_dict_metadata(destination, {**_torch.state_dict_metadata(destination), **metadata})
+    return with_state_dict_metadata(destination, {**state_dict_metadata(destination), **metadata})
 
 
 def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
 
 def copied(value: Tensor, device: torch.device | None) -> Tensor:
     """Return a copy of a tensor, sharded or not, on the device, or where it is. Local."""
-    local = _torch.local_tensor(value) if isinstance(value, DTensor) else value.detach()
+    local = local_tensor(value) if isinstance(value, DTensor) else value.detach()
     local = local.detach().to(device or local.device, copy=True)
     return as_sharded(local, value) if isinstance(value, DTensor) else local
 
@@ -235,8 +236,8 @@ def part_of(value: Any, like: Any) -> Any:
     # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
     alike = isinstance(value, DTensor) and value.placements == like.placements
     if alike and torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
-        return as_sharded(_torch.local_tensor(value), like)
-    return as_sharded(local_part(whole_of(value), like).to(_torch.local_tensor(like).device), like)
+        return as_sharded(local_tensor(value), like)
+    return as_sharded(local_part(whole_of(value), like).to(local_tensor(like).device), like)
 
 
 def whole_of(value: Any) -> Any:
