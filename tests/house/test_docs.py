@@ -208,9 +208,9 @@ def test_blocks_share_a_namespace_and_the_rest_of_a_page_runs_in_the_world_it_as
 @pytest.mark.parametrize(
     ("page", "error", "said"),
     [
-        (fenced("x = 1", "x / 0"), ZeroDivisionError, ""),
+        (fenced("x = 1", "x / 0"), ZeroDivisionError, "division by zero"),
         (fenced(">>> 1 + 1\n3"), AssertionError, r"Expected:\s+3\s+Got:\s+2"),
-        ("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", ZeroDivisionError, ""),
+        ("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", ZeroDivisionError, "division by zero"),
     ],
     ids=["code", "session", "in a list"],
 )
