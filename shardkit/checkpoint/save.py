@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -236,15 +236,13 @@ def commit_checkpoint(
     *,
     replaces: bool = False,
     keep: int | None = None,
-    writer: Callable[[Path], dict[str, FileEntry]] | None = None,
 ) -> None:
     """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
 
-    A ``writer`` writes the tensors into the directory instead, and returns the entries of its files. Ranks wait for
-    each other three times: when the first has made the files, when all have written and flushed their parts, and when
-    it has written the rest, flushed and renamed.
+    Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
+    parts, and when it has written the rest, flushed and renamed.
     """
-    layouts = _layouts(content) if format == "safetensors" and writer is None else {}
+    layouts = _layouts(content) if format == "safetensors" else {}
 
     def prepare(place: Path) -> None:
         create_files(place, [file for layout in layouts.values() for file in layout.files])
@@ -260,9 +258,7 @@ def commit_checkpoint(
     files = dict[str, FileEntry]()
     with directory.temporary_directory(path, groups, prepare) as draft:
         ranks = ranks_of(groups)
-        if writer is not None:
-            files = writer(draft.directory)
-        elif format == "dcp":
+        if format == "dcp":
             files = dcp.write(draft.directory, _dcp_tree(content), groups)
         reports = on_each(write, groups)
         with together(groups, CheckpointError):
