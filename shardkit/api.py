@@ -113,9 +113,9 @@ def shard_model(
 
     Args:
         model: the whole model.
-        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the fastest
-            one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`, which takes
-            more arguments. Rank 0 logs the choice, as INFO.
+        memory_budget: bytes of each rank's GPU, as an int or a string such as ``"80GiB"``: the plan becomes the
+            cheapest one whose peak fits in nine tenths of it, as chosen by :func:`shardkit.memory.plan_for_budget`,
+            which takes more arguments. Rank 0 logs the choice, as INFO.
         example_batch: as for ``plan_model``; a budget needs it.
         plan: a plan made before, instead of all of these except a DeviceMesh.
         sync_module_states: broadcast the parameters and buffers of the mesh's first rank to all ranks, one tensor at a

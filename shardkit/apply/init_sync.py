@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain, islice, product
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,7 @@ def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups,
     digests only when something differs. Tensors on meta are left out. Ranks on other axes of the model's mesh, such as
     a tensor-parallel one, are not compared.
 
-    Args:
-        model: its parameters and buffers have the same names and shapes on all ranks.
-        ignored: FQNs of parameters that may differ between ranks.
-        groups: together they reach all ranks that shard.
-        sync_module_states: whether the first rank's values will be broadcast.
+    ``ignored`` are FQNs of parameters that may differ between ranks; ``groups`` reach all ranks that shard.
 
     Raises:
         PlanError: naming the first tensor that differs and the ranks, or tensors that are on meta on some ranks only.
@@ -123,27 +119,28 @@ def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) 
     with torch.no_grad():
         for state in states:
             for part, group in product(_dense_parts(state), _copied(state, groups)):
-                _broadcast(part, group, device)
+                if dist.get_world_size(group) == 1 or not part.numel() or part.is_meta:
+                    continue
+                for dim, stride in enumerate(part.stride()):
+                    part = part if stride else part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
+                staged = part.to(device).resolve_conj().resolve_neg().contiguous()
+                source = dist.get_global_rank(group, 0) if group is not None else 0
+                dist.broadcast(staged.view(-1).view(torch.uint8), source, group=group)  # gloo supports few dtypes
+                if staged is not part:
+                    part.copy_(staged)
 
 
 def _digests(states: Iterable[Tensor]) -> list[int | None]:
-    """63 bits of each tensor's sample, None for one on meta. One copy from each device for each element size."""
-    values: list[list[int] | None] = []
-    samples: dict[tuple[torch.device, torch.dtype], list[tuple[list[int], Tensor]]] = {}
+    """Return 63 bits of each tensor's sample, None for one on meta."""
+    digests: list[int | None] = []
     with torch.no_grad(), plain_attributes():
-        for state in states:
-            parts = list(_dense_parts(state))
-            found: list[int] = []
-            on_meta = any(part.is_meta for part in parts)
-            values.append(None if on_meta else found)
-            for sample in map(_sample, parts) if not on_meta else ():
-                samples.setdefault((sample.device, sample.dtype), []).append((found, sample))
-        for pairs in samples.values():
-            flat = iter(torch.cat([sample for _, sample in pairs]).tolist())
-            for found, sample in pairs:
-                found.extend(islice(flat, len(sample)))
-    hashes = [None if each is None else hashlib.blake2b(repr(each).encode(), digest_size=8) for each in values]
-    return [None if each is None else int.from_bytes(each.digest(), "big") >> 1 for each in hashes]
+        for parts in map(list, map(_dense_parts, states)):
+            if any(part.is_meta for part in parts):
+                digests.append(None)
+            else:
+                sampled = repr([_sample(part).tolist() for part in parts]).encode()
+                digests.append(int.from_bytes(hashlib.blake2b(sampled, digest_size=8).digest(), "big") >> 1)
+    return digests
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -172,16 +169,3 @@ def _is_opaque(state: Tensor) -> bool:
     if isinstance(local, FakeTensor):
         return False
     return local.layout is not torch.strided or has_own_dispatch(type(local)) > hasattr(local, "__tensor_flatten__")
-
-
-def _broadcast(part: Tensor, group: dist.ProcessGroup | None, device: str) -> None:
-    """As bytes, because gloo supports few dtypes."""
-    if dist.get_world_size(group) == 1 or not part.numel() or part.is_meta:
-        return
-    for dim, stride in enumerate(part.stride()):
-        part = part if stride else part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
-    staged = part.to(device).resolve_conj().resolve_neg().contiguous()
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    dist.broadcast(staged.view(-1).view(torch.uint8), source, group=group)
-    if staged is not part:
-        part.copy_(staged)

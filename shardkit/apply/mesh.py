@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit._torch import flattened, with_timeout_of_world
-from shardkit.errors import PlanError, listing, message
+from shardkit.errors import PlanError, message
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.ranks import accelerator, all_gather_bytes, device_type
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE")  # set by a launcher only, where some hosts always set MASTER_ADDR
-_LAUNCHER_VARIABLES = (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 # This rank's index on its host: torchrun, SLURM, Open MPI, Intel MPI, MVAPICH2, Cray PALS and MPICH.
 _LOCAL_RANKS = "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK"
 _LOCAL_RANKS += " PALS_LOCAL_RANKID PMI_LOCAL_RANK"
@@ -33,19 +31,10 @@ def ensure_process_group() -> None:
 
     Collective under torchrun: every rank must call. With an accelerator this selects the rank's own device, and both it
     and the CPU get a backend, so that offloaded shards can be reduced. The group is destroyed when the process ends.
-
-    Raises:
-        PlanError: some of torchrun's variables are set and some are not.
     """
     if dist.is_initialized():
         return
-    launched = [name for name in _RANK_VARIABLES if name in os.environ]
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if launched and missing:
-        problem = f"must be set too, since {listing(launched)} is"
-        rule = "A launcher sets all four variables for each rank; a single process needs none"
-        fix = "Start with torchrun, or unset them, or call torch.distributed.init_process_group yourself"
-        raise PlanError(message(listing(missing), problem, rule, fix))
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ  # some hosts always set MASTER_ADDR
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(_local_device(torch.accelerator.device_count()))
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(accelerator())

@@ -70,7 +70,8 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
 
 def check_fit(tree: ModelTree, plan: ShardingPlan, device: str) -> None:
     """Raise one PlanError that lists why ``plan``, made for the model, cannot be applied on ``device``; local."""
-    refuse([*_split(tree, plan), *_same_memory(tree, plan), *cannot_carry(tree, plan), *_pinned(plan)])
+    problems = [*_split(tree, plan), *_listed_twice(tree, plan), *_same_memory(tree, plan)]
+    refuse([*problems, *cannot_carry(tree, plan), *_pinned(plan)])
 
 
 _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with plan_model")
@@ -96,8 +97,12 @@ def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     missing = [fqn for fqn in (*fqns, *(fqn for fqn, _ in plan.tiles)) if fqn not in tree.places]
     if missing:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
+    yield from _listed_twice(tree, plan)
+
+
+def _listed_twice(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     named: dict[int, str] = {}
-    for fqn in (fqn for fqn in fqns if fqn in tree.places):
+    for fqn in (fqn for unit in plan.units for fqn in unit.modules if fqn in tree.places):
         first = named.setdefault(id(tree.modules[tree.places[fqn]]), fqn)
         if first != fqn:
             problem = f"is another name of the module {first}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
+from shardkit._torch import has_own_dispatch
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, local_box, local_value
 
@@ -83,7 +83,7 @@ def part_of(tensor: Tensor) -> Part:
 def refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
     """Raise for tensors of subclasses that are not memory of their own, such as NF4 weights. Local."""
     kinds = {name: type(local_value(tensor)) for name, tensor in tensors.items()}
-    if unfit := [f"{name} ({cls.__name__})" for name, cls in kinds.items() if _torch.has_own_dispatch(cls)]:
+    if unfit := [f"{name} ({cls.__name__})" for name, cls in kinds.items() if has_own_dispatch(cls)]:
         rule = "Of tensor subclasses, float8 training weights and quantized optimizer state are saved, as their values"
         fix = "Save with trainable_only=True, and quantize the base again from its own files"
         raise CheckpointError(message("tensors", f"cannot be of a subclass: {listing(unfit)}", rule, fix))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ from shardkit.state.names import ModelState, is_extra, model_state, parameter_na
 from shardkit.state.optimizer import (
     OptimizerState,
     group_names,
+    is_quantized,
     optimizers_of,
     renamed_state,
     sharded_optimizer_state_dict,
@@ -46,13 +48,10 @@ from shardkit.state.plan import (
     KeyMap,
     Request,
     among_floats,
-    check_key_map,
-    exactly,
     plan_load,
     raise_listed,
     rename,
 )
-from shardkit.state.quantized import is_quantized
 
 logger = logging.getLogger("shardkit")
 
@@ -122,7 +121,8 @@ def load_checkpoint(
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
             shapes = {name: param.shape for param, name in parameter_names(model).items()}
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)
-            contents, request = source.contents, Request(str(path), strict, key_map, among_floats if cast else exactly)
+            request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
+            contents = source.contents
             _check_present(contents, optimizer, scheduler, request)
             targets, others, check = _model_targets(source, _wanted(contents, model, request, rank), request)
             load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
@@ -222,7 +222,6 @@ def _model_targets(
     found = source.contents.model
     if not found:  # a file of an optimizer alone
         return [], {}, lambda: None
-    check_key_map(request.key_map, request.error)
     names = {name: rename(name, request.key_map) for name in found}
     # Extra state that key_map gives a name that the model does not have keeps its own.
     values = [name for name in found if is_extra(name) or not is_stored(found[name])]

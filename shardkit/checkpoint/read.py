@@ -5,6 +5,7 @@ Anyone may have written the files, so everything in them is checked before it is
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch.states import is_wrapper
 from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.chunks import (
     Part,
@@ -40,7 +41,7 @@ from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, 
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
-from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, exactly, plan_load
+from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, plan_load
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -94,7 +95,7 @@ def read_tensors(
         refuse_subclasses(into)
         found = locate(path)
         specs = {name: located.entry for name, located in found.items()}
-        request = Request(os.fspath(path), strict, key_map, among_floats if cast else exactly)
+        request = Request(os.fspath(path), strict, key_map, among_floats if cast else operator.eq)
         plan = plan_load(into, specs, request)
     with together(groups, CheckpointError):
         jobs = [(found[source], part_of(into[name])) for name, source in plan.copies.items()]
@@ -149,7 +150,7 @@ def fill(
         for at, load in chunks(key):
             if (shared := common(box, at)) is not None:
                 loaded = local_value(load())
-                values = loaded.dequantize() if _torch.is_wrapper(loaded) else loaded
+                values = loaded.dequantize() if is_wrapper(loaded) else loaded
                 inside(into, box, shared).copy_(inside(values, at, shared))
         meter.add(into.nbytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit import _torch
+from shardkit._torch.states import with_local
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import on_each, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
@@ -37,8 +37,7 @@ from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.names import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import sharded_optimizer_state_dict
-from shardkit.state.quantized import is_quantized
+from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
 
 STATE = "state.json"
 
@@ -202,10 +201,12 @@ def _collected(
         config="" if trainable_only else config_text(model),
     )
     laid_out(content.rest, "state")  # all of it is checked now
+    return replace(content, layouts=_layouts(content, format))
+
+
+def _layouts(content: Content, format: str) -> dict[str, Layout]:
     sections = {"model": content.model, "optimizer": content.optimizer} if format == "safetensors" else {}
-    return replace(
-        content, layouts={key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
-    )
+    return {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -236,15 +237,13 @@ def commit_checkpoint(
     *,
     replaces: bool = False,
     keep: int | None = None,
-    writer: Callable[[Path], dict[str, FileEntry]] | None = None,
 ) -> None:
     """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
 
-    A ``writer`` writes the tensors into the directory instead, and returns the entries of its files. Ranks wait for
-    each other three times: when the first has made the files, when all have written and flushed their parts, and when
-    it has written the rest, flushed and renamed.
+    Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
+    parts, and when it has written the rest, flushed and renamed.
     """
-    layouts = content.layouts
+    layouts = content.layouts or _layouts(content, format)  # a conversion has none yet
 
     def prepare(place: Path) -> None:
         create_files(place, [file for layout in layouts.values() for file in layout.files])
@@ -260,9 +259,7 @@ def commit_checkpoint(
     files = dict[str, FileEntry]()
     with directory.temporary_directory(path, groups, prepare) as draft:
         ranks = ranks_of(groups)
-        if writer is not None:
-            files = writer(draft.directory)
-        elif format == "dcp":
+        if format == "dcp":
             files = dcp.write(draft.directory, _dcp_tree(content), groups)
         reports = on_each(write, groups)
         with together(groups, CheckpointError):
@@ -316,7 +313,7 @@ def _dcp_tree(content: Content) -> dict[str, Any]:
 
     def bare(tensor: Tensor) -> Tensor:
         local = local_value(tensor)
-        return _torch.with_local(tensor, local) if isinstance(tensor, DTensor) else local
+        return with_local(tensor, local) if isinstance(tensor, DTensor) else local
 
     tree: dict[str, Any] = {"model": {name: bare(tensor) for name, tensor in content.model.items()}}
     if content.plain["optimizer"] is not None:

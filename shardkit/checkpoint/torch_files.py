@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
+from shardkit._torch import local_tensor
+from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint.chunks import covers, full_box
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
@@ -72,7 +73,7 @@ class TorchFiles:
         trees: dict[str, list[Any]] = {name: [_load(f, allow_pickle) for f in files] for name, files in sets.items()}
         others = [name for name in sets if _OPTIMIZER not in name]
         self.contents: Contents = Contents({})
-        leaves = [leaf for name in others for leaf in _torch.tree_leaves(trees[name])]
+        leaves = [leaf for name in others for leaf in tree_leaves(trees[name])]
         for name in others:
             self.contents = contents_of(self._merged(trees[name], (name,)), self._where)
         for name in sets.keys() - others:
@@ -156,7 +157,7 @@ def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
     if isinstance(first, _ShardedPieces):
         shape, parts = first.size_of_whole, [part for each in values for part in each.pieces]
     elif isinstance(first, DTensor):
-        shape, parts = first.shape, [(_torch.local_tensor(v), _box(v, r, key)) for r, v in enumerate(values)]
+        shape, parts = first.shape, [(local_tensor(v), _box(v, r, key)) for r, v in enumerate(values)]
     else:
         if any(each.shape != first.shape for each in values):
             problem = "is a plain tensor with a different shape on each rank, as in FSDP1's optimizer.state_dict()"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardkit import _torch
+from shardkit._torch import has_own_dispatch
 
 # Called with the bytes that this rank has written or read so far, and how many there will be.
 Progress: TypeAlias = Callable[[int, int], None]
@@ -88,7 +88,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 def raw(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, to read and to write. Valid while the tensor lives."""
-    assert not _torch.has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
+    assert not has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
+from shardkit._torch import has_own_dispatch
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.chunks import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
 from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
@@ -134,7 +134,7 @@ def _unfit(tensor: Tensor, spec: Spec) -> Iterator[str]:
         yield str(spec.dtype)
     elif local.is_meta:
         yield "on the meta device, without values"
-    elif local.layout != torch.strided or local.is_quantized or _torch.has_own_dispatch(type(local)):
+    elif local.layout != torch.strided or local.is_quantized or has_own_dispatch(type(local)):
         yield type(local).__name__ if local.layout == torch.strided else str(local.layout)
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         yield "Partial: its value is a sum over ranks"

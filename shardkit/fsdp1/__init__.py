@@ -15,7 +15,7 @@ from torch.distributed.fsdp import __all__ as __all__  # what a program's star i
 
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
-from shardkit.fsdp1.translate.notes import Note as Note
+from shardkit.fsdp1.translate.arguments import Note as Note
 from shardkit.fsdp1.translate.shard import Translation as Translation
 from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,8 @@ def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tenso
     return params
 
 
-class _Bucket(NamedTuple):
+@dataclass(eq=False)
+class _Bucket:
     """Local gradients of one mesh and its placements; ``device`` is where the mesh reduces."""
 
     mesh: DeviceMesh
@@ -170,9 +171,9 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
     parts = [each for each in buckets if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)]
-    meshes = {each.mesh: sorted(each.mesh.mesh.flatten().tolist()) for each in [largest, *parts]}
-    if outside := [ranks for ranks in meshes.values() if not set(ranks) <= set(meshes[largest.mesh])]:
-        problem = f"are on a mesh of ranks {outside[0]} and on one of ranks {meshes[largest.mesh]}"
+    ranks = {each: sorted(each.mesh.mesh.flatten().tolist()) for each in ([largest, *parts] if parts else ())}
+    if outside := [each for each in ranks.values() if not set(each) <= set(ranks[largest])]:
+        problem = f"are on a mesh of ranks {outside[0]} and on one of ranks {ranks[largest]}"
         rule = "The norm is summed over the largest mesh and the meshes inside it"
         fix = "Slice both from one mesh, or clip the parameters of each mesh by themselves"
         raise ShardkitError(message("parameters", problem, rule, fix))
@@ -189,8 +190,10 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
         is_own = each in parts  # otherwise the ranks along an axis that does not shard it hold the same
         copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
         powers.append(share(each.grads, copies))
-    together = torch.stack(powers)
-    return _all_reduced(together.max() if p == math.inf else together.sum(), p, axes)
+    total = powers[0]
+    if len(powers) > 1:
+        total = torch.stack(powers).max() if p == math.inf else torch.stack(powers).sum()
+    return _all_reduced(total, p, axes)
 
 
 def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:

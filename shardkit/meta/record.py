@@ -87,8 +87,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
         generators = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        op = Op(func, (view, *args), kwargs, writes=((view, self._kind(view, True, [])),))
-        op.default_dtype = torch.get_default_dtype()
+        writes = ((view, self._kind(view, True, [])),)
+        op = Op(func, (view, *args), kwargs, writes=writes, default_dtype=torch.get_default_dtype())
         self._append(op, *generators or [torch.default_generator])
 
     def view(self, tensor: Tensor) -> View:
@@ -114,23 +114,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tape.recordings.append(self._recording)
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        reads, writes = self._accesses(func, args, kwargs)
-        args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        return Op(
-            func,
-            args,
-            {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")},
-            reads=tuple(reads),
-            writes=tuple(writes),
-            default_dtype=torch.get_default_dtype(),
-            undefined=_name(func) in _EMPTY,
-            on_device="device" in _argument_names(func),
-        )
-
-    def _accesses(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[View], list[tuple[View, str]]]:
-        """Return what the call reads, and what it writes and how."""
+        """Return the op of a call: what it reads, and what it writes and how."""
+        name, names = _name(func), _argument_names(func)
         reads: list[View] = []
         written: list[tuple[View, bool]] = []
         arguments = dispatch.schema(func).arguments
@@ -138,12 +123,17 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in given:
             views = [self.view(tensor) for tensor in tensors_of(value)]
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written += [(view, argument.is_out or _name(func) in _FILLS) for view in views]
-            elif not (_name(func) in _EMPTY or _name(func).endswith("_like") or _name(func).startswith("new_")):
+                written += [(view, argument.is_out or name in _FILLS) for view in views]
+            elif not (name in _EMPTY or name.endswith("_like") or name.startswith("new_")):
                 reads += views  # the others look at sizes only
         if dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
-            return [], []
-        return reads, [(view, self._kind(view, overwrites, reads)) for view, overwrites in written]
+            reads, written = [], []
+        writes = tuple((view, self._kind(view, overwrites, reads)) for view, overwrites in written)
+        args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        op = Op(func, args, kwargs, reads=tuple(reads), writes=writes, default_dtype=torch.get_default_dtype())
+        op.undefined, op.on_device = name in _EMPTY, "device" in names
+        return op
 
     def _kind(self, view: View, overwrites: bool, reads: list[View]) -> str:
         if not overwrites or any(read.storage == view.storage for read in reads):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch import Tensor
 from shardkit._torch import dispatch
 from shardkit.meta.rng import State, Stream, hash_bytes
 from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
+
+Device: TypeAlias = torch.device | str | None
 
 
 class Final(NamedTuple):
@@ -35,7 +37,7 @@ class Final(NamedTuple):
 class Step(NamedTuple):
     """One op of a replay."""
 
-    index: int  # of the op on the tape
+    at: int  # the index of the op on the tape
     op: Op
     computes: bool  # False: only its random numbers are needed
     before: State | int | None  # the state of its generator: as someone set it, or as the op of that index leaves it
@@ -95,13 +97,7 @@ class Player:
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        finals: list[Final],
-        *,
-        device: torch.device | str | None = None,
-        seed: int | None = None,
-        draw_all: bool = True,
+        self, tape: Tape, finals: list[Final], *, device: Device = None, seed: int | None = None, draw_all: bool = True
     ) -> None:
         recordings = self._recordings(tape, finals)
         self._tape, self._seed = tape, seed
@@ -161,7 +157,7 @@ class Player:
         """Return hashes of what decides the values: the construction, and the random states that it began with."""
         construction, random = hashlib.sha256(), hashlib.sha256()
         numbers: dict[int, int] = {}  # of storages and ops, which other recordings on the tape would shift
-        orders = {step.index: order for order, step in enumerate(self._steps)}
+        orders = {step.at: order for order, step in enumerate(self._steps)}
 
         def plain(leaf: Any) -> Any:
             if isinstance(leaf, View):
@@ -190,10 +186,10 @@ class Player:
         stream = step.op.stream
         if stream is not None and step.before is not None:
             self._go_to(stream, step.before)
-            self._drew[stream] = step.index
+            self._drew[stream] = step.at
         self._compute(step.op) if step.computes else self._call(step.op)
         if stream is not None and step.saves:
-            self._saved[step.index] = self._generators[stream].get_state()
+            self._saved[step.at] = self._generators[stream].get_state()
         self._take(step)
 
     def _take(self, step: Step) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from shardkit import _torch
+from shardkit._torch.states import with_state_dict_metadata
 from shardkit.ranks import groups_of, together
 from shardkit.state.boxes import ModelGroup, gather, model_group
 from shardkit.state.names import ModelState, check_scales, first_names, model_state, refuse_meta
@@ -123,4 +123,4 @@ def _checked(model: nn.Module, call: str, rank0_only: bool, dtype: torch.dtype |
 def _in_order(tensors: Mapping[str, Tensor], state: ModelState) -> dict[str, Tensor]:
     values = {**tensors, **state.others}
     ordered = OrderedDict((name, values[name]) for name in state.order)
-    return _torch.with_state_dict_metadata(ordered, dict(state.metadata))  # type: ignore[no-any-return]
+    return with_state_dict_metadata(ordered, dict(state.metadata))  # type: ignore[no-any-return]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardkit import _torch
+from shardkit._torch import named_sharded_parameters
+from shardkit._torch.states import state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module
 
@@ -69,7 +70,7 @@ def model_state(model: nn.Module) -> ModelState:
     state = dict(zip(names, found.values(), strict=True))
     tensors = {n: value for n, value in state.items() if isinstance(value, Tensor) and not is_extra(n)}
     others = {name: value for name, value in state.items() if name not in tensors}
-    metadata = {clean_name(name): entry for name, entry in _torch.state_dict_metadata(found).items()}
+    metadata = {clean_name(name): entry for name, entry in state_dict_metadata(found).items()}
     return ModelState(tensors, others, tuple(names), metadata)
 
 
@@ -89,7 +90,7 @@ def trainable_state(state: ModelState) -> ModelState:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return each parameter's first clean FQN, also where an unsharded one is registered in its place."""
-    return {param: clean_name(name) for name, param in _torch.named_sharded_parameters(model)}
+    return {param: clean_name(name) for name, param in named_sharded_parameters(model)}
 
 
 def repeated(names: Iterable[str]) -> list[str]:

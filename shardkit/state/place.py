@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import is_wrapper, local_tensor
+from shardkit._torch import local_tensor
+from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
 from shardkit.meta.shards import install, target_device

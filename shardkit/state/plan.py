@@ -163,15 +163,3 @@ def rename(name: str, key_map: KeyMap | None) -> str | None:
         if count:
             return new
     return name
-
-
-# Until nobody imports these.
-
-
-def exactly(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether the dtypes are equal: no conversion."""
-    return have == want
-
-
-def check_key_map(key_map: KeyMap | None, error: type[ShardkitError]) -> None:
-    """Do nothing: re raises for bad patterns, and unpacking for what are no pairs."""

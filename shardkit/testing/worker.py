@@ -231,7 +231,7 @@ def _find(call: Call) -> Callable[..., Any]:
     if found is None:
         rule, fix = "Ranks import the module and look the function up by name", "Define it where importing defines it"
         raise ShardkitError(message(f"{call.module}.{call.name}", f"is not found in {call.file}", rule, fix))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def call_stack(seat: Seat) -> str:

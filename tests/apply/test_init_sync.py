@@ -23,7 +23,7 @@ from shardkit import (
     shard_like_fsdp1,
     shard_model,
 )
-from shardkit._torch import FakeTensorMode
+from shardkit._torch.dispatch import FakeTensorMode
 from shardkit.apply import init_sync
 from shardkit.testing import assert_same_on_all_ranks, distributed, fake_world
 

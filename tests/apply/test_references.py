@@ -23,9 +23,14 @@ class Pair(NamedTuple):
     second: int
 
 
+def closure(weight: Tensor) -> Callable[[], Tensor]:
+    return lambda: weight
+
+
 # How a module may hold a parameter: what it holds, and how it reads the parameter from that.
 FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "list": (lambda w: [w], lambda held: held[0]),
+    "closure": (closure, lambda held: held()),
     "dict": (lambda w: collections.OrderedDict(a=w), lambda held: held["a"]),
     "tuple": (lambda w: (w, w), lambda held: held[1]),
     "named tuple": (lambda w: Pair(w, 1), lambda held: held.first),

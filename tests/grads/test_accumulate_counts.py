@@ -80,19 +80,6 @@ def test_ties_recomputation_offload_and_ignored_parameters() -> None:
     count(model, ignored_params=[model.norm.weight, *model.layers[1].parameters()])
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_kept_unsharded_each_unit_is_gathered_once_and_reduced_once(micro_batches: int) -> None:
-    """A row of the issue's figures."""
-    with fake_world(8):
-        model = Decoder()
-        plan = plan_model(model)
-        apply_plan(model, plan)
-        units = len([unit for unit in plan.units if unit.params])
-        with comm_counts() as counted:  # the very first step, too
-            micro_steps(model, micro_batches, keep_unsharded=True)
-    assert counted == Collectives(all_gathers=units, reduce_scatters=units)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_root_left_to_torch_in_its_first_step_and_the_next(options: dict[str, bool]) -> None:
     """torch decides at the first forward that a root does not reshard; until then it looks as if it did."""

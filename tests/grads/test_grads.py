@@ -54,15 +54,6 @@ def test_norm_and_gradients_equal_the_unsharded_ones(mesh, p, offload):
 
 
 @distributed(world_size=4, backend="gloo")
-def test_integer_gradients_give_the_exact_norm():
-    net = sharded_net((4,))
-    full = give_grads(net, integers=True)
-    norm = clip_grad_norm_(net, math.inf, 1.0)
-    assert norm.item() == exact_norm(full, 1.0)  # integers below 2**24: every partial sum is exact
-    assert all(torch.equal(g, full[name]) for name, g in full_grads(net).items())
-
-
-@distributed(world_size=4, backend="gloo")
 def test_after_a_real_backward_it_is_torchs_norm_of_the_plain_model():
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -229,14 +220,6 @@ def test_a_rank_without_gradients_joins(p):
 
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
-def test_no_gradient_anywhere_is_zero(p):
-    norm = clip_grad_norm_(sharded_net((2, 2)), 1.0, p, error_if_nonfinite=True)
-    assert type(norm) is torch.Tensor
-    assert norm.item() == 0.0
-
-
-@pytest.mark.parametrize("p", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @distributed(world_size=4, backend="gloo")
 def test_nonfinite_on_one_rank_is_seen_and_raised_on_all(value, p):
@@ -320,13 +303,6 @@ def test_a_plain_model_gets_torchs_norm_to_the_bit(p, dtype):
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
         assert mine.grad is None or torch.equal(mine.grad, other.grad)
-
-
-def test_a_repeated_parameter_counts_and_scales_once():
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    assert clip_grad_norm_([weight, weight], 1.0).item() == 5.0
-    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]) * (1.0 / torch.tensor(5.0 + 1e-6)))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardkit import ShardkitError, demo
 from shardkit.__main__ import main
 from shardkit.demo import train
-from shardkit.demo.model import ByteTransformer, load_text, micro_batch
-from shardkit.demo.train import Job, Run, compare, compare_resumed
+from shardkit.demo.model import ByteTransformer, load_text
+from shardkit.demo.train import Run, compare, compare_resumed
 from shardkit.testing import RankPool, distributed
 
 
@@ -147,39 +147,10 @@ def test_nan_never_passes(ranks):
 # --- Its parts ------------------------------------------------------------------------------------------------------
 
 
-def test_the_model_sees_no_later_byte():
-    torch.manual_seed(0)
-    model = ByteTransformer(dim=16, num_layers=2, num_heads=2, context=8)
-    tokens = torch.randint(256, (2, 8))
-    changed = tokens.clone()
-    changed[:, 5] += 1
-    before, after = model(tokens), model(changed % 256)
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 5:], after[:, 5:])
-
-
-def test_micro_batches_are_pieces_of_the_text_and_differ_by_number():
-    text = load_text()
-    assert bytes(text[:1000].tolist()).isascii()
-    batch = micro_batch(text, 7, sequences=3, context=20)
-    assert batch.shape == (3, 21)
-    assert batch.dtype == torch.int64
-    assert all(bytes(row.tolist()) in bytes(text.numpy()) for row in batch)
-    assert torch.equal(batch, micro_batch(text, 7, 3, 20))
-    assert not torch.equal(batch, micro_batch(text, 8, 3, 20))
-
-
 def test_a_python_without_sources_is_refused(tmp_path):
     (tmp_path / "small.py").write_text("x = 1\n")
     with pytest.raises(ShardkitError, match=r"demo needs at least 100,000 bytes .* has 6"):
         load_text(tmp_path)
-
-
-def test_rank_0_writes_to_the_folder_of_a_job(tmp_path, capsys):
-    Job(1, 20, folder=tmp_path).say("one")
-    Job(1, 20).say("two")
-    assert (tmp_path / "output").read_text() == "one\n"
-    assert capsys.readouterr().out == "two\n"
 
 
 @pytest.mark.parametrize(
@@ -192,9 +163,8 @@ def test_rank_0_writes_to_the_folder_of_a_job(tmp_path, capsys):
             ["demo", "--steps", "300", "--ranks", "3", "--device", "cpu"],
             {},
             1,
-            "--steps is 300 on 3 ranks. Gradients are",
+            "--steps is 300, and gradients on 3 ranks are",
         ),
-        (["demo"], {"RANK": "0"}, 1, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set too"),
         pytest.param(
             ["demo", "--device", "cuda"],
             {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import threading
@@ -116,6 +117,7 @@ class Remembering(nn.Module):
         self.register_buffer("running", torch.zeros(()))
         self.total = torch.zeros(())
         self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)  # not to be copied
+        self.register_forward_hook(functools.partial(lambda lock, *_: None, threading.Lock()))
         inner = self.model.forward
         self.model.forward = lambda tokens: inner(tokens) * 2  # type: ignore[method-assign]
 

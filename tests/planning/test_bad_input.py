@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from refusals import refused
 from small_models import Block, Decoder, step
@@ -322,14 +321,3 @@ def test_optimizer_built_before_sharding() -> None:
         with pytest.raises(ShardkitError, match="optimizer holds 22"):
             check_optimizer(optimizer, model)
         check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-
-def test_half_set_torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Decoder()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    for name in ("WORLD_SIZE", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with refused(model, "WORLD_SIZE, MASTER_PORT must be set too, since RANK is", "torchrun"):
-        shard_model(model)
-    assert not dist.is_initialized()

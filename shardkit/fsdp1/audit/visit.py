@@ -31,6 +31,7 @@ OTHERS = {  # by the first and the last name of the path
     "torch load_sharded_optimizer_state_dict": Row("decision", "use the function of shardkit.state of the same name"),
 }
 _READ = MEMBERS | ATTRIBUTES
+_FULL_PARAMS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")
 _UNSEEN = Row("decision", "its arguments are not in this call")
 
 
@@ -311,7 +312,10 @@ class _Visitor(ast.NodeVisitor):
                 return _UNSEEN
             given = {each: self._text(value) for each, value in _bound(name, node).items()}
             fields |= given | {"model": given.get("module", given.get("model", "model"))}
-            row = row._replace(use=row.use if method != "summon_full_params" else _full_params(fields["model"], given))
+            if method == "summon_full_params":  # FSDP1's default of writeback is True
+                kept = {"writeback": "True"} | {name: given[name] for name in _FULL_PARAMS if name in given}
+                shown = [fields["model"], *(f"{name}={text}" for name, text in kept.items() if text != "False")]
+                row = row._replace(use=f"full_params({', '.join(shown)})")
         values = (*node.args, *(each.value for each in node.keywords))
         if name.endswith("StateDictConfig") and not all(isinstance(each, ast.Constant) for each in values):
             row = row._replace(support="decision", sentence=f"rank0_only is not known here; {row.sentence}")
@@ -334,12 +338,6 @@ def _worst(rows: list[Row]) -> Row:
     """Return the worst support of some rows, with all their sentences."""
     support = max(["mapped", *(row.support for row in rows)], key=list(SUPPORT).index)
     return Row(support, "; ".join(dict.fromkeys(row.sentence for row in rows)))
-
-
-def _full_params(model: str, given: dict[str, str]) -> str:
-    settings = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")  # FSDP1's default of writeback is True
-    kept = {name: text for name, text in ({"writeback": "True"} | given).items() if name in settings}
-    return f"full_params({', '.join([model, *(f'{name}={text}' for name, text in kept.items() if text != 'False')])})"
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardkit.fsdp1.configs.keys import BY_CLASS, CONTEXT, ROOT_ONLY, SPLIT, TILES, VERSION, read_axes, read_fsdp
+from shardkit.fsdp1.configs.accelerate import BY_CLASS, CONTEXT, ROOT_ONLY, SPLIT, TILES, VERSION, read_axes, read_fsdp
 from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, RANKS, Key, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Ranks, Target
 from shardkit.fsdp1.configs.transformers import OTHERS, TRAINER, WORDS, read_precision, read_strategy

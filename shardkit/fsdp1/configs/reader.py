@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.replacements import Support
 
 _FALSE = ("false", "no", "off", "0")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardkit.fsdp1.configs.keys import SPLIT, TILES
+from shardkit.fsdp1.configs.accelerate import SPLIT, TILES
 from shardkit.fsdp1.configs.reader import BOOLEAN, DTYPE, NAMES, NUMBER, RANKS, Key, Reader, Table, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.plan import MeshSpec

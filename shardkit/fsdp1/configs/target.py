@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit

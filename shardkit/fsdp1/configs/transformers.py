@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit.fsdp1.configs.keys import BY_CLASS, BY_SIZE, COMPILE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
+from shardkit.fsdp1.configs.accelerate import BY_CLASS, BY_SIZE, COMPILE, ROOT_ONLY, STRATEGIES, VERSION, read_fsdp
 from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, Answer, Kind, Reader, Table, given
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy

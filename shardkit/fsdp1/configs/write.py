@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from shardkit.errors import listing
 from shardkit.fsdp1.configs.target import Reading, Target, has_vision_encoder
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.replacements import Support
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._fsdp.fsdp1 import is_sharded_tensor
-from shardkit._torch import tree_map
+from shardkit._torch.dispatch import tree_map
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.errors import Unavailable

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardkit import _torch
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
+from shardkit._torch import local_tensor
+from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import message
 from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError
 from shardkit.fsdp1.dropin.record import WRAPPED, record_of, wrappers_of, wrappers_or_refuse
@@ -134,10 +135,10 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, keep_vars: boo
     if wants_live():
         return nn.Module.state_dict(wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars)
     found = _by_settings(wrapper)
-    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in _torch.state_dict_metadata(found).items()}
+    metadata = {f"{prefix}{name}".rstrip("."): each for name, each in state_dict_metadata(found).items()}
     destination = OrderedDict() if destination is None else destination
     destination.update((prefix + name, value) for name, value in found.items())
-    return _torch.with_state_dict_metadata(destination, {**_torch.state_dict_metadata(destination), **metadata})
+    return with_state_dict_metadata(destination, {**state_dict_metadata(destination), **metadata})
 
 
 def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _by_settings(wrapper: nn.Module) -> dict[str, Any]:
 
 def copied(value: Tensor, device: torch.device | None) -> Tensor:
     """Return a copy of a tensor, sharded or not, on the device, or where it is. Local."""
-    local = _torch.local_tensor(value) if isinstance(value, DTensor) else value.detach()
+    local = local_tensor(value) if isinstance(value, DTensor) else value.detach()
     local = local.detach().to(device or local.device, copy=True)
     return as_sharded(local, value) if isinstance(value, DTensor) else local
 
@@ -206,16 +207,14 @@ def _before_load(
         reshard(wrapper)  # otherwise values would go into full parameters, which resharding throws away
     with live_tensors():
         live = nn.Module.state_dict(wrapper, keep_vars=True)
-    names = {clean_name(name): name for name in live}
-    for name in given:
-        value, found = state_dict[name], names.get(clean_name(name.removeprefix(prefix)))
-        if found is not None:
-            value = part_of(value, live[found])
-            if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
-                value = copied(value, None)  # as a view of the full tensor it would keep that alive
-            state_dict[prefix + found] = value
-            if prefix + found != name:
-                del state_dict[name]
+    offered = {clean_name(name.removeprefix(prefix)): name for name in given}
+    for found, tensor in live.items():  # in the model's order, which is the same on all ranks
+        if (name := offered.get(clean_name(found))) is None:
+            continue
+        value = part_of(state_dict.pop(name), tensor)
+        if metadata.get("assign_to_params_buffers", False) and isinstance(value, DTensor):
+            value = copied(value, None)  # as a view of the full tensor it would keep that alive
+        state_dict[prefix + found] = value
 
 
 def _after_load(wrapper: nn.Module, keys: Any) -> None:
@@ -237,8 +236,8 @@ def part_of(value: Any, like: Any) -> Any:
     # A mesh that was read from a file has no groups, so meshes are compared by their ranks.
     alike = isinstance(value, DTensor) and value.placements == like.placements
     if alike and torch.equal(value.device_mesh.mesh, like.device_mesh.mesh):
-        return as_sharded(_torch.local_tensor(value), like)
-    return as_sharded(local_part(whole_of(value), like).to(_torch.local_tensor(like).device), like)
+        return as_sharded(local_tensor(value), like)
+    return as_sharded(local_part(whole_of(value), like).to(local_tensor(like).device), like)
 
 
 def whole_of(value: Any) -> Any:

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import own_parameters
 from shardkit._fsdp.fsdp1 import set_local
-from shardkit._torch import local_tensor, plain_attributes, tree_leaves, with_local
+from shardkit._torch import local_tensor, plain_attributes
+from shardkit._torch.dispatch import tree_leaves
+from shardkit._torch.states import with_local
 from shardkit.errors import TranslationError, message
 
 _DATA: Any = Tensor.data
@@ -140,7 +142,7 @@ def as_dtensors(params: Iterable[Any], stepping: bool | None = None) -> None:
     _stepping = _stepping if stepping is None else stepping
     for param in params:
         if type(param.grad) is Gradient:
-            param.grad.__class__ = DTensor
+            param.grad.__class__ = DTensor  # type: ignore[assignment]
 
 
 def as_gradients(params: Iterable[Any]) -> None:

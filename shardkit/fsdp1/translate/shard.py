@@ -21,7 +21,7 @@ from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, me
 from shardkit.apply.shard import agree_on_plan, carry_out, given_plan
 from shardkit.apply.validate import check_fit
 from shardkit.errors import TranslationError, listing, message
-from shardkit.fsdp1.translate.notes import Note
+from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.strategy import groups_to_agree
 from shardkit.meta import is_recorded, materialize
 from shardkit.plan import ShardingPlan, ShardUnit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -102,15 +101,8 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
     return ranks_per_node
 
 
-@dataclass(frozen=True)
-class Place:
-    """The mesh of a translation.
-
-    Attributes:
-        spec: its shape, in ranks, and axis names.
-        device_mesh: the given mesh, if FSDP2 can use it.
-        groups: the groups to make a mesh of, as for ``Translation.process_groups``.
-    """
+class Place(NamedTuple):
+    """The mesh of a translation: its shape; the given mesh, if FSDP2 can use it; or the groups to make a mesh of."""
 
     spec: MeshSpec
     device_mesh: DeviceMesh | None = None
@@ -132,14 +124,11 @@ def place_of(
     if process_group is not None and device_mesh is not None:
         raise _error("device_mesh", "is given together with process_group, and each defines the mesh", "Pass one")
     if device_mesh is not None:
-        place = _of_mesh(strategy, device_mesh)
-    elif process_group is not None:
-        place = _of_groups(strategy, process_group)
-    else:
-        size = spec_of(None).size if world_size is None else world_size
-        return Place(resolve_strategy(strategy, size, ranks_per_node).mesh)
-    _check_sizes(strategy, place.spec, ranks_per_node, world_size)
-    return place
+        return _of_mesh(strategy, device_mesh)
+    if process_group is not None:
+        return _of_groups(strategy, process_group)
+    size = spec_of(None).size if world_size is None else world_size
+    return Place(resolve_strategy(strategy, size, ranks_per_node).mesh)
 
 
 def groups_to_agree(process_group: Any, device_mesh: Any) -> Groups:
@@ -193,10 +182,6 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     if not hybrid:
         return _of_group(strategy, groups[0])
     shard, replicate = groups
-    shared = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
-    if shared != {dist.get_rank()}:
-        problem = f"is a shard and a replicate group that share the ranks {sorted(shared)}, not only this rank"
-        raise _error("process_group", problem, "Make them with dist.new_subgroups, or pass a device_mesh")
     return Place(MeshSpec.hybrid(replicate.size(), shard.size()), groups=(replicate, shard))
 
 
@@ -204,15 +189,6 @@ def _of_group(strategy: ShardingStrategy, group: dist.ProcessGroup) -> Place:
     """Return the mesh of one group; NO_SHARD adds a shard axis of size 1."""
     spec = resolve_strategy(strategy, group.size()).mesh
     return Place(spec) if group == dist.group.WORLD else Place(spec, groups=(group,))
-
-
-def _check_sizes(strategy: ShardingStrategy, spec: MeshSpec, per_node: int | None, world_size: int | None) -> None:
-    for name, given, found in (("ranks_per_node", per_node, spec.shard_size), ("world_size", world_size, spec.size)):
-        matters = name == "world_size" or strategy.name in HYBRID
-        if given is not None:
-            check_ranks(name, given)
-        if given is not None and matters and given != found:
-            raise _error(name, f"is {given}, but the mesh or process group has {found} ranks", f"Remove {name}")
 
 
 def _check_member(argument: str, inside: bool) -> None:

@@ -8,10 +8,7 @@ from shardkit.__main__ import main
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "files").iterdir())
-REFUSED = sorted((HERE / "refused").iterdir())
-WORLD = {"axolotl_fsdp1": 16, "axolotl_fsdp2": 16, "transformers": 16, "transformers_args": 16, "roll": 16}
-GOLDEN = [HERE / "files" / name for name in ("accelerate_fsdp1.yaml", "axolotl_fsdp2_nd.yaml", "roll_pipeline.yaml")]
-GOLDEN += [HERE / "files" / "transformers_args.json"]
+WORLD = {"transformers_args": 16}
 
 
 def golden(file: Path) -> Path:
@@ -30,5 +27,5 @@ def translated(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    for each in GOLDEN:
+    for each in FILES:
         golden(each).write_text(translated(each))

@@ -9,7 +9,7 @@ from small_models import Decoder
 
 from shardkit import PlanError
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import accelerate, axolotl, from_config, keys, read_config, roll, transformers
+from shardkit.fsdp1.configs import accelerate, axolotl, from_config, read_config, roll, transformers
 from shardkit.fsdp1.configs.target import Ranks
 from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
 from shardkit.replacements import SUPPORT
@@ -79,7 +79,7 @@ def test_wrong_values_are_errors_that_name_the_key_or_are_not_looked_at(name, da
 
 
 def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
-    modules = (keys, accelerate, transformers, axolotl, roll)
+    modules = (accelerate, transformers, axolotl, roll)
     names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
     assert len(names) > 12
     for module, name in names:

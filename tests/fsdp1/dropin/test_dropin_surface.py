@@ -45,7 +45,6 @@ def test_what_fsdp1_refuses_is_refused():
         ({"ignored_modules": [model[0]], "ignored_states": [model[2]]}, "Cannot pass both ignored_modules and ignored"),
         ({"ignored_states": [model[0], model[2].weight]}, r"list elements but got types \[<class 'torch.nn.modules"),
         ({"ignored_modules": [model[2].weight]}, "ignored_modules expects nn.Module list elements"),
-        ({"param_init_fn": 3}, "to be callable"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "requires explicit specification of process group or d"),
         (
             {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": dist.group.WORLD},

@@ -2,7 +2,6 @@
 
 import builtins
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from small_models import Decoder
 from shardkit.__main__ import main
 from shardkit.fsdp1.configs import read_config
 from shardkit.fsdp1.configs.target import Ranks
-from shardkit.planning.named import named_model
 from shardkit.testing import fake_world
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "files"
@@ -163,19 +161,3 @@ def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, mo
     assert run(FSDP1) == 1
     assert "PyYAML is not installed. pip install pyyaml" in capsys.readouterr().err
     assert run(config_file(tmp_path, distributed_type="FSDP")) == 0
-
-
-def test_the_model_is_built_on_meta():
-    assert {param.device.type for param in named_model("small_models:Decoder").parameters()} == {"meta"}
-
-
-def test_it_is_a_command(tmp_path, monkeypatch, capsys):
-    """``python -m shardkit``, without a new process: tests/house/test_demo.py has one."""
-    file = config_file(tmp_path, fsdp="no_shard", num_train_epochs=1)
-    monkeypatch.setattr(sys, "argv", ["shardkit", "translate", str(file), "--world", "4"])
-    monkeypatch.delitem(sys.modules, "shardkit.__main__")  # runpy warns of a module that was imported before it runs
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("shardkit", run_name="__main__", alter_sys=True)
-    shown = capsys.readouterr()
-    assert (end.value.code, shown.err) == (0, "")
-    assert "distributed_type: MULTI_GPU" in shown.out

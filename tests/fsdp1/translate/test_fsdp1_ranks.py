@@ -82,13 +82,10 @@ def test_groups_that_do_not_fit_are_refused():
         "together with process_group": {"process_group": shard, "device_mesh": line},
         "ProcessGroup, ProcessGroup for FULL_SHARD": {"process_group": (shard, replicate)},
         "ProcessGroup for HYBRID_SHARD": {"process_group": shard, "sharding_strategy": 4},
-        "share the ranks": {"process_group": (shard, shard), "sharding_strategy": 4},
         "str for FULL_SHARD": {"process_group": "world"},
         r"shape \(4,\), but HYBRID_SHARD": {"device_mesh": line, "sharding_strategy": 4},
         r"shape \(2, 2\), but SHARD_GRAD_OP": {"device_mesh": hybrid_mesh(), "sharding_strategy": 2},
         "device_mesh must be a DeviceMesh, got a list": {"device_mesh": [0, 1]},
-        "ranks_per_node is 4, but": {"device_mesh": hybrid_mesh(), "sharding_strategy": 4, "ranks_per_node": 4},
-        "world_size is 3, but": {"process_group": shard, "world_size": 3},
     }.items():
         model = Decoder()
         before = snapshot(model)
