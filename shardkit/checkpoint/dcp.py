@@ -66,7 +66,8 @@ class DcpDirectory:
         specs = found.state_dict_metadata.items()
         plain: dict[str, Any] = {key: None for key, each in specs if isinstance(each, torchs.BytesStorageMetadata)}
         self._load(plain)
-        leaves = plain | {k: Stored(each.properties.dtype, each.size, k) for k, each in specs if k not in plain}
+        tensors = ((key, each) for key, each in specs if isinstance(each, torchs.TensorStorageMetadata))
+        leaves = plain | {key: Stored(each.properties.dtype, each.size, key) for key, each in tensors}
         try:
             tree = _nested(leaves, getattr(found, "planner_data", None) or {})
             self.contents: Contents = contents_of(tree, str(directory))

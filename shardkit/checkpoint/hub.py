@@ -152,10 +152,6 @@ class Group:
             if values.numel():
                 values.copy_(inside(made[name], lies, box))
 
-    def bytes_read(self, parts: Mapping[str, Part], specs: Mapping[str, Spec]) -> int:
-        """Return the bytes of the sources that :meth:`load` reads."""
-        return sum(specs[source].bytes for source, _ in self._of_rows(self.rows_of(parts)))
-
 
 def _grouped(converters: list[Any], named: Iterable[tuple[str, str, str]], model: Any) -> dict[str, Group]:
     """Return groups by their first target, of tensors with that and the converter's pattern."""
@@ -256,28 +252,22 @@ class HubFiles:
         parts = {name: part_of(target) for name, target in wanted.items()}
         jobs = [(self._found[self._renamed[name]], part) for name, part in parts.items() if name in self._renamed]
         groups = [(group, {n: parts[n] for n in group.targets if n in parts}) for group in self._groups]
-        total = sum(part.numel() * at.entry.dtype.itemsize for at, (part, _) in jobs)
-        meter = Meter(progress, total + sum(group.bytes_read(own, self._specs) for group, own in groups if own))
-
-        def read(source: str) -> Tensor:
-            at = self._found[source]
-            full = torch.empty(at.entry.shape, dtype=at.entry.dtype)
-            read_parts([(at, (full, full_box(full.shape)))])
-            meter.add(full.nbytes)
-            return full
-
-        done = 0
-
-        def add(count: int, _: int) -> None:
-            nonlocal done
-            meter.add(count - done)
-            done = count
-
-        read_parts(jobs, add)
+        first = sum(part.numel() * at.entry.dtype.itemsize for at, (part, _) in jobs)
+        total = first + sum(values.nbytes for _, own in groups for values, _ in own.values())
+        read_parts(jobs, None if progress is None else lambda done, _: progress(done, total))
+        meter = Meter(progress, total)
+        meter.add(first)
         for group, own in groups:
             if own:
-                group.load(own, read)
+                group.load(own, self._read_full)
+                meter.add(sum(values.nbytes for values, _ in own.values()))
         torch.autograd.graph.increment_version(list(wanted.values()))
+
+    def _read_full(self, source: str) -> Tensor:
+        at = self._found[source]
+        full = torch.empty(at.entry.shape, dtype=at.entry.dtype)
+        read_parts([(at, (full, full_box(full.shape)))])
+        return full
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardkit.apply.mesh import ensure_process_group
 from shardkit.demo.train import MOST_STEPS, OUTPUT, Job, compare_resumed, is_exact, resume, train_and_compare
-from shardkit.errors import ShardkitError, message
+from shardkit.errors import ShardkitError
 from shardkit.memory.cli import positive
 from shardkit.testing import RankPool
 
@@ -63,19 +63,19 @@ def run(options: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ  # by torchrun
     job = Job(int(os.environ.get("WORLD_SIZE", 0)) or options.ranks or gpus or 2, options.steps)
+    problem, fix = "", "Leave it out"
     if options.device == "cuda" and not gpus:
-        raise ShardkitError(message("--device", "is cuda, and torch sees no GPU", "", "Leave it out to use the CPU"))
-    if launched and options.ranks not in (None, job.ranks):
-        raise ShardkitError(
-            message("--ranks", f"is {options.ranks}, and torchrun started {job.ranks}", "", "Leave it out")
-        )
-    if not launched and 0 < gpus < job.ranks:
-        problem, fix = f"is {job.ranks}, and torch sees {gpus} GPUs", f"Use --ranks {gpus} or --device cpu"
-        raise ShardkitError(message("--ranks", problem, "", fix))
-    if job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
-        problem = f"is {job.steps} {'on GPUs' if gpus else f'on {job.ranks} ranks'}"
-        rule = "Gradients are summed in another order than without sharding there, and the rounding grows step by step"
-        raise ShardkitError(message("--steps", problem, rule, f"Use at most {MOST_STEPS}"))
+        problem = "--device is cuda, and torch sees no GPU"
+    elif launched and options.ranks not in (None, job.ranks):
+        problem = f"--ranks is {options.ranks}, and torchrun started {job.ranks}"
+    elif not launched and 0 < gpus < job.ranks:
+        problem, fix = f"--ranks is {job.ranks}, and torch sees {gpus} GPUs", f"Use --ranks {gpus} or --device cpu"
+    elif job.steps > MOST_STEPS and not is_exact("cuda" if gpus else "cpu", job.ranks):
+        where = "GPUs" if gpus else f"{job.ranks} ranks"
+        problem = f"--steps is {job.steps}, and gradients on {where} are summed in another order than without sharding"
+        fix = f"Use at most {MOST_STEPS}, until which the rounding stays small"
+    if problem:
+        raise ShardkitError(f"{problem}. {fix}.")
     started = time.perf_counter()
     if not launched:
         holds = _on_ranks_of_our_own(job, gpus)

@@ -163,7 +163,8 @@ class GradScaler(UnscalingGradScaler):
 
     Args:
         device: of the loss; None is the accelerator's type, or "cpu" where there is none.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for torch's, in this order or by name.
+        args, kwargs: as for torch's, ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
+            ``enabled``.
 
     Example:
         >>> scaler = GradScaler()

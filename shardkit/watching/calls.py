@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,10 +12,9 @@ from typing import Any, NamedTuple
 from shardkit.errors import message
 
 TAIL = 1024  # calls in each record, the last ones
-EVERY, MARKS = 64, 64  # a record has digests of all calls after each so many, the last ones
 
 Record = Mapping[str, Any]  # what a rank publishes of itself
-NOTHING: Record = {"base": 0, "calls": [], "marks": [], "last": "none", "line": "", "left": False, "failed": False}
+NOTHING: Record = {"base": 0, "calls": [], "last": "none", "line": "", "left": False, "failed": False}
 
 
 class Calls:
@@ -24,25 +22,20 @@ class Calls:
 
     def __init__(self) -> None:
         self.moved = time.monotonic()  # when the last call was made
-        self._count, self._digest = 0, 0
-        self._tail, self._marks = deque[str](maxlen=TAIL), deque[tuple[int, int]](maxlen=MARKS)
-        self._lock = threading.Lock()
+        self.count, self._tail, self._lock = 0, deque[str](maxlen=TAIL), threading.Lock()
 
     def add(self, call: str) -> None:
         """Remember a call, in a microsecond."""
         with self._lock:
             self._tail.append(call)
-            self._count, self._digest = self._count + 1, zlib.crc32(call.encode(), self._digest)
-            if self._count % EVERY == 0:
-                self._marks.append((self._count, self._digest))
-            self.moved = time.monotonic()
+            self.count, self.moved = self.count + 1, time.monotonic()
 
     def record(self) -> dict[str, Any]:
-        """Return the last calls and the digests, JSON-ready."""
+        """Return the last calls, JSON-ready."""
         with self._lock:
-            calls, marks, base = list(self._tail), list(self._marks), self._count - len(self._tail)
+            calls, base = list(self._tail), self.count - len(self._tail)
         last, idle = calls[-1] if calls else "none", time.monotonic() - self.moved
-        return {"base": base, "calls": calls, "marks": marks, "last": last, "idle": idle}
+        return {"base": base, "calls": calls, "last": last, "idle": idle}
 
 
 class Difference(NamedTuple):
@@ -55,16 +48,6 @@ class Difference(NamedTuple):
     def is_certain(self) -> bool:
         """Whether ranks made different calls, rather than some of them none yet."""
         return len(set(self.calls.values()) - {None}) > 1
-
-
-def differ_before(records: Mapping[int, Record]) -> int | None:
-    """Return the call before which ranks differ by their digests, if that is before the last calls that all publish."""
-    marks = [dict(each["marks"]) for each in records.values()]
-    start = max(each["base"] for each in records.values())
-    for count in sorted(set.intersection(*map(set, marks))):
-        if len({each[count] for each in marks}) > 1:
-            return count if count <= start else None
-    return None
 
 
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
@@ -92,19 +75,11 @@ class Seen(NamedTuple):
         return 0.0 if self.record["left"] else self.record.get("idle", 0.0) + self.age
 
 
-def compose(seen: Mapping[int, Seen], difference: Difference | None, before: int | None = None) -> str:
-    """Return the report: a sentence in the form of errors, and a line for each group of all ranks. Pure.
-
-    Args:
-        seen: by rank.
-        difference: the first one, if it is known.
-        before: the call before which ranks differ, if their last calls do not reach back to it.
-    """
+def compose(seen: Mapping[int, Seen], difference: Difference | None) -> str:
+    """Return the report: a sentence in the form of errors, and a line for each group of all ranks. Pure."""
     idle = max(each.idle for each in seen.values())
     problems = [f"{named(ranks)} {gone}" for gone, ranks in _grouped(seen, lambda rank: seen[rank].gone) if gone]
-    if before is not None:
-        problems.append(f"ranks differ in a call before call {before}")
-    elif difference is not None and difference.is_certain:
+    if difference is not None and difference.is_certain:
         made = _grouped(difference.calls, lambda rank: difference.calls[rank] or "")
         each = ", ".join(f"{call} on {named(ranks)}" for call, ranks in made if call)
         problems.append(f"ranks differ in call {difference.number + 1}: {each}")

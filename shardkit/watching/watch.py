@@ -32,7 +32,7 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.worlds import store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
-from shardkit.watching.calls import NOTHING, Calls, Difference, Record, Seen, compose, differ_before, first_difference
+from shardkit.watching.calls import NOTHING, Calls, Difference, Record, Seen, compose, first_difference
 
 logger = logging.getLogger("shardkit")
 
@@ -266,20 +266,19 @@ class _Watch:
     def _compare(self, seen: Mapping[int, Seen]) -> None:
         """Report if calls differ, a rank is lost or no call is made, once the records say what each rank did then."""
         records = {rank: each.record for rank, each in seen.items()}
-        before, difference = differ_before(records), first_difference(records)
+        difference = first_difference(records)
         if difference is None or not difference.is_certain:  # what a lost rank called last is not known
             difference = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
-        if self._found is None and before is None and difference is not None and difference.is_certain:
+        if self._found is None and difference is not None and difference.is_certain:
             self._found = difference  # ranks that do not wait for each other soon leave it behind
-        difference, before = self._found or difference, None if self._found else before
-        certain = bool(self._found) or before is not None
+        difference, certain = self._found or difference, self._found is not None
         lost = any(each.gone for each in seen.values()) and any(each["failed"] for each in records.values())
         stalled = max(each.idle for each in seen.values()) >= self._after
         state = certain, lost, stalled and [each["base"] + len(each["calls"]) for each in records.values()]
         self._polls = self._polls + 1 if any(state) and state != self._reported else 0
         if self._polls > 3:
             self._reported, self._is_settled = state, certain
-            report = compose(seen, difference, before)
+            report = compose(seen, difference)
             logger.error(report)
             self._hear(report)
             self.team.broadcast(report)

@@ -21,7 +21,7 @@ from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.ranks import listeners, note
 from shardkit.testing import distributed, fake_world
-from shardkit.watching.calls import NOTHING, Calls, Seen, compose, differ_before, first_difference, named
+from shardkit.watching.calls import NOTHING, Calls, Seen, compose, first_difference, named
 from shardkit.watching.watch import watch_script
 
 # --- On ranks -------------------------------------------------------------------------------------------------------
@@ -140,20 +140,6 @@ def test_the_first_difference_is_found():
     assert difference.is_certain
     assert first_difference({0: records[0], 1: records[0]}) is None
     assert not first_difference({0: records[0], 2: records[2]}).is_certain
-
-
-def test_digests_tell_that_older_calls_differ():
-    same, other = (made("a", rounds=700) for _ in range(2))
-    same.add("b"), other.add("x")
-    assert first_difference({0: same.record(), 1: other.record()}) == (700, {0: "b", 1: "x"})
-    for each in (same, other):
-        for _ in range(1500):
-            each.add("a")
-    records = {0: same.record(), 1: other.record()}
-    assert (first_difference(records), differ_before(records)) == (None, 704)
-    assert differ_before({0: records[0], 1: records[0]}) is None
-    seen = {rank: Seen(each | {"line": "", "left": False}) for rank, each in records.items()}
-    assert compose(seen, None, 704).startswith("watch: ranks differ in a call before call 704. ")
 
 
 def test_a_rank_that_never_came_is_said():
