@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -17,39 +17,28 @@ Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for 
 
 
 def local_box(like: DTensor) -> Box:
-    """Return the part of the full tensor that this rank holds. Local, pure; replicas have the same box.
-
-    Each axis splits like torch.chunk. Strided placements are applied last: there FSDP2 sharded what another mesh axis
-    (tensor parallelism) had sharded before (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). Partial
-    placements count as the full tensor.
-    """
+    """Return the part of the full tensor that this rank holds. Local, pure; replicas have the same box."""
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside its parameters' mesh"
     return box_at(like, tuple(coordinate))
 
 
-def box_at(like: DTensor, coordinate: tuple[int, ...], axes: Iterable[int] | None = None) -> Box:
-    """Return the box of the rank at ``coordinate`` of the mesh if only ``axes`` shard (None: all of them)."""
-    order = cutting_order(like, range(len(coordinate)) if axes is None else axes)
-    dims = {axis: getattr(like.placements[axis], "dim", None) for axis in order}
-    cuts = [(dim, like.device_mesh.size(axis), coordinate[axis]) for axis, dim in dims.items() if dim is not None]
-    return cut_box(like.shape, cuts)
+def box_at(like: DTensor, coordinate: tuple[int, ...]) -> Box:
+    """Return the box of the rank at ``coordinate`` of the mesh. Local, pure.
 
-
-def cut_box(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
-    """Return what is left of a full tensor by cuts of a dim into a number of parts, of which one is taken. Pure."""
-    box = [(0, size) for size in shape]
-    for dim, parts, index in cuts:
-        start, size = box[dim]
-        step = -(-size // parts)
-        skipped = min(step * index, size)
-        box[dim] = (start + skipped, min(step, size - skipped))
+    Each axis splits like torch.chunk. Strided placements are applied last: there FSDP2 sharded what another mesh axis
+    (tensor parallelism) had sharded before (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``). Partial
+    placements count as the full tensor.
+    """
+    box = [(0, size) for size in like.shape]
+    for axis in sorted(range(len(coordinate)), key=lambda axis: hasattr(like.placements[axis], "split_factor")):
+        dim = getattr(like.placements[axis], "dim", None)
+        if dim is not None:
+            start, size = box[dim]
+            step = -(-size // like.device_mesh.size(axis))
+            skipped = min(step * coordinate[axis], size)
+            box[dim] = (start + skipped, min(step, size - skipped))
     return tuple(box)
-
-
-def cutting_order(like: DTensor, axes: Iterable[int]) -> list[int]:
-    """Sort axes of the mesh into the order in which they shard the tensor: strided ones last."""
-    return sorted(axes, key=lambda axis: hasattr(like.placements[axis], "split_factor"))
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
@@ -93,7 +82,7 @@ def wrapped_as(memory: Tensor, like: Tensor) -> Tensor:
     return made
 
 
-def around(
+def dtensor_from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     """Return a DTensor of a local tensor, which stays on its device, such as offloaded to the CPU. Local.
@@ -107,12 +96,12 @@ def around(
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor with the placements of ``like`` and this local tensor, of any dtype and device. Local."""
-    return around(local, like.device_mesh, like.placements, like.shape, like.stride())
+    return dtensor_from_local(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a replicated DTensor, which stays on its device. Local."""
-    return around(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
+    return dtensor_from_local(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
 
 
 def is_first_replica(like: DTensor) -> bool:

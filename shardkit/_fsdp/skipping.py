@@ -16,7 +16,7 @@ from torch.distributed.utils import _apply_to_tensors
 from shardkit._torch import units_of
 
 
-class _Keep(torch.autograd.Function):
+class _GradEdge(torch.autograd.Function):
     """Return the first tensor; the others get gradients of zeros, so that backward reaches what made them.
 
     It saves a tensor, so that a recomputed forward that ends in it is recomputed before anything else in its backward.
@@ -35,10 +35,10 @@ class _Keep(torch.autograd.Function):
         return gradient, *map(torch.zeros_like, ctx.others)
 
 
-def keep(value: Tensor, *others: Tensor) -> Tensor:
+def add_grad_edge(value: Tensor, *others: Tensor) -> Tensor:
     """Return ``value``, from which backward also reaches ``others``, with zeros. Local."""
     tracked = [each for each in others if each.requires_grad] if torch.is_grad_enabled() else []
-    return _Keep.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
+    return _GradEdge.apply(value, *tracked) if tracked else value  # type: ignore[no-untyped-call]
 
 
 def modules_of(module: FSDPModule) -> tuple[nn.Module, ...]:

@@ -28,10 +28,6 @@ def no_modes() -> Iterator[None]:
         yield
 
 
-# What a __torch_dispatch__ sees of Tensor.to() with another dtype or device; no public name (torch 2.13 to 2.15).
-TO_COPY = torch.ops.aten._to_copy.default
-
-
 def schema(op: Any) -> Any:
     """Return the schema of an aten op, with the names of its arguments and which it writes to; no public access."""
     return op._schema

@@ -23,7 +23,7 @@ from shardkit.errors import ShardkitError, message
 from shardkit.optim.numbers import Changes, Numbers
 from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 from shardkit.ranks import all_gather_bytes, together
-from shardkit.shards import Box, around, local_box
+from shardkit.shards import Box, dtensor_from_local, local_box
 from shardkit.state.boxes import Batch, ModelGroup, copy_into, cut, holders, wire_device
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
@@ -327,9 +327,9 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
         if not isinstance(param, DTensor):
             return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=device)
         # With the strides of the whole: matrix products of another memory order round differently.
-        like = around(torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides)
+        like = dtensor_from_local(torch.empty(0, device="meta"), param.device_mesh, wanted, shape, strides)
         local = torch.empty([length for _, length in local_box(like)], dtype=leaf.dtype, device=device)
-        return around(local, param.device_mesh, wanted, shape, strides)
+        return dtensor_from_local(local, param.device_mesh, wanted, shape, strides)
 
     made = tree_map(stored, described)
     if held or leaves:

@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit._fsdp import not_compiled
 from shardkit._fsdp.skipping import (
+    add_grad_edge,
     apply_to_tensors,
     device_of,
     is_root,
-    keep,
     modules_of,
     pass_through,
     trained_parameters,
@@ -146,7 +146,7 @@ def _after_call(caller: SkippableUnit, module: nn.Module, args: Any, output: Any
     outputs = [each for each in _floating(output) if each.requires_grad]
     if outputs and _running and _running[-1].caller is caller:
         with _saved_by_itself():
-            _running[-1].reached.append(keep(outputs[0].new_zeros(()), *outputs))
+            _running[-1].reached.append(add_grad_edge(outputs[0].new_zeros(()), *outputs))
 
 
 def _saved_by_itself() -> AbstractContextManager[Any]:
@@ -243,7 +243,7 @@ def _stand_in(unit: SkippableUnit, made: list[Call], zero: Tensor) -> Tensor:
     with _running_in(unit, made, zero) as run:
         if unit.calls:
             run.reach(None)
-    return keep(zero, *run.pending, *trained_parameters(unit.module))
+    return add_grad_edge(zero, *run.pending, *trained_parameters(unit.module))
 
 
 def _depends(values: Any, zeros: list[Tensor]) -> Any:
@@ -253,7 +253,7 @@ def _depends(values: Any, zeros: list[Tensor]) -> Any:
         return values
     tensors = _floating(values)
     chosen = {id(each) for each in [each for each in tensors if each.requires_grad] or tensors[:1]}
-    return apply_to_tensors(lambda each: keep(each, *zeros) if id(each) in chosen else each, values)
+    return apply_to_tensors(lambda each: add_grad_edge(each, *zeros) if id(each) in chosen else each, values)
 
 
 def _mode(caller: SkippableUnit, inputs: Any) -> int:

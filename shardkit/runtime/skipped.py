@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import not_compiled
-from shardkit._fsdp.skipping import keep, modules_of, pass_through
+from shardkit._fsdp.skipping import add_grad_edge, modules_of, pass_through
 from shardkit.errors import ShardkitError, message
 from shardkit.runtime.skippable import is_skippable
 
@@ -43,7 +43,7 @@ def take_part(module: nn.Module, like: Tensor) -> Tensor:
     _check(module, like)
     if is_skippable(module):
         return like.new_zeros(())
-    return _walk(module, keep(like.new_zeros(()).detach(), like), set()).to(like.dtype)
+    return _walk(module, add_grad_edge(like.new_zeros(()).detach(), like), set()).to(like.dtype)
 
 
 def _check(module: nn.Module, like: Tensor) -> None:
@@ -72,7 +72,7 @@ def _walk(module: nn.Module, zero: Tensor, done: set[nn.Module]) -> Tensor:
 
 def _inside(modules: tuple[nn.Module, ...], zero: Tensor, done: set[nn.Module]) -> Tensor:
     for module in modules:
-        zero = keep(zero, *module.parameters(recurse=False))
+        zero = add_grad_edge(zero, *module.parameters(recurse=False))
         for child in module.children():
             zero = _walk(child, zero, done)
     return zero
