@@ -7,7 +7,6 @@ When a new torch breaks shardkit, look here first.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import operator
 import warnings
@@ -135,11 +134,3 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
         torch.distributed.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
-
-
-def __getattr__(name: str) -> Any:
-    for part in ("dispatch", "states", "steps", "worlds"):
-        found = getattr(importlib.import_module(f"{__name__}.{part}"), name, None)
-        if found is not None:
-            return found
-    raise AttributeError(name)

@@ -101,11 +101,6 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Run backward without reducing gradients, as the method of FSDP1 and DDP: ``accumulate(model, last=False)``.
 
     Put the forward inside as well. The first backward outside reduces everything accumulated. Local.
-
-    Example:
-        >>> with no_sync(model):
-        ...     loss_fn(model(first)).backward()
-        >>> loss_fn(model(second)).backward()
     """
     return accumulate(model, last=False)
 

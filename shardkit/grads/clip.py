@@ -43,8 +43,7 @@ def clip_grad_norm_(
     between ranks. Such meshes, and plain gradients, add the axes that replicate to the sum.
 
     Plain gradients beside sharded ones (``ignored_params``) count once, not once a rank: by the mean over the ranks of
-    their p-th power sum (for p = inf, by their maximum). If all ranks hold equal ones, the result is exact for a power
-    of two ranks, else within a rounding of float64.
+    their p-th power sum (for p = inf, by their maximum).
 
     Args:
         parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any devices. Prefer the

@@ -41,7 +41,9 @@ class Numbers:
                 where = f"group {place}" if isinstance(place, int) else place
                 problem = f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
                 rule = "Each rank steps some of the parameters, and such a number must not depend on which"
-                fix = "Step it on DTensors as it is, as Prodigy and D-Adaptation, or keep it in optimizer.state[param]"
+                fix = (
+                    "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in optimizer.state[param]"
+                )
                 raise ShardkitError(message("optimizer", problem, rule, fix))
 
     def write(self) -> None:

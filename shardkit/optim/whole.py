@@ -47,7 +47,7 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     Args:
         optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this call promises. Numbers
             in its groups and attributes, such as a count of steps, must change in the same way whichever parameters it
-            steps; the step raises if they do not, as of Prodigy and D-Adaptation, which step DTensors instead.
+            steps; the step raises if they do not, as with Prodigy and D-Adaptation.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
             first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
 

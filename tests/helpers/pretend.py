@@ -16,6 +16,7 @@ from pretend_ops import NAME, device, is_here, memory, register_operators
 from pretend_streams import Event, Stream, current_stream, poison, reset, synchronize, syncs, use
 from torch import Tensor
 
+from shardkit._torch.worlds import fake_store
 from shardkit.testing import fake_world
 
 _on = False
@@ -151,6 +152,8 @@ def _register() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         _registered.extend(register_operators())
+    fake_store()  # registers the backend
+    dist.Backend.backend_capability["fake"].append(NAME)
 
 
 def _join_group() -> None:

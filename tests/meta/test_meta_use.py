@@ -244,12 +244,23 @@ def test_sharding_inside_the_context():
 
 
 def test_an_initializer_that_raises_leaves_the_model():
-    model = build_sharded(net)
-    before = meta_state(model)
-    with pytest.raises(ShardkitError, match="rank 1: ZeroDivisionError"):
-        materialize(model, init=lambda module: 1 / 0)
-    assert meta_state(model) == before
-    materialize(model)
+    def draws_and_fails(module):
+        torch.rand(3)
+        raise ZeroDivisionError
+
+    torch.manual_seed(7)
+    plain = net().apply(scaled)
+    after = torch.get_rng_state()
+    for seed in (None, 7):
+        torch.manual_seed(7)
+        model = build_sharded(net)
+        before = meta_state(model)
+        with pytest.raises(ShardkitError, match="rank 1: ZeroDivisionError"):
+            materialize(model, init=draws_and_fails, seed=seed)
+        assert meta_state(model) == before
+        materialize(model, init=scaled, seed=seed)
+        assert differences(plain, model) == []
+        assert torch.equal(after, torch.get_rng_state())
 
 
 def test_another_thread_does_not_record_meanwhile():
