@@ -22,19 +22,23 @@ def owned(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, Part
 
     The lowest rank writes plain tensors; the first replica of each shard writes it, on the slice with the lowest rank.
     """
-    parts = {name: tensor for name, tensor in tensors.items() if _slice(tensor) == ranks[0]}
+    parts = {n: t for (n, t), lowest in zip(tensors.items(), _slices(tensors), strict=True) if lowest == ranks[0]}
     return {n: part_of(t) for n, t in parts.items() if not isinstance(t, DTensor) or is_first_replica(t)}
 
 
-def _slice(tensor: Tensor) -> int:
-    """Return the lowest rank of those that hold a tensor together."""
-    return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else own_rank()
+def _slices(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return for each tensor the lowest rank of those that hold it together."""
+    meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors.values()]
+    # Once for each mesh: torch 2.13 computes DeviceMesh.mesh anew each time.
+    lowest = {mesh: own_rank() if mesh is None else int(mesh.mesh.min()) for mesh in dict.fromkeys(meshes)}
+    return [lowest[mesh] for mesh in meshes]
 
 
 def copies(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Return the slice and the checksum of this rank's part, for each tensor that several slices have. Local."""
     several = {n: t for n, t in tensors.items() if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)}
-    return {n: (_slice(t), part_sum(*part_of(t), t.shape)) for n, t in several.items() if is_first_replica(t)}
+    found = zip(several.items(), _slices(several), strict=True)
+    return {n: (at, part_sum(*part_of(t), t.shape)) for (n, t), at in found if is_first_replica(t)}
 
 
 def check_copies(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> None:

@@ -50,6 +50,7 @@ class Content:
     optimizer: dict[str, Tensor]  # by path in the state
     rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
     plain: dict[str, Any]  # everything else, encoded
+    layouts: dict[str, Layout] = field(default_factory=dict)  # of safetensors files: model and optimizer
     random: dict[str, str] = field(default_factory=dict)  # this rank's generators
     quantized: bool = False  # whether optimizer state is quantized on this rank
     meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
@@ -200,9 +201,12 @@ def _collected(
         config="" if trainable_only else config_text(model),
     )
     laid_out(content.rest, "state")  # all of it is checked now
-    if format == "safetensors":
-        _layouts(content)
-    return content
+    return replace(content, layouts=_layouts(content, format))
+
+
+def _layouts(content: Content, format: str) -> dict[str, Layout]:
+    sections = {"model": content.model, "optimizer": content.optimizer} if format == "safetensors" else {}
+    return {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -211,18 +215,15 @@ def plain_values(tensor: Tensor) -> Tensor:
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-def _layouts(content: Content) -> dict[str, Layout]:
-    sections = {"model": content.model, "optimizer": content.optimizer}
-    return {name: laid_out(part, name) for name, part in sections.items() if part or name == "model"}
-
-
 def _staged(content: Content, model: nn.Module) -> Content:
     """Return it with copies in CPU memory. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
     flat = {f"{key}/{name}": tensor for key, part in sections.items() for name, tensor in part.items()}
     made = copies_of(model).copy(flat)
     copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
-    return replace(content, **copied)
+    laid = content.layouts.items()
+    layouts = {key: Layout({name: copied[key][name] for name in old.tensors}, old.files) for key, old in laid}
+    return replace(content, layouts=layouts, **copied)
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def commit_checkpoint(
     Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
     parts, and when it has written the rest, flushed and renamed.
     """
-    layouts = _layouts(content) if format == "safetensors" else {}
+    layouts = content.layouts or _layouts(content, format)  # a conversion has none yet
 
     def prepare(place: Path) -> None:
         create_files(place, [file for layout in layouts.values() for file in layout.files])
