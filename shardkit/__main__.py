@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shardkit.errors import ShardkitError
@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by ``arguments`` (by default ``sys.argv``) and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     named = [arguments[0]] if arguments and arguments[0] in COMMANDS else COMMANDS  # all of them for --help
-    options = _parser(named).parse_args(arguments)
+    about = (sys.modules["shardkit"].__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m shardkit", description=about)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name in named:
+        command: Command = importlib.import_module(COMMANDS[name])
+        command.add_parser(commands).set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
     except ShardkitError as error:
@@ -44,16 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells count
-
-
-def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
-    about = (sys.modules["shardkit"].__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m shardkit", description=about)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name in names:
-        command: Command = importlib.import_module(COMMANDS[name])
-        command.add_parser(commands).set_defaults(run=command.run)
-    return parser
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from benchmarks.scale.published import (
 )
 from benchmarks.scale.speed import HARDWARE, STRATEGIES, Hardware, ScalingRow, ScalingTable, scaling_table
 from shardkit.plan.types import nbytes
-from shardkit.planning.dims import held_bytes
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "scale_202611.md", ROOT / "docs" / "pictures" / "scale.png"
@@ -96,7 +95,7 @@ def scaled(name: str, hardware: Hardware = HARDWARE_REACHED) -> Scaled:
 
 def imbalance(row: ScalingRow) -> float:
     """The bytes of the fullest rank over an equal part."""
-    return held_bytes(row.plan) * row.mesh.shard_size / sum(spec.nbytes for spec in row.plan.params)
+    return row.plan.held_bytes() * row.mesh.shard_size / sum(spec.nbytes for spec in row.plan.params)
 
 
 def fits(row: ScalingRow) -> bool:
@@ -155,7 +154,13 @@ def every_row(model: Scaled) -> str:
     lines = []
     for row in model.table.rows:
         sent = row.time.traffic
-        line = [f"{row.ranks:,}", row.strategy, nbytes(held_bytes(row.plan)), f"{imbalance(row):.3f}", nbytes(row.peak)]
+        line = [
+            f"{row.ranks:,}",
+            row.strategy,
+            nbytes(row.plan.held_bytes()),
+            f"{imbalance(row):.3f}",
+            nbytes(row.peak),
+        ]
         line += ["yes" if fits(row) else "no", f"{sent.messages_in_node:,}", f"{sent.messages_between_nodes:,}"]
         line += [nbytes(round(sent.bytes_in_node)), nbytes(round(sent.bytes_between_nodes))]
         lines.append([*line, f"{row.time.total:.3g}", f"{row.time.exposed:.3g}", f"{TOKENS / row.time.total:,.0f}"])

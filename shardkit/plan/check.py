@@ -28,7 +28,8 @@ def _plain_data(plan: PlanData) -> Iterator[str]:
         yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
 
 
-def _children_first(plan: PlanData) -> Iterator[str]:
+def children_first(plan: PlanData) -> Iterator[str]:
+    """Yield an error for each module that would be sharded twice, or after a module around it."""
     if not plan.units or plan.units[-1].modules != ("",):
         fix = 'Make ShardUnit(modules=("",), ...) the last unit'
         yield message("units", "must end with the root, which is sharded last and alone", "", fix)
@@ -174,7 +175,7 @@ def tile_problems(plan: PlanData) -> dict[str, str]:
 
 _RULES = (
     _plain_data,
-    _children_first,
+    children_first,
     _every_param_once,
     _one_trainable_dtype,
     _something_to_shard,

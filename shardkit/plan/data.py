@@ -71,6 +71,15 @@ class PlanData:
             spec._replace(shape=(-(-spec.shape[0] // parts), *spec.shape[1:])) if spec.shape else spec for spec in specs
         ]
 
+    def held_bytes(self) -> int:
+        """The bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
+        held = sum(self.specs[fqn].nbytes for fqn in self.replicated if fqn in self.specs)
+        for unit in self.units:
+            dims, ranks = dict(unit.shard_dims), self.mesh_of(unit).shard_size
+            specs = self.split_specs(unit)
+            held += sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs)
+        return held
+
     def trains(self, unit: ShardUnit) -> bool:
         """Whether ``unit`` owns a parameter that trains."""
         return any(spec.trainable for spec in self.specs_of(unit))

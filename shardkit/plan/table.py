@@ -41,16 +41,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def _headline(plan: PlanData) -> str:
-    numel = sum(spec.numel for spec in plan.params)
-    per_rank = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
-    for unit in plan.units:
-        dims, ranks = dict(unit.shard_dims), plan.mesh_of(unit).shard_size
-        specs = plan.split_specs(unit)
-        per_rank += sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0))) for spec in specs)
-    return (
-        f"ShardingPlan: {count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}, "
-        f"{nbytes(per_rank)} of {nbytes(sum(spec.nbytes for spec in plan.params))} on each rank"
-    )
+    numel, size = sum(spec.numel for spec in plan.params), sum(spec.nbytes for spec in plan.params)
+    parameters = f"{count(numel)} parameters in {len(plan.units)} units on mesh {plan.mesh}"
+    return f"ShardingPlan: {parameters}, {nbytes(plan.held_bytes())} of {nbytes(size)} on each rank"
 
 
 def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
@@ -61,6 +54,7 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
     computes += f", reduces in {mp_policy['reduce_dtype']}" if "reduce_dtype" in mp_policy else ""
     trained = sorted({dtype_name(spec.dtype) for spec in specs if spec.trainable})
     frozen = sorted({dtype_name(spec.dtype) + " frozen" for spec in specs if not spec.trainable})
+    split = " x ".join(f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items())
     return [
         unit.name if len(units) == 1 else f"{unit.name} .. {units[-1].name}",
         count(sum(spec.numel for spec in specs)) + each if specs else "-",
@@ -72,14 +66,8 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
         "yes" if unit.checkpoint_activations else "",
         "yes" if unit.compile else "",
         ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
-        _mesh(plan, unit) if any(each.mesh for each in plan.units) else "",
+        f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(each.mesh for each in plan.units) else "",
     ]
-
-
-def _mesh(plan: PlanData, unit: ShardUnit) -> str:
-    """Return the mesh of a unit, and the axes over which the model has split its parameters."""
-    split = [f"{name}={size}" for name, size in plan.mesh.splits(unit.mesh).items()]
-    return f"{plan.mesh_of(unit)}{', split over ' if split else ''}{' x '.join(split)}"
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -152,9 +140,8 @@ def diff(plan: PlanData, other: PlanData) -> str:
 def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     """Return one string for each thing that two plans can differ in."""
     data = plan_to_dict(plan)
-    facts = {
-        name.replace("_", " "): str(data[name]) for name in ("prefetch", "ignored", "replicated", "forward_methods")
-    }
+    whole = ("prefetch", "ignored", "replicated", "forward_methods")
+    facts = {name.replace("_", " "): str(data[name]) for name in whole}
     facts |= {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}
     for unit, fields in zip(plan.units, data["units"], strict=True):
         if unit.name in shared:

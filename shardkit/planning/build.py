@@ -116,8 +116,7 @@ def plan_of(
     selections = _children_first(tree, selections)
     for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
         mesh = mesh if axis is None else mesh.sharded_from(axis)
-    if replicated is None:
-        replicated = tree.unshardable - left_alone
+    replicated = tree.unshardable - left_alone if replicated is None else replicated
     ownership = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
     refuse(split_problem(tree, fqn) for fqn in ownership.split)
     trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)

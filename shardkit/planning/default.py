@@ -8,10 +8,9 @@ from collections import Counter
 import torch.nn as nn
 
 from shardkit.plan import ancestors
-from shardkit.planning.called import is_called
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, is_called
 
 _MLP = re.compile(r"(MLP|Mlp|FeedForward)$")  # of a class
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -55,27 +54,18 @@ def find_mlps(tree: ModelTree) -> list[str]:
 def _find_blocks(tree: ModelTree) -> list[int]:
     """Return the model's repeated blocks, outermost only, in the model's order."""
     declared = set(getattr(tree.modules[0], "_no_split_modules", None) or ())
+    containers = [entry for entry, module in enumerate(tree.modules) if isinstance(module, _CONTAINERS)]
+    # A rank may have no token for an expert, and not call it.
+    experts = (entry for entry in containers if "expert" in tree.fqns[entry].rpartition(".")[2].lower())
+    inside = {below for entry in experts for below in tree.subtree(entry)}
+    paths = [item for entry in containers if entry not in inside for item in tree.children(entry)]
     # Each module once, also where the list repeats one, as in ModuleList([block] * 3).
-    paths = sorted((item for entry in _containers(tree) for item in tree.children(entry)), reverse=True)
-    items = sorted({id(tree.modules[item]): item for item in paths}.values())
+    items = sorted({id(tree.modules[item]): item for item in sorted(paths, reverse=True)}.values())
     classes = Counter(type(tree.modules[item]) for item in items)
     found: list[int] = []
     for item in items:
         if not (found and tree.contains(found[-1], item)) and _is_block(tree, item, declared, classes):
             found.append(item)
-    return found
-
-
-def _containers(tree: ModelTree) -> list[int]:
-    """Return the containers, without those of experts: a rank may have no token for an expert, and not call it."""
-    found: list[int] = []
-    end_of_experts = 0
-    for entry, module in enumerate(tree.modules):
-        if isinstance(module, _CONTAINERS) and entry >= end_of_experts:
-            if "expert" in tree.fqns[entry].rpartition(".")[2].lower():
-                end_of_experts = tree.ends[entry]
-            else:
-                found.append(entry)
     return found
 
 
@@ -100,8 +90,8 @@ def _find_head(tree: ModelTree, blocks: list[int], outside: list[int]) -> int | 
     declared = _declared(tree, "get_output_embeddings", outside)
     if declared is not None:
         return declared
-    linears = [entry for entry in outside if isinstance(tree.modules[entry], nn.Linear)]
-    last = next((entry for entry in reversed(linears) if not blocks or entry > blocks[-1]), None)
+    behind = (entry for entry in reversed(outside) if not blocks or entry > blocks[-1])
+    last = next((entry for entry in behind if isinstance(tree.modules[entry], nn.Linear)), None)
     return last if last is None or is_called(tree, last) else None
 
 
@@ -109,17 +99,12 @@ def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int
     """Return ``[norm, head]``, with the first norm behind the blocks; the head alone only where it is tied."""
     if head is None:
         return []
-    behind = (entry for entry in outside if (blocks[-1] if blocks else 0) < entry < head)
-    norms = [entry for entry in behind if _is_norm(tree, entry) and is_called(tree, entry)]
-    norms = [norm for norm in norms if len(tree.trained_dtypes(norm, *tree.subtree(head))) < 2]
-    tied = any(fqn in tree.ties for fqn in tree.owned[head])
-    return [(norms[0], head)] if norms else [(head,)] if tied else []
-
-
-def _is_norm(tree: ModelTree, entry: int) -> bool:
-    name = type(tree.modules[entry]).__name__.lower()
-    is_leaf = tree.ends[entry] == entry + 1 and bool(tree.owned[entry])
-    return is_leaf and "norm" in name and "batchnorm" not in name
+    for entry in (entry for entry in outside if (blocks[-1] if blocks else 0) < entry < head):
+        name = type(tree.modules[entry]).__name__.lower()
+        is_norm = "norm" in name and "batchnorm" not in name and tree.owned[entry] and tree.ends[entry] == entry + 1
+        if is_norm and is_called(tree, entry) and len(tree.trained_dtypes(entry, *tree.subtree(head))) < 2:
+            return [(entry, head)]
+    return [(head,)] if any(fqn in tree.ties for fqn in tree.owned[head]) else []
 
 
 def _find_input_embedding(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> int | None:

@@ -28,12 +28,16 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
             a dim.
     """
     keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
-    wasting = [each for each in _wasting(plan) if each[1].fqn not in keep]
     by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
-    for unit, spec, waste in wasting:
+    left: list[tuple[ShardUnit, ParamSpec, int]] = []
+    for unit, spec, waste in _wasting(plan):
+        if spec.fqn in keep:
+            continue
         if dim := _dividing(plan, unit, spec):
             by_shape[spec.shape, spec.dtype].append((spec, dim, waste))
-    held = held_bytes(plan)
+        else:
+            left.append((unit, spec, waste))
+    held = plan.held_bytes()
     saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
     least = held - sum(saving.values())
     dims: dict[str, int] = {}
@@ -41,10 +45,10 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
         if held > (1 + SLACK) * least:
             dims |= {spec.fqn: dim for spec, dim, _ in by_shape[shape]}
             held -= saving[shape]
-    left = [(unit, spec, waste) for unit, spec, waste in wasting if not _dividing(plan, unit, spec)]
     notes = (*_chosen_notes(plan, dims, held), *_left_notes(plan, left, held))
-    units = tuple(replace(unit, shard_dims=_merged(unit, dims)) for unit in plan.units) if dims else plan.units
-    return replace(plan, units=units, notes=(*plan.notes, *notes))
+    pairs = ((unit, tuple((fqn, dims[fqn]) for fqn in unit.params if fqn in dims)) for unit in plan.units)
+    units = [replace(unit, shard_dims=unit.shard_dims + chosen) if chosen else unit for unit, chosen in pairs]
+    return replace(plan, units=tuple(units), notes=(*plan.notes, *notes))
 
 
 def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
@@ -73,16 +77,6 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     return balanced(replace(moved, units=tuple(units), notes=notes), keep)
 
 
-def held_bytes(plan: ShardingPlan) -> int:
-    """Return the bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
-    owned = (
-        spec.nbytes_of(spec.shard_numel(plan.mesh_of(unit).shard_size, unit.dim_of(spec.fqn)))
-        for unit in plan.units
-        for spec in plan.split_specs(unit)
-    )
-    return sum(owned) + sum(plan.specs[fqn].nbytes for fqn in plan.replicated if fqn in plan.specs)
-
-
 def _wasting(plan: ShardingPlan) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
     """Yield each parameter whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
     for unit in plan.units:
@@ -99,17 +93,13 @@ def _dividing(plan: ShardingPlan, unit: ShardUnit, spec: ParamSpec) -> int:
     return next((dim for dim in range(1, len(spec.shape)) if spec.shape[dim] % plan.mesh_of(unit).shard_size == 0), 0)
 
 
-def _merged(unit: ShardUnit, dims: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return (*unit.shard_dims, *((fqn, dims[fqn]) for fqn in unit.params if fqn in dims))
-
-
 def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterator[str]:
     for dim in sorted(set(dims.values())):
         names = listing((fqn for fqn in dims if dims[fqn] == dim), 2)
         rows = sorted({plan.specs[fqn].shape[0] for fqn in dims if dims[fqn] == dim})
         yield (
             f"{names}: sharded on dim {dim}, because the {listing(map(str, rows), 3)} rows of dim 0 do not spread over "
-            f"{plan.mesh.shard_size} ranks; {_EFFECT} {nbytes(held)}, not {nbytes(held_bytes(plan))}"
+            f"{plan.mesh.shard_size} ranks; {_EFFECT} {nbytes(held)}, not {nbytes(plan.held_bytes())}"
         )
 
 

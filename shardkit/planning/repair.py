@@ -6,15 +6,14 @@ same finding is an error.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 
 from shardkit.errors import listing
-from shardkit.planning.called import is_called, user_of
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, assign, owners, unit_of_entries
+from shardkit.planning.tree import ModelTree, assign, is_called, owners, unit_of_entries, user_of
 
 
 def join_ties(
@@ -106,13 +105,12 @@ def split_dtypes(
 
 def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iterable[list[int]]:
     """Return the modules to take out of a unit, one list for each dtype."""
-    trained = [fqn for fqn in owned if tree.params[fqn].requires_grad]
-    elements = _elements(tree, trained)
-    if len(elements) < 2:
+    trained = _by_dtype(tree, owned)
+    if len(trained) < 2:
         return []
     own = tree.trained_dtypes(*selection.entries)
-    kept = own.pop() if len(own) == 1 else max(elements, key=lambda dtype: elements[dtype])
-    candidates, wanted = set(tree.first_entries) - set(selection.entries), set(trained)
+    kept = own.pop() if len(own) == 1 else next(iter(trained))
+    candidates, wanted = set(tree.first_entries) - set(selection.entries), set().union(*trained.values())
     apart: dict[int, torch.dtype] = {}
     for entry in sorted(below for top in selection.entries for below in tree.subtree(top)):
         dtypes = {tree.params[fqn].dtype for fqn in tree.owned[entry] if fqn in wanted}
@@ -121,7 +119,7 @@ def _minorities(tree: ModelTree, selection: Selection, owned: list[str]) -> Iter
     found: dict[torch.dtype, list[int]] = defaultdict(list)
     for entry, dtype in apart.items():
         # A tied parameter stays if one of its modules stays.
-        tied = wanted.intersection(tree.owned[entry]).intersection(tree.ties)
+        tied = wanted.intersection(tree.owned[entry], tree.ties)
         if all(owner in apart for fqn in tied for owner in owners(tree, fqn)):
             found[dtype].append(entry)
     return [_outermost(tree, entries) for entries in found.values()]
@@ -132,23 +130,19 @@ def inseparable_dtypes(tree: ModelTree, selections: list[Selection], ignored: fr
 
     Their module is not called, such as a router, or trains both dtypes, such as Mamba's mixer with its ``A_log``.
     """
-    if tree.trains_one_dtype:
-        return []
     found: list[str] = []
-    for owned in assign(tree, [selection.entries for selection in selections], ignored).params:
-        trained = [fqn for fqn in owned if tree.params[fqn].requires_grad]
-        elements = _elements(tree, trained)
-        kept = max(elements, key=lambda dtype: elements[dtype], default=None)
-        for fqn in (fqn for fqn in trained if tree.params[fqn].dtype != kept):
-            entry = tree.places[fqn.rpartition(".")[0]]
-            if not is_called(tree, entry) or len(tree.trained_dtypes(entry)) > 1:
-                found.append(fqn)
+    units = [] if tree.trains_one_dtype else assign(tree, [each.entries for each in selections], ignored).params
+    for fqn in (fqn for owned in units for fqns in [*_by_dtype(tree, owned).values()][1:] for fqn in fqns):
+        entry = tree.places[fqn.rpartition(".")[0]]
+        if not is_called(tree, entry) or len(tree.trained_dtypes(entry)) > 1:
+            found.append(fqn)
     return found
 
 
-def _elements(tree: ModelTree, fqns: Iterable[str]) -> Counter[torch.dtype]:
-    """Count the elements of each dtype."""
-    elements: Counter[torch.dtype] = Counter()
-    for param in (tree.params[fqn] for fqn in fqns):
-        elements[param.dtype] += param.numel()
-    return elements
+def _by_dtype(tree: ModelTree, fqns: Iterable[str]) -> dict[torch.dtype, list[str]]:
+    """Return those that train by their dtype, that of most elements first."""
+    found: dict[torch.dtype, list[str]] = defaultdict(list)
+    for fqn in fqns:
+        if tree.params[fqn].requires_grad:
+            found[tree.params[fqn].dtype].append(fqn)
+    return dict(sorted(found.items(), key=lambda each: -sum(tree.params[fqn].numel() for fqn in each[1])))

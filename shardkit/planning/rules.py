@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import TypedDict, Unpack
 
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.planning.tree import ModelTree
+from shardkit.planning.tree import ModelTree, has_forward
 
 
 class Overrides(TypedDict, total=False):
@@ -23,10 +23,13 @@ class Overrides(TypedDict, total=False):
     offload_policy: OffloadPolicy
     checkpoint_activations: bool
     compile: bool
-    may_skip: bool
-    tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
+    may_skip: bool
+    tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
+
+
+_SETTINGS = get_type_hints(Overrides)
 
 
 @dataclass(frozen=True)
@@ -235,11 +238,6 @@ def as_rule(rule: Rule) -> UnitRule:
     raise PlanError(message("units", f"must be {kinds}, or a list of these, got {rule!r}", "", ""))
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Return whether the module can be called; the hooks of ``fully_shard`` run only around a call."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
 def _rule_of_predicate(
     text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
 ) -> UnitRule:
@@ -279,19 +277,6 @@ def _no_match(text: str, tree: ModelTree, problem: str) -> str:
     modules = [fqn for fqn in tree.fqns if fqn and fqn.count(".") < 2]
     there = f"The model's classes are: {listing(classes)}. Its modules are: {listing(modules)}"
     return message(text, problem, there, "Name one of these, or remove the rule")
-
-
-_SETTINGS: dict[str, type] = {
-    "reshard_after_forward": int,  # a bool is one; plan.check looks at the value
-    "mp_policy": MixedPrecisionPolicy,
-    "offload_policy": OffloadPolicy,
-    "checkpoint_activations": bool,
-    "compile": bool,
-    "shard_dim": int,
-    "mesh": str,
-    "may_skip": bool,
-    "tiles": int,
-}
 
 
 def check_settings(subject: str, settings: Mapping[str, Any]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import unwrap
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -218,3 +222,71 @@ def split_problem(tree: ModelTree, fqn: str) -> str:
     problem = f"is shared by {listing(modules)}, which are in different units"
     rule = "A tied parameter is gathered and reduced in one unit"
     return message(fqn, problem, rule, f"Put them in one: group({', '.join(map(repr, modules))})")
+
+
+# Whether a module is called, since FSDP2 gathers a unit only then. The bytecode of forward, and of the methods that it
+# uses, shows ``self.norm.weight`` and ``layer.forward(x)``; nothing runs. A dry run finds the rest.
+
+_SELF, _LOCAL = "variable self", "another variable"  # no attribute is called like these
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_NO_VALUE = frozenset({"device", "dtype", "ndim", "requires_grad", "shape"})  # right on shards too: DTensor answers
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether the module can be called; the hooks of ``fully_shard`` run only around a call."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def is_called(tree: ModelTree, entry: int) -> bool:
+    """Return False without forward, or where an outer module uses its parameters or ``forward`` without calling it."""
+    return user_of(tree, entry) == entry
+
+
+def user_of(tree: ModelTree, entry: int) -> int:
+    """Return the outermost module that reads the parameters at ``entry``: it must be gathered; ``entry`` if called."""
+    name = tree.fqns[entry].rpartition(".")[2]
+    looked_for = {(name, attribute) for attribute in (*tree.modules[entry]._parameters, "forward")}
+    outer, from_list = tree.parents[entry], False
+    user = outer if entry in tree.uncalled or not has_forward(tree.modules[entry]) else entry
+    while outer >= 0:
+        loads = _loads(type(tree.modules[outer]))  # type: ignore[arg-type]  # a class is hashable
+        if not looked_for.isdisjoint(loads) or (from_list and (_LOCAL, "forward") in loads):
+            user = outer  # the latter: for layer in self.layers: layer.forward(x)
+        from_list = outer == tree.parents[entry] and isinstance(tree.modules[outer], nn.ModuleList)
+        outer = tree.parents[outer]
+    return user
+
+
+@cache
+def _loads(cls: type[nn.Module]) -> set[tuple[str, str]]:
+    """Return the names that stand as ``first.second`` in a class's forward and in its methods that forward uses."""
+    found: set[tuple[str, str]] = set()
+    pending, seen = ["forward"], set(dir(nn.Module)) - {"forward"}
+    while pending:
+        method = pending.pop()
+        if method not in seen:
+            seen.add(method)
+            function = unwrap(getattr(cls, method, None))  # type: ignore[arg-type]
+            pairs = set(_pairs(getattr(function, "__code__", None)))
+            found |= pairs
+            pending += [second for first, second in pairs if first == _SELF]
+    return found
+
+
+def _pairs(code: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(code, CodeType):
+        return
+    last = None
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "CACHE", "NOP")]
+    for step, following in itertools.zip_longest(steps, steps[1:]):
+        if step.opname in _LOADS:
+            if last is not None and not (following and following.opname in _LOADS and following.argval in _NO_VALUE):
+                yield last, step.argval
+            last = step.argval
+        elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            variable = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+            last = _SELF if variable == "self" else _LOCAL
+        else:
+            last = None
+    for constant in code.co_consts:  # comprehensions and functions inside
+        yield from _pairs(constant)

@@ -36,6 +36,7 @@ Part: TypeAlias = tuple[Tensor, torch.dtype]  # a view to read or write, and the
 
 _by_size = attrgetter("itemsize")  # things are sent in the smaller dtype of both ends, so that nothing is rounded twice
 _holders: WeakKeyDictionary[DeviceMesh, dict[object, list[tuple[int, Box]]]] = WeakKeyDictionary()
+_coordinates: WeakKeyDictionary[DeviceMesh, dict[int, tuple[int, ...]]] = WeakKeyDictionary()
 _groups: dict[object, dist.ProcessGroup] = {}  # that were made, by default group and ranks
 
 
@@ -86,7 +87,7 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
         return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
-    ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
+    ranks = sorted({rank for mesh in meshes for rank in coordinates(mesh)})
     widest = max(meshes, key=lambda mesh: mesh.size())
     if widest.size() < len(ranks):
         problem = f"has tensors on {len(meshes)} meshes of {len(ranks)} ranks, the largest of {widest.size()}"
@@ -114,9 +115,12 @@ def in_boxes(tensor: DTensor) -> bool:
     return all(place.is_replicate() or isinstance(getattr(place, "dim", None), int) for place in tensor.placements)
 
 
-def coordinate_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
-    """Return the coordinate of a global rank in a mesh that has it. Pure."""
-    return tuple((mesh.mesh == rank).nonzero()[0].tolist())
+def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """Return the coordinate in a mesh of each of its global ranks. Pure."""
+    if mesh not in _coordinates:  # ``mesh.mesh`` makes a tensor each time, in 20 us (torch 2.13)
+        places = itertools.product(*map(range, mesh.shape))
+        _coordinates[mesh] = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+    return _coordinates[mesh]
 
 
 def cut(full: Tensor, box: Box) -> Tensor:
@@ -257,7 +261,7 @@ def gather(
                 full = like.full_tensor()
             elif everywhere and collects and wire == local_value(like).device and _is_chunked(like):
                 full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
-            elif everywhere or ranks.root in like.device_mesh.mesh:  # else on a slice whose values the root's has too
+            elif everywhere or ranks.root in coordinates(like.device_mesh):  # else the root's slice has the values
                 full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
             fulls += [(name, full)] if full is not None and (everywhere or ranks.is_root) else []
         batch.run()
@@ -278,7 +282,7 @@ def _gather_boxes(
 ) -> Tensor | None:
     """Add the messages that gather a tensor to the root, or to all (None); return the full one where it goes."""
     rank, own = dist.get_rank(), local_value(like)
-    boxes = dict(holders(like, coordinate_of(like.device_mesh, rank if root is None else root)))
+    boxes = dict(holders(like, coordinates(like.device_mesh)[rank if root is None else root]))
     for peer in {*boxes} if root is None else {root} if rank in boxes else ():
         if peer != rank:
             batch.send(own, sent, peer)
@@ -320,7 +324,7 @@ def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
 
 
 def _scatter_boxes(like: DTensor, full: Tensor | None, sent: torch.dtype, batch: Batch, root: int) -> None:
-    own, boxes = local_value(like), dict(holders(like, coordinate_of(like.device_mesh, root)))
+    own, boxes = local_value(like), dict(holders(like, coordinates(like.device_mesh)[root]))
     if full is None and dist.get_rank() in boxes:
         batch.receive(own, sent, root)
     for holder, part in [(each, cut(full, box)) for each, box in boxes.items()] if full is not None else ():
@@ -340,7 +344,7 @@ def _broadcast_replicas(likes: Sequence[DTensor], root: int, device: torch.devic
         for like in likes:
             mesh, own = like.device_mesh, local_value(like)
             if axis < mesh.ndim and mesh.size(axis) > 1 and like.placements[axis].is_replicate() and own.numel():
-                sent, source = own.to(device).contiguous(), coordinate_of(mesh, root)[axis]
+                sent, source = own.to(device).contiguous(), coordinates(mesh)[root][axis]
                 work = dist.broadcast(as_bytes(sent), group=mesh.get_group(axis), group_src=source, async_op=True)
                 waiting.append((own, sent, work))
         for own, sent, work in waiting:

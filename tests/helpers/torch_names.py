@@ -27,7 +27,7 @@ class Name(NamedTuple):
     needed_by: str  # the public functions that do not work without it
     public: str = ""  # torch's public replacement, and since which version
     until: tuple[int, int] = (99, 0)  # the first torch that lacks it, or for which shardkit does not need it
-    since: tuple[int, int] = (2, 11)  # the first torch that has it
+    since: tuple[int, int] = (2, 13)  # the first torch that has it
 
     def expected(self, version: tuple[int, int]) -> bool:
         """Return whether this version of torch should have it."""
@@ -51,7 +51,7 @@ _STATE, _GROUP, _PARAM = "FSDPState", "FSDPParamGroup", "FSDPParam"
 _HOOKS = "_forward_hooks _forward_pre_hooks"
 NAMES = (
     Name("FSDPModule._get_fsdp_state", "the FSDP state of a module", _ENGINE),
-    Name(f"{_STATE}._fsdp_param_groups", "the parameter groups of a module", _ENGINE, since=(2, 12)),
+    Name(f"{_STATE}._fsdp_param_groups", "the parameter groups of a module", _ENGINE),
     Name(f"{_STATE}._modules", "the modules of an FSDP state", _ENGINE),
     Name(f"{_PARAM}._param_fqn", "the name of a parameter, for errors of an optimizer's step", "shard_model"),
     Name(f"{_STATE}._is_root", "whether the first forward made this module the root", f"{_RESET}, accumulate"),
@@ -74,7 +74,7 @@ NAMES = (
     ),
     *_names(_GROUP, "_all_gather_comm _reduce_scatter_comm", "note the collectives of a unit", "watch"),
     Name(f"{_GROUP}._training_state", "whether a unit is running", _RESET),
-    *_names(_PARAM, "sharded_param sharded_state _module_info", "the optimizer's parameter", _LOCAL),
+    *_names(_PARAM, "sharded_param _module_info", "the optimizer's parameter", _LOCAL),
     Name(f"{_PARAM}._unsharded_param", "gradients that are not reduced yet", "zero_grad, accumulate"),
     Name(f"{_PARAM}.reset_sharded_param", "register replaced shards", "materialize, the drop-in"),
     *_names(_PARAM, "all_gather_outputs _sharded_post_forward_param_data", "memory of gathered parameters", _MEMORY),
@@ -110,7 +110,6 @@ NAMES = (
     Name("torch.distributed.distributed_c10d._set_pg_timeout", "the timeout of a group", "shard_model"),
     Name("torch.ops.aten._to_copy", "casts, counted as in autocast", _MEMORY),
     Name("torch.nn.init._no_grad_trunc_normal_", "record it as one operation", f"speed of {_META}"),
-    Name("torch._C._current_graph_task_id", "whether a forward is recomputed", "record_run"),
     Name("torch.distributed.distributed_c10d._get_default_store", "what ranks tell each other", "watch"),
     *_names("DeviceMesh", "_flatten _concatenate", "the mesh of all ranks beside one of experts", "mesh= of a rule"),
     Name("torch.distributed.fsdp.wrap._Policy", "FSDP1's policies", "translate_fsdp1, shard_like_fsdp1"),

@@ -193,51 +193,51 @@ def fenced(*codes: str) -> str:
 
 def test_there_is_something_to_run():
     assert (ROOT / "docs" / "testing-your-model.md") in PAGES
-    assert any(block.language == "python" for page in PAGES for block in blocks(page.read_text()))
     assert FILES
 
 
-def test_a_failing_block_fails_with_the_line_of_the_page():
-    with pytest.raises(ZeroDivisionError) as error:
-        run_page(fenced("x = 1", "y = 2\nx / 0"), "page.md")
-    last = error.traceback[-1]
-    assert (str(last.path), last.lineno + 1) == ("page.md", 11)
+SIZE = "import torch.distributed as dist\nassert dist.is_initialized() is {}"
 
 
-def test_blocks_share_a_namespace_and_sessions_too():
+def test_blocks_share_a_namespace_and_the_rest_of_a_page_runs_in_the_world_it_asks_for():
     run_page(fenced("x = 1", ">>> x + 1\n2\n>>> y = 3", "assert y == 3"), "page.md")
-
-
-def test_a_wrong_answer_in_a_session_fails():
-    with pytest.raises(AssertionError, match=r"Expected:\s+3\s+Got:\s+2"):
-        run_page(fenced(">>> 1 + 1\n3"), "page.md")
-
-
-def test_blocks_inside_of_lists_are_found():
-    with pytest.raises(ZeroDivisionError):
-        run_page("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", "page.md")
-
-
-def test_the_rest_of_a_page_runs_in_the_world_it_asks_for():
-    size = "import torch.distributed as dist\nassert dist.is_initialized() is {}"
-    run_page(fenced(size.format(False)) + "\n<!-- fake_world(3) -->\n" + fenced(size.format(True)), "page.md")
+    run_page(fenced(SIZE.format(False)) + "\n<!-- fake_world(3) -->\n" + fenced(SIZE.format(True)), "page.md")
     assert not dist.is_initialized()
 
 
-def test_a_page_that_is_not_listed_is_noticed():
-    index, site = "[a](a.md) [b](b.md#part)", "nav:\n  - a.md\n  - Part:\n      - c.md\n"
-    assert unlisted(["a.md", "b.md", "c.md"], index, site) == {"b.md", "c.md"}
+@pytest.mark.parametrize(
+    ("page", "error", "said"),
+    [
+        (fenced("x = 1", "x / 0"), ZeroDivisionError, "division by zero"),
+        (fenced(">>> 1 + 1\n3"), AssertionError, r"Expected:\s+3\s+Got:\s+2"),
+        ("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", ZeroDivisionError, "division by zero"),
+    ],
+    ids=["code", "session", "in a list"],
+)
+def test_a_failing_block_fails(page, error, said):
+    with pytest.raises(error, match=said):
+        run_page(page, "page.md")
 
 
-def test_a_dead_link_is_noticed():
-    text = "# One `f_x`: yes\n[a](#one-f_x-yes) [b](#two) [c](docs/guide.md#pitfalls) [d](docs/guide.md#pit) [e](no.md)"
-    assert dead_links(ROOT / "README.md", text) == {"#two", "docs/guide.md#pit", "no.md"}
+@pytest.mark.parametrize(
+    ("check", "arguments", "found"),
+    [
+        (
+            unlisted,
+            [["a.md", "b.md", "c.md"], "[a](a.md) [b](b.md#part)", "nav:\n  - a.md\n  - Part:\n      - c.md\n"],
+            {"b.md", "c.md"},
+        ),
+        (
+            dead_links,
+            [ROOT / "README.md", "# One `f_x`: yes\n[a](#one-f_x-yes) [b](#two) [d](docs/guide.md#pit) [e](no.md)"],
+            {"#two", "docs/guide.md#pit", "no.md"},
+        ),
+        (unknown_commands, ["$ python -m shardkit frobnicate --fast\npython -m shardkit demo"], {"frobnicate"}),
+    ],
+)
+def test_a_check_can_fail(check, arguments, found):
+    assert check(*arguments) == found
 
 
 def test_a_failing_test_file_fails(tmp_path):
     assert run_pytest(tmp_path, "test_bad.py", "def test_bad():\n    assert False").returncode == 1
-
-
-@pytest.mark.skipif(not (ROOT / "shardkit" / "__main__.py").exists(), reason="there are no commands yet")
-def test_an_unknown_command_is_noticed():
-    assert unknown_commands("$ python -m shardkit frobnicate --fast\npython -m shardkit demo") == {"frobnicate"}

@@ -29,8 +29,9 @@ from shardkit import shard_model
 report["name"] = loaded()
 shard_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
 report["shard_model"] = loaded()
-from shardkit.__main__ import _parser
-_parser(["convert"])
+from shardkit.__main__ import main
+try: main(["convert"])
+except SystemExit: pass
 report["command"] = loaded()
 print(json.dumps(report))
 """

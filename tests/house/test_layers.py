@@ -240,50 +240,31 @@ def test_what_works_on_any_model_cannot_reach_a_plan():
     assert [layer for layer, allowed in ALLOWED.items() if "testing" in allowed] == ["demo"]
 
 
-# Each rule can fail: the rule, a file, its source, and what the violation says; and sources that are fine.
-BAD = [
+# Each rule: a file, its source, and what the violation says; nothing where the source is fine.
+CASES = [
     (forbidden_imports, "errors.py", "import shardkit.plan", "errors must not import plan"),
-    (forbidden_imports, "errors.py", "from shardkit import _torch", "errors must not import _torch"),
-    (forbidden_imports, "grads.py", "from .plan import ShardUnit", "grads must not import plan"),
     (forbidden_imports, "meta/tape.py", "from ..plan.types import ShardUnit", "meta must not import plan"),
     (forbidden_imports, "meta/tape.py", "def f():\n    from shardkit import shard_model", "must not import __init__"),
-    (forbidden_imports, "api.py", "from shardkit.testing import RankPool", "api must not import testing"),
     (forbidden_imports, "api.py", "from shardkit.memory import estimate", "api must not import memory"),
+    (forbidden_imports, "api.py", "def f():\n    from shardkit.memory import estimate", ""),
+    (forbidden_imports, "api.py", "from shardkit.plan import ShardingPlan\nfrom . import planning\nimport torch", ""),
     (forbidden_imports, "novel.py", "", "'novel' is not in ALLOWED"),
-    (private_torch_names, "api.py", "import torch._dynamo", "torch._dynamo"),
     (private_torch_names, "api.py", "from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
-    (private_torch_names, "api.py", "from torch import _foreach_norm", "torch._foreach_norm"),
     (private_torch_names, "api.py", "import torch\ntorch._foreach_norm([])", "api.py:2: torch._foreach_norm"),
-    (private_torch_names, "api.py", "model._get_fsdp_state()", "model._get_fsdp_state"),
-    (only_apply_shards, "api.py", "fsdp.fully_shard(model)", "may call fully_shard"),
-    (only_apply_shards, "fsdp1/dropin/module.py", "fully_shard(model)", "may call fully_shard"),
-    (only_mesh_builds_meshes, "apply/shard.py", "init_device_mesh('cpu', (2,))", "may call init_device_mesh"),
-    (only_mesh_builds_meshes, "apply/shard.py", "DeviceMesh('cpu', [0])", "may call DeviceMesh"),
+    (private_torch_names, "api.py", "from ._torch import x\nself._x = cls._y = os._exit\nmodel.__dict__", ""),
+    (private_torch_names, "_torch/__init__.py", "import torch._dynamo", ""),
+    (only_apply_shards, "fsdp1/dropin/module.py", "fsdp.fully_shard(model)", "may call fully_shard"),
+    (only_apply_shards, "apply/shard.py", "fully_shard(model)", ""),
     (only_mesh_builds_meshes, "apply/shard.py", "DeviceMesh.from_group(group, 'cpu')", "may call from_group"),
+    (only_mesh_builds_meshes, "apply/mesh.py", "init_device_mesh('cpu', (2,))", ""),
     (too_long, "api.py", "\n" * (MOST_FILE_LINES + 1), "401 lines"),
     (too_long, "api.py", "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES, "f has 61 lines"),
-]
-GOOD = [
-    (forbidden_imports, "api.py", "from shardkit.plan import ShardingPlan\nfrom . import planning\nimport torch"),
-    (forbidden_imports, "api.py", "def f():\n    from shardkit.memory import estimate"),
-    (forbidden_imports, "plan/table.py", "from .types import ShardUnit\nfrom shardkit.plan import check"),
-    (private_torch_names, "_torch/__init__.py", "import torch._dynamo"),
-    (private_torch_names, "api.py", "from ._torch import x\nself._x = cls._y = os._exit\nmodel.__dict__"),
-    (only_apply_shards, "apply/shard.py", "fully_shard(model)"),
-    (only_apply_shards, "api.py", "from torch.distributed.fsdp import fully_shard"),
-    (only_mesh_builds_meshes, "apply/mesh.py", "init_device_mesh('cpu', (2,))"),
-    (only_mesh_builds_meshes, "apply/shard.py", "def f(mesh: DeviceMesh) -> None: ..."),
-    (too_long, "api.py", 'def f():\n    """' + "\n" * MOST_FUNCTION_LINES + '    """\n    return 1'),
+    (too_long, "api.py", 'def f():\n    """' + "\n" * MOST_FUNCTION_LINES + '    """\n    return 1', ""),
 ]
 
 
-@pytest.mark.parametrize(("rule", "path", "source", "said"), BAD)
-def test_the_rule_can_fail(rule, path, source, said):
+@pytest.mark.parametrize(("rule", "path", "source", "said"), CASES)
+def test_a_rule_can_fail(rule, path, source, said):
     violations = rule(path, source)
-    assert len(violations) == 1
-    assert said in violations[0]
-
-
-@pytest.mark.parametrize(("rule", "path", "source"), GOOD)
-def test_the_rule_lets_good_code_pass(rule, path, source):
-    assert rule(path, source) == []
+    assert len(violations) == bool(said)
+    assert said in "".join(violations)

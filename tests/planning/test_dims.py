@@ -7,7 +7,7 @@ from small_moe import MoE, dims_of
 from torch import nn
 
 from shardkit import MeshSpec, PlanError, ShardingPlan, apply_plan, by_class, by_name, plan_model
-from shardkit.planning.dims import held_bytes, on_mesh
+from shardkit.planning.dims import on_mesh
 from shardkit.testing import comm_counts, fake_world
 
 
@@ -75,7 +75,7 @@ def test_a_rule_overrides_the_choice() -> None:
     assert dims_of(chosen)["layers.0.experts.up"] == 1
     kept = plan_model(MoE(), mesh=mesh, units=by_class(Block, shard_dim=0))
     assert not any("experts" in fqn for fqn in dims_of(kept))
-    assert held_bytes(kept) > 2 * held_bytes(chosen)
+    assert kept.held_bytes() > 2 * chosen.held_bytes()
 
 
 def test_another_mesh_gets_dims_of_its_own() -> None:

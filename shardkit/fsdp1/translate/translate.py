@@ -34,8 +34,8 @@ from shardkit.fsdp1.translate.shard import ParamInitFn, Translation, cast_buffer
 from shardkit.fsdp1.translate.strategy import RESHARDING, groups_to_agree, parse_strategy, place_of
 from shardkit.planning.build import Settings, plan_of
 from shardkit.planning.repair import join_ties, split_dtypes
-from shardkit.planning.rules import Overrides, Selection, has_forward
-from shardkit.planning.tree import ModelTree, assign
+from shardkit.planning.rules import Overrides, Selection
+from shardkit.planning.tree import ModelTree, assign, has_forward
 
 # Every unit has settings of its own.
 _UNSET = Settings(None, MixedPrecisionPolicy(), OffloadPolicy(), checkpoint_activations=False, compile=False)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from program_runs import PROGRAMS, losses, torchs_losses, with_changed_imports
 
 from shardkit._torch import torch_version
-from shardkit.errors import ShardkitError
 from shardkit.testing import distributed
 
 # Variants of each program, by its arguments.
@@ -48,14 +47,6 @@ VARIANTS = {
     "flamingo": ["", "--strategy SHARD_GRAD_OP --precision amp_bf16 --flat"],
     "foundry": ["--hooks --checkpointing", "--pure"],
     "seq2seq": ["--hybrid", "--half --generate"],
-}
-
-# What the drop-in refuses: private handles and flat parameters, and a norm by hand; with what it says.
-REFUSED = {
-    "dit_ema --by-handles": "_get_fsdp_handles is a private function .* Use model.parameters",
-    "dit_ema --by-hand": r"Use model.clip_grad_norm_\(...\), or call .item\(\) first",
-    "rlhf --by-handles": "(_is_root is an internal|_lazy_init is a private) .* Remove it",
-    "dino --by-handles": r"_handle is an internal .* module\.reshard\(\)",
 }
 
 # Three losses: the second is of the first update, and the third of an update from the optimizer's state. The programs
@@ -146,24 +137,10 @@ def compare(runs):
     fail_if_any(differences)
 
 
-def programs(table):
-    """The names in a table. dinov2 wraps a ModuleList with a forward, which fully_shard refuses before torch 2.13."""
-    lists = pytest.mark.skipif(torch_version() < (2, 13), reason="fully_shard of this torch refuses each ModuleList")
-    return [pytest.param(name, marks=lists) if name == "dino" else name for name in table]
-
-
-@pytest.mark.parametrize("name", programs(VARIANTS))
+@pytest.mark.parametrize("name", VARIANTS)
 @distributed(world_size=2, backend="gloo")
 def test_losses_are_those_of_fsdp1(name):
     compare(((name, arguments), 0.0) for arguments in VARIANTS[name])
-
-
-@pytest.mark.parametrize("program", REFUSED)
-@distributed(world_size=2, backend="gloo")
-def test_what_is_refused_says_what_to_use(program):
-    name, *arguments = program.split()
-    with pytest.raises(ShardkitError, match=REFUSED[program]):
-        losses(name, arguments, "changed")
 
 
 @distributed(world_size=2, backend="gloo")
@@ -197,7 +174,7 @@ def test_full_checkpoints_go_both_ways(name, tmp_path):
     fail_if_any(differences)
 
 
-@pytest.mark.parametrize("name", programs(SHARDED))
+@pytest.mark.parametrize("name", SHARDED)
 @distributed(world_size=2, backend="gloo")
 def test_a_program_resumes_from_its_own_sharded_checkpoint(name, tmp_path):
     save, resume = SHARDED[name]

@@ -26,7 +26,7 @@ from zoo import ZOO
 
 from shardkit.errors import TranslationError
 from shardkit.fsdp1 import translate_fsdp1
-from shardkit.planning.rules import has_forward
+from shardkit.planning.tree import has_forward
 
 BF16 = MixedPrecision(torch.bfloat16)
 

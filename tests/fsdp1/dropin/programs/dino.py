@@ -1,7 +1,7 @@
 """Self-supervised images: a student and a teacher of a backbone and a head, each part a root of FSDP in a ModuleDict.
 
-The teacher is resharded by hand after its forward and follows the student by lists of flat parameters. Streams of one
-root are given to the others, gradients are clipped part by part, and groups have rates of their own for each layer.
+The teacher follows the student within the full parameters, gradients are clipped part by part, and groups have rates
+of their own for each layer.
 """
 
 from functools import partial
@@ -12,11 +12,8 @@ from harness import generator_of, parse, read_own, run, write_own
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream", "_default_stream")
 
 
 class BlockChunk(nn.ModuleList):
@@ -75,16 +72,10 @@ def get_fsdp_wrapper(strategy, dtype, modules_to_wrap):
     )
 
 
-def free(model):
-    for module in FSDP.fsdp_modules(model):
-        if module.sharding_strategy is not ShardingStrategy.NO_SHARD and module._handle is not None:
-            _reshard(module, module._handle, True)
-
-
 class SSLMetaArch(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.args, self.streams_differ = args, args.by_handles
+        self.args = args
         self.fp16_scaler = ShardedGradScaler(enabled=False)
         self.student = nn.ModuleDict({"backbone": Backbone(), "dino_head": Head()})
         self.teacher = nn.ModuleDict({"backbone": Backbone(), "dino_head": Head()})
@@ -104,34 +95,20 @@ class SSLMetaArch(nn.Module):
 
     def forward_backward(self, crops, local, masks):
         targets = self.targets(crops)
-        if self.args.by_handles:
-            free(self.teacher)
         whole, part = self.student.backbone([crops, local], [masks, None])
         outputs = self.student.dino_head(torch.cat([whole["cls"], part["cls"]]).float())
         seen, cut = outputs.log_softmax(-1).split([len(crops), len(local)])
         loss = -(targets * seen).sum(-1).mean() - (targets * cut).sum(-1).mean()
         loss = loss + 0.1 * whole["patches"].float().square().mean()
         self.fp16_scaler.scale(loss).backward()
-        if self.streams_differ:
-            for name in STREAMS:
-                stream = getattr(self.teacher.backbone, name)
-                for module in (self.student.dino_head, self.teacher.dino_head, self.student.backbone):
-                    setattr(module, name, stream)
-            self.streams_differ = False
         return loss
 
     @torch.no_grad()
     def update_teacher(self, momentum):
-        if self.args.by_handles:
-            students = [flat for module in FSDP.fsdp_modules(self.student) for flat in module.params]
-            teachers = [flat for module in FSDP.fsdp_modules(self.teacher) for flat in module.params]
-            return self.average(teachers, students, momentum)
         with FSDP.summon_full_params(self):
-            return self.average(list(self.teacher.parameters()), list(self.student.parameters()), momentum)
-
-    def average(self, teachers, students, momentum):
-        torch._foreach_mul_(teachers, momentum)
-        torch._foreach_add_(teachers, students, alpha=1 - momentum)
+            teachers = list(self.teacher.parameters())
+            torch._foreach_mul_(teachers, momentum)
+            torch._foreach_add_(teachers, list(self.student.parameters()), alpha=1 - momentum)
 
     def train(self, mode=True):
         super().train(mode)
@@ -165,7 +142,7 @@ def checkpoint(model, optimizer, folder, load):
 
 def main(argv=None):
     args = parse(
-        argv, steps=3, first=0, clip_grad=1e9, strategy="SHARD_GRAD_OP", half=False, by_handles=False, save_at=0,
+        argv, steps=3, first=0, clip_grad=1e9, strategy="SHARD_GRAD_OP", half=False, save_at=0,
         out="", resume="",
     )  # fmt: skip
     torch.manual_seed(9)

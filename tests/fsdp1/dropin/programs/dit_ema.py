@@ -10,7 +10,6 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn as nn
 from harness import generator_of, parse, read, read_own, run, write, write_own
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
@@ -114,19 +113,6 @@ def update_ema(ema_model, model, decay=0.9):
         ema_params[name].mul_(decay).add_(param.data, alpha=1 - decay)
 
 
-@torch.no_grad()
-def update_ema_by_handles(ema_model, model, decay=0.5):
-    """The same for what FSDP holds of each unit. A half is exact with a fused multiply-add and without."""
-    pairs = zip(traversal_utils._get_fsdp_handles(ema_model), traversal_utils._get_fsdp_handles(model), strict=True)
-    averages, values = [], []
-    for mine, theirs in pairs:
-        if mine.flat_param is not None and theirs.flat_param.requires_grad:
-            averages.append(mine.flat_param.data)
-            values.append(theirs.flat_param.data.to(dtype=mine.flat_param.dtype))
-    torch._foreach_mul_(averages, decay)
-    torch._foreach_add_(averages, values, alpha=1 - decay)
-
-
 def requires_grad(model, flag=True):
     for p in model.parameters():
         p.requires_grad = flag
@@ -199,20 +185,6 @@ def build(args):
     return model, model_ema
 
 
-def clip_by_hand(model, grad_clip):
-    """Each rank adds up the squares of its shards, all-reduces the sum, and scales what it has."""
-    norm_sq = torch.tensor(0.0)
-    for _, param in model.named_parameters():
-        if param.grad is not None:
-            norm_sq += param.grad.norm(dtype=torch.float32) ** 2
-    dist.all_reduce(norm_sq)
-    norm = norm_sq.item() ** 0.5
-    for param in model.parameters():
-        if param.grad is not None and norm > grad_clip:
-            param.grad.mul_(grad_clip / norm)
-    return norm
-
-
 def train_step(model, ema, opt, generator, args):
     x = torch.randn(args.batch_size, TOKENS, CHANNELS, generator=generator)
     y = torch.randint(0, CLASSES, (args.batch_size,), generator=generator)
@@ -230,9 +202,9 @@ def train_step(model, ema, opt, generator, args):
             with model.no_sync():
                 loss.backward()
         total += loss.item()
-    grad_norm = clip_by_hand(model, args.grad_clip) if args.by_hand else model.clip_grad_norm_(args.grad_clip)
+    grad_norm = model.clip_grad_norm_(args.grad_clip)
     opt.step()
-    (update_ema_by_handles if args.by_handles else update_ema)(ema, model)
+    update_ema(ema, model)
     assert grad_norm > 0
     return total
 
@@ -252,7 +224,7 @@ def sample(ema, args):
 def main(argv=None):
     args = parse(
         argv, steps=4, batch_size=4, micro_batch_size=2, lr=0.003, grad_clip=2.0, policy="lambda", data_parallel="fsdp",
-        precision="fp32", grad_precision="", by_hand=False, by_handles=False, no_sync=False, fresh_optimizer=False,
+        precision="fp32", grad_precision="", no_sync=False, fresh_optimizer=False,
         save_at=0, out="", resume="",
     )  # fmt: skip
     model, ema = build(args)

@@ -1,7 +1,7 @@
 """Direct preference optimization: a policy and a frozen reference, both GPT-2 and both FSDP, by one trainer class.
 
-Both models come from one dictionary of keyword arguments. The policy's checkpoint is full, on rank 0. Samples are
-drawn with generate inside summon_full_params.
+Both models come from one dictionary of keyword arguments. Samples are drawn with generate inside
+summon_full_params.
 """
 
 import functools
@@ -10,17 +10,14 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import class_named, parse, read, run, write
+from harness import class_named, parse, run
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -79,7 +76,6 @@ class FSDPTrainer:
         self.reference_model = FSDP(reference_model, **shared_fsdp_kwargs)
         self.optimizer = torch.optim.RMSprop(self.policy.parameters(), lr=args.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 3))
-        self.example_counter = 0
         dist.barrier()
 
     def checkpoint_blocks(self, wrap_class):
@@ -154,49 +150,27 @@ class FSDPTrainer:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            self.example_counter += 2 * self.args.accumulation
         self.evaluate(losses)
         return losses
 
-    def save(self):
-        save_policy = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with FSDP.state_dict_type(self.policy, StateDictType.FULL_STATE_DICT, state_dict_config=save_policy):
-            policy_state_dict = self.policy.state_dict()
-        write({"step_idx": self.example_counter, "state": policy_state_dict}, f"{self.args.out}/policy.pt")
-        del policy_state_dict
-        save_policy = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with FSDP.state_dict_type(self.policy, StateDictType.FULL_STATE_DICT, optim_state_dict_config=save_policy):
-            optimizer_state_dict = FSDP.optim_state_dict(self.policy, self.optimizer)
-        write({"state": optimizer_state_dict}, f"{self.args.out}/optimizer.pt")
-        write({"state": self.scheduler.state_dict()}, f"{self.args.out}/scheduler.pt")
 
-
-def build(args):
+def build():
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
 def main(argv=None):
     args = parse(
-        argv, steps=3, accumulation=2, lr=0.001, beta=0.5, seed=3, dropout=0.0, max_grad_norm=0.0, policy_mp="",
-        activation_checkpointing=False, sample=False, archive="", out="",
+        argv, steps=3, accumulation=2, lr=0.001, beta=0.5, seed=3, max_grad_norm=0.0, policy_mp="",
+        activation_checkpointing=False, sample=False,
     )  # fmt: skip
     torch.manual_seed(args.seed)
-    policy, reference = build(args), build(args)
-    if args.archive:
-        state_dict = read(args.archive)
-        policy.load_state_dict(state_dict["state"])
-        reference.load_state_dict(state_dict["state"])
-    else:
-        reference.load_state_dict(policy.state_dict())
-    trainer = FSDPTrainer(policy, reference, args, dist.get_rank(), dist.get_world_size())
-    losses = trainer.train()
-    if args.out:
-        trainer.save()
-    return losses
+    policy, reference = build(), build()
+    reference.load_state_dict(policy.state_dict())
+    return FSDPTrainer(policy, reference, args, dist.get_rank(), dist.get_world_size()).train()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ the full parameters; the learning rate and the clipping of each step are the tra
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ class OLMoBlock(nn.Module):
 @dataclass
 class Output:
     logits: torch.Tensor
-    hidden_states: list = field(default_factory=list)
 
 
 class OLMo(nn.Module):
@@ -55,10 +54,6 @@ class OLMo(nn.Module):
         )
         self.transformer.update({"blocks": nn.ModuleList([OLMoBlock(i, width) for i in range(layers)])})
         self.cache = {}
-
-    @property
-    def device(self):
-        return self.transformer.wte.weight.device
 
     def reset_parameters(self):
         """Values that do not depend on any generator."""
@@ -79,19 +74,14 @@ class OLMo(nn.Module):
 
         return fsdp_wrap_fn
 
-    def num_fwd_flops(self):
-        return 2 * sum(p.numel() for p in self.parameters())
-
-    def forward(self, input_ids, output_hidden_states=False):
+    def forward(self, input_ids):
         x = self.transformer.emb_drop(self.transformer.wte(input_ids))
         size = input_ids.size(1)
         bias = self.cache.setdefault(size, torch.full((size, size), -1e4).triu(1))
-        hidden = []
         for block in self.transformer.blocks:
-            hidden += [x] if output_hidden_states else []
             x = block(x, attention_bias=bias)
         x = self.transformer.ln_f(x)
-        return Output(F.linear(x, self.transformer.wte.weight), hidden)
+        return Output(F.linear(x, self.transformer.wte.weight))
 
 
 def get_param_groups(model):
@@ -209,7 +199,7 @@ class Trainer:
 
 def main(argv=None):
     cfg = parse(
-        argv, steps=4, microbatch=2, lr=0.004, max_grad_norm=None, precision="fp32", strategy="FULL_SHARD",
+        argv, steps=4, microbatch=2, lr=0.004, max_grad_norm=None, precision="fp32",
         wrap="by_block", sharded=False, autocast=False, sync_once=False, save_at=0, save_folder="", load_path="",
     )  # fmt: skip
     torch.manual_seed(6)
@@ -217,11 +207,9 @@ def main(argv=None):
     precision = None
     if cfg.precision == "mixed":
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-    elif cfg.precision == "pure":
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     fsdp_model = FSDP(
         olmo_model,
-        sharding_strategy=ShardingStrategy[cfg.strategy],
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=precision,
         auto_wrap_policy=olmo_model.get_fsdp_wrap_policy(cfg.wrap),
         use_orig_params=True,

@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -145,19 +145,15 @@ def apply_checkpointing(model, every):
 class Checkpointer:
     """Sharded state in one directory a step; training goes on from the newest."""
 
-    def __init__(self, directory, legacy):
-        self.directory, self.legacy = Path(directory), legacy
+    def __init__(self, directory):
+        self.directory = Path(directory)
 
     def save(self, step, model, optimizer):
         path = self.directory / f"step_{step}_ckp"
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model_state": model.state_dict()}
-            if self.legacy:
-                state["optimizer_state"] = FSDP.sharded_optim_state_dict(model, optimizer)
-                dist_cp.save(state, storage_writer=FileSystemWriter(path), planner=DefaultSavePlanner())
-            else:
-                state["optimizer_state"] = FSDP.optim_state_dict(model, optimizer)
-                dist_cp.save(state, checkpoint_id=path)
+            state["optimizer_state"] = FSDP.optim_state_dict(model, optimizer)
+            dist_cp.save(state, checkpoint_id=path)
         write(step, str(path / "metadata.pth"))
 
     def load(self, model, optimizer):
@@ -172,11 +168,7 @@ class Checkpointer:
             optimizer_state = load_sharded_optimizer_state_dict(
                 model_state_dict=model_state["model_state"], optimizer_key="optimizer_state", storage_reader=reader
             )["optimizer_state"]
-            if self.legacy:
-                flattened = FSDP.flatten_sharded_optim_state_dict(optimizer_state, model, optim=optimizer)
-            else:
-                flattened = FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state)
-            optimizer.load_state_dict(flattened)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optimizer_state))
         return read(paths[-1] / "metadata.pth")
 
 
@@ -189,7 +181,7 @@ def hybrid_mesh(args):
 def main(argv=None):
     args = parse(
         argv, steps=4, lr=0.003, clip=1e6, precision="none", strategy="FULL_SHARD", checkpoint_every=0,
-        checkpoint_after=False, orig=False, default_init=False, legacy_state=False, nameless_mesh=False, save_at=0,
+        checkpoint_after=False, orig=False, default_init=False, nameless_mesh=False, save_at=0,
         ckpt="",
     )  # fmt: skip
     with torch.device("meta"):
@@ -212,7 +204,7 @@ def main(argv=None):
     if args.default_init:  # each rank drew its own values, or the same by its seed: what counts is that they are there
         assert all(p.device.type == "cpu" and p.isfinite().all() for p in model.parameters())
     optimizer = optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    checkpointer = Checkpointer(args.ckpt, args.legacy_state) if args.ckpt else None
+    checkpointer = Checkpointer(args.ckpt) if args.ckpt else None
     first = checkpointer.load(model, optimizer) if checkpointer else 0
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((first + step + 1) / 3, 1.0))
     model.train()

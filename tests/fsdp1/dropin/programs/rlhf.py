@@ -1,7 +1,7 @@
-"""Policy optimization: an actor and a reference, whose memory is freed and moved by FSDP's handles between phases.
+"""Policy optimization: an actor and a reference, and an optimizer whose state is moved between phases.
 
-Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad, and the root is
-then resharded by hand. The rollout receives the weights from sharded state, or the adapters unit by unit.
+Rank 0 holds the weights and the others begin on meta. Log probabilities are computed without grad. The rollout receives
+the weights from sharded state, or the adapters unit by unit.
 """
 
 import functools
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardedOptimStateDictConfig, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.api import ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -99,23 +98,6 @@ def build(args, role, mesh):
 
 
 @torch.no_grad()
-def move_model(model, device, to_host):
-    """The flat parameters of all units to the host, or back."""
-    _lazy_init(model, model)
-    assert model._is_root, "only a root is moved"
-    for handle in model._all_handles:
-        if handle._offload_params:
-            continue
-        flat_param = handle.flat_param
-        if to_host:
-            assert flat_param.data.data_ptr() == flat_param._local_shard.data_ptr()
-            assert flat_param.data.size() == flat_param._local_shard.size()
-        handle.flat_param_to(device, non_blocking=True)
-        flat_param._local_shard = flat_param.data
-        assert id(flat_param._local_shard) != id(flat_param.data)
-
-
-@torch.no_grad()
 def move_optimizer(optimizer, device):
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -131,14 +113,10 @@ def log_probs(model, tokens):
     return torch.gather(logits.log_softmax(-1), 2, tokens[:, PROMPT:].unsqueeze(2)).squeeze(2)
 
 
-def without_grad(model, tokens, by_handles):
-    """Outside of training nothing reshards a root, which would stay whole."""
+def without_grad(model, tokens):
     model.eval()
     with torch.no_grad():
-        found = log_probs(model, tokens)
-    if by_handles:
-        model._handle.reshard(True)
-    return found
+        return log_probs(model, tokens)
 
 
 def weights_for_rollout(model, args):
@@ -184,7 +162,7 @@ def checkpoint(actor, optimizer, folder, load):
 
 def main(argv=None):
     args = parse(
-        argv, steps=2, first=0, lr=0.005, grad_clip=1e9, lora=False, offload=False, hybrid=False, by_handles=False,
+        argv, steps=2, first=0, lr=0.005, grad_clip=1e9, lora=False, offload=False, hybrid=False,
         save_at=0, out="", resume="",
     )  # fmt: skip
     world, cpu = dist.get_world_size(), torch.device("cpu")
@@ -198,15 +176,10 @@ def main(argv=None):
         checkpoint(actor, optimizer, args.resume, load=True)
     losses = []
     for step in range(args.first, args.steps):
-        if args.by_handles:
-            move_model(actor, cpu, to_host=True)
         move_optimizer(optimizer, cpu)
         generator = generator_of(step)
         tokens = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
-        if args.by_handles:
-            move_model(actor, cpu, to_host=False)
-        move_optimizer(optimizer, cpu)
-        old, reference = (without_grad(each, tokens, args.by_handles) for each in (actor, ref))
+        old, reference = (without_grad(each, tokens) for each in (actor, ref))
         losses += [update(actor, optimizer, tokens, old, reference, args) for _ in range(2)]
         losses += weights_for_rollout(actor, args).values()
         if args.out and step + 1 == args.save_at:

@@ -13,7 +13,6 @@ from harness import generator_of, parse, read, run, write
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.api import CPUOffload
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 
@@ -123,9 +122,7 @@ class Distillation(nn.Module):
         return F.mse_loss(self.critic(noisy, torch.full((len(noise),), 0.5))[0].float(), (noise - sample).float())
 
 
-def fsdp_wrap(
-    module, sharding_strategy="full", mixed_precision=False, wrap_strategy="size", min_num_params=100, cpu_offload=False
-):
+def fsdp_wrap(module, mixed_precision=False, wrap_strategy="size", min_num_params=100):
     policy = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -133,20 +130,14 @@ def fsdp_wrap(
         auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=(AttentionBlock,))
     else:
         auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
-    strategy = {
-        "full": ShardingStrategy.FULL_SHARD,
-        "grad": ShardingStrategy.SHARD_GRAD_OP,
-        "no_shard": ShardingStrategy.NO_SHARD,
-    }[sharding_strategy]
     return FSDP(
         module,
         auto_wrap_policy=auto_wrap_policy,
-        sharding_strategy=strategy,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=policy if mixed_precision else None,
         device_id=torch.device("cpu"),
         limit_all_gathers=True,
         use_orig_params=True,
-        cpu_offload=CPUOffload(offload_params=cpu_offload),
         sync_module_states=False,
     )
 
@@ -163,10 +154,10 @@ class Trainer:
         self.step = 0
         torch.manual_seed(8)
         self.model = Distillation()
-        options = {"mixed_precision": args.mixed_precision, "wrap_strategy": args.wrap, "cpu_offload": args.offload}
-        self.model.generator = fsdp_wrap(self.model.generator, args.strategy, **options)
-        self.model.critic = fsdp_wrap(self.model.critic, args.strategy, **options)
-        self.model.real_score = fsdp_wrap(self.model.real_score, args.strategy, **options)
+        options = {"mixed_precision": args.mixed_precision, "wrap_strategy": args.wrap}
+        self.model.generator = fsdp_wrap(self.model.generator, **options)
+        self.model.critic = fsdp_wrap(self.model.critic, **options)
+        self.model.real_score = fsdp_wrap(self.model.real_score, **options)
         trained = [p for p in self.model.generator.parameters() if p.requires_grad]
         self.generator_optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.0, 0.99), weight_decay=0.01)
         self.critic_optimizer = torch.optim.AdamW(
@@ -239,7 +230,7 @@ class Trainer:
 
 def main(argv=None):
     args = parse(
-        argv, steps=5, max_grad_norm=10.0, strategy="full", wrap="size", mixed_precision=False, offload=False,
+        argv, steps=5, max_grad_norm=10.0, wrap="size", mixed_precision=False,
         ema_shards=False, save_at=0, out="", resume="",
     )  # fmt: skip
     return Trainer(args).train()
