@@ -241,29 +241,30 @@ class _Watch:
             if not dist.is_initialized():  # this rank communicates no more; the others must not miss it
                 self._state["left"] = True
             left = self._state["left"]
-            unanswered = threading.Timer(self._after + 2 * self._period, self._lose_store, ["has not answered"])
-            unanswered.daemon = True
-            unanswered.start()  # where the network is lost, a request to the store never returns
+            # A host that is lost closes no connection, and the store of its process would be waited for.
+            stuck = threading.Timer(max(self._after, 5.0), self._end_without_store)
+            stuck.daemon = True
+            stuck.start()
             try:
                 self._poll()
             except (RuntimeError, OSError):
-                self._lose_store("is gone")
+                if not self._ends:
+                    logger.warning("watch: ended, since the process that holds the store of the process group has")
+                    self._gone.set()
+                elif not self.report:  # a report that was heard ends this rank already
+                    self.report = "watch: the process that holds the store of the process group has ended"
+                    self._exit_at = time.monotonic() + self._after
             finally:
-                unanswered.cancel()
+                stuck.cancel()
             if left or (self._state["failed"] and self.report):
                 self._gone.set()
             if time.monotonic() > self._exit_at and not self._gone.is_set():
                 print(self.report, file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _lose_store(self, how: str) -> None:
-        """Stop watching without the store of the process group; with ``end`` also the process, if ranks were lost."""
-        logger.warning("watch: the store %s, so the process that holds it has ended or is lost", how)
-        self._gone.set()
-        # A store that is gone may be that of a rank that has finished.
-        if self._ends and not self._state["left"] and (self.report or how != "is gone"):
-            line = self._state["line"] or line_of(sys._current_frames().get(self._user_thread))
-            print(self.report or f"watch: the store {how}; this rank is at {line}", file=sys.stderr, flush=True)
+    def _end_without_store(self) -> None:
+        if self._ends:
+            print("watch: the store of the process group does not answer", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _poll(self) -> None:

@@ -17,7 +17,6 @@ from pretend_streams import Event, Stream, current_stream, poison, reset, synchr
 from torch import Tensor
 
 from shardkit._torch.worlds import fake_store
-from shardkit.testing import fake_world
 
 _on = False
 
@@ -203,15 +202,10 @@ class PretendedAccelerator:
     device: torch.device
     syncs: list[str]
 
-    @property
-    def allocated(self) -> int:
-        """Bytes of the device's live tensors, without what FSDP2 has freed."""
-        return memory.allocated()
-
 
 @contextlib.contextmanager
-def pretend_accelerator(world_size: int | None = None, rank: int = 0) -> Iterator[PretendedAccelerator]:
-    """Give this process an accelerator of type ``"pretend"`` inside the block. Local.
+def pretend_accelerator() -> Iterator[PretendedAccelerator]:
+    """Give this process, with its process group, an accelerator of type ``"pretend"`` inside the block. Local.
 
     Its tensors are plain tensors on that device in host memory, and operators compute as on the CPU. An operator on
     tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN. An
@@ -220,22 +214,6 @@ def pretend_accelerator(world_size: int | None = None, rank: int = 0) -> Iterato
 
     torch registers the name and the operators of such a device for the rest of the process, and some functions of torch
     are replaced inside of the block: use it in tests, in a process without another accelerator.
-
-    Args:
-        world_size: act as one rank of that many, as in ``fake_world``, whose collectives leave their outputs as they
-            were. None uses the present process group, whose collectives are real.
-        rank: of this process.
-
-    Raises:
-        ShardkitError: ``world_size`` is given, and there is a process group already.
-
-    Example:
-        >>> with pretend_accelerator(world_size=8) as accelerator:
-        ...     model = shard_model(torch.nn.Linear(16, 8))
-        ...     accelerator.syncs.clear()
-        ...     loss = model(torch.ones(2, 16, device=accelerator.device)).sum()
-        ...     accelerator.syncs
-        []
     """
-    with _pretended(), fake_world(world_size, rank) if world_size is not None else contextlib.nullcontext():
+    with _pretended():
         yield PretendedAccelerator(device(), syncs)

@@ -42,9 +42,9 @@ _DROP_IN = "shardkit.fsdp1.FullyShardedDataParallel"
 _MEMORY = "shardkit.memory"
 
 
-def _names(owner: str, names: str, purpose: str, needed_by: str, public: str = "", **versions: Any) -> Iterator[Name]:
+def _names(owner: str, names: str, purpose: str, needed_by: str, **versions: Any) -> Iterator[Name]:
     """Return several names of one owner that serve one purpose."""
-    return (Name(f"{owner}.{name}", purpose, needed_by, public, **versions) for name in names.split())
+    return (Name(f"{owner}.{name}", purpose, needed_by, **versions) for name in names.split())
 
 
 _STATE, _GROUP, _PARAM = "FSDPState", "FSDPParamGroup", "FSDPParam"

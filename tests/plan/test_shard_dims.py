@@ -32,12 +32,16 @@ def test_a_unit_keeps_what_is_not_on_dim_0_in_order() -> None:
     assert [unit.dim_of(fqn) for fqn in unit.params] == [1, 2, 0]
 
 
-def test_json_diff_and_digest() -> None:
+def test_the_text_forms() -> None:
     plan = plan_model(MoE(experts=8), mesh=EIGHT)
     on_1 = on_dims(plan, {UP: 1})
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
     assert on_1.digest() != plan.digest()
     assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
+    rows = str(plan_model(MoE(experts=8), mesh=EIGHT, units=by_name("layers.*.experts", shard_dim=1))).splitlines()
+    assert rows[2].endswith("not on dim 0")
+    assert rows[3].startswith("layers.0.experts .. layers.2.experts")
+    assert rows[3].endswith("3 on dim 1")
 
 
 def test_a_rule_sets_the_dim_of_what_has_one() -> None:
@@ -49,14 +53,6 @@ def test_a_rule_sets_the_dim_of_what_has_one() -> None:
     assert {fqn for fqn, dim in dims_of(plan).items() if dim == 1} == {
         f"layers.{index}.{name}.weight" for index in range(3) for name in ("up", "down", "router")
     }
-
-
-def test_the_table() -> None:
-    plan = plan_model(MoE(experts=8), mesh=MeshSpec.hybrid(2, 4), units=by_name("layers.*.experts", shard_dim=1))
-    rows = str(plan).splitlines()
-    assert rows[2].endswith("not on dim 0")
-    assert rows[3].startswith("layers.0.experts .. layers.2.experts")
-    assert rows[3].endswith("3 on dim 1")
 
 
 @pytest.mark.parametrize(("dim", "least"), [(0, 4), (2, 1)])
@@ -74,15 +70,12 @@ def test_what_a_rank_holds_follows_the_dim(dim: int, least: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "changes", "text"),
     [
-        ({UP: 3}, {}, f"{UP} is sharded on dim 3, but its shape is (2, 8, 32). A dim counts from 0."),
-        ({UP: -1}, {}, f"{UP} is sharded on dim -1, but its shape is (2, 8, 32). A dim counts from 0."),
-        ({UP: True}, {}, f"{UP} is sharded on dim True, but its shape is (2, 8, 32). A dim counts from 0."),
-        ({"embed.weight": 1}, {}, "embed.weight is sharded on dim 1 in layers.0, which does not own it."),
-        (
-            {UP: 1},
-            {"reshard_after_forward": 2},
-            f"{UP} is sharded on dim 1, with reshard_after_forward=2. torch reshards",
+        *(
+            ({UP: dim}, {}, f"is sharded on dim {dim}, but its shape is (2, 8, 32). A dim counts")
+            for dim in (3, -1, True)
         ),
+        ({"embed.weight": 1}, {}, "embed.weight is sharded on dim 1 in layers.0, which does not own it."),
+        ({UP: 1}, {"reshard_after_forward": 2}, "is sharded on dim 1, with reshard_after_forward=2. torch reshards"),
     ],
 )
 def test_what_cannot_be(dims: dict[str, int], changes: dict[str, object], text: str) -> None:
@@ -92,17 +85,14 @@ def test_what_cannot_be(dims: dict[str, int], changes: dict[str, object], text: 
     assert text in str(caught.value)
 
 
-def test_a_rule_whose_dim_no_parameter_has_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"):
-        plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
-
-
 def test_a_rule_whose_dim_does_not_divide_names_each_parameter() -> None:
     with pytest.raises(PlanError) as caught:
         plan_model(MoE(dim=6, layers=1), mesh=EIGHT, units=by_class("MoEBlock", shard_dim=1))
     lines = str(caught.value).splitlines()
     assert f"{UP} is sharded on dim 1, whose size 6 the 8 ranks of dp_shard do not divide." in lines[-1]
     assert not any(DOWN in line or "norm" in line for line in lines)  # 24 rows divide; a norm has no dim 1
+    with pytest.raises(PlanError, match=r"by_name\('embed'\) has shard_dim=2, but no parameter .* more than 2 dims"):
+        plan_model(MoE(experts=8), mesh=EIGHT, units=[by_name("embed", shard_dim=2)])
     with pytest.raises(PlanError, match=r"shard_dim of by_class\('MoEBlock'\) must be a int, got 'rows'"):
         plan_model(MoE(), mesh=EIGHT, units=by_class("MoEBlock", shard_dim="rows"))  # type: ignore[arg-type]
 

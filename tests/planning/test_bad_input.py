@@ -1,6 +1,7 @@
 """Bad input: one clear error that names what, the rule and the fix; on every rank; nothing of the model changed."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,17 +33,11 @@ from shardkit.testing import fake_world
 EIGHT = MeshSpec.sharded(8)
 
 
-def test_no_policy_is_the_default() -> None:
+def test_no_policy_no_module_and_no_parameters() -> None:
     plan = plan_model(Decoder(), mesh=EIGHT, mp_policy=None, offload_policy=None)  # type: ignore[arg-type]
     assert plan == plan_model(Decoder(), mesh=EIGHT)
-
-
-def test_not_a_module() -> None:
     with pytest.raises(PlanError, match=r"model must be a torch\.nn\.Module, got dict"):
         plan_model({}, mesh=EIGHT)  # type: ignore[arg-type]
-
-
-def test_no_parameters() -> None:
     with pytest.raises(PlanError, match=r"model .*no parameters"):
         plan_model(nn.ReLU(), mesh=EIGHT)
 
@@ -63,17 +58,8 @@ def test_no_parameters() -> None:
             ["reshard_after_forward of by_class(Block) must be True, False or a number of ranks, got 'yes'"],
         ),
         (42, ["units must be by_class", "got 42"]),
-    ],
-)
-def test_a_rule_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
-    model = Decoder()
-    with refused(model, *parts):
-        plan_model(model, units=rule, mesh=EIGHT)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("rules", "parts"),
-    [
+        (group("layers.0", "layers.0.norm"), ["group('layers.0', 'layers.0.norm')", "inside another one of the same"]),
+        # Two rules that claim one module.
         (
             [group("layers.0", "layers.1"), group("layers.1", "layers.2")],
             ["layers.1 (by group('layers.0', 'layers.1'))"],
@@ -82,24 +68,10 @@ def test_a_rule_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
         ([by_class(Block), by_name("layers.*")], ["by_name('layers.*')", "put the narrower one first"]),
     ],
 )
-def test_two_rules_that_claim_one_module(rules: list[object], parts: list[str]) -> None:
+def test_rules_that_cannot_be_followed(rule: object, parts: list[str]) -> None:
     model = Decoder()
     with refused(model, *parts):
-        plan_model(model, units=rules, mesh=EIGHT)  # type: ignore[arg-type]
-
-
-def test_a_group_with_a_module_inside_another() -> None:
-    model = Decoder()
-    with refused(model, "group('layers.0', 'layers.0.norm')", "inside another one of the same unit"):
-        plan_model(model, units=group("layers.0", "layers.0.norm"), mesh=EIGHT)
-
-
-def test_parent_before_child() -> None:
-    model = Decoder()
-    plan = plan_model(model, mesh=EIGHT)
-    upside_down = dataclasses.replace(plan, units=plan.units[::-1])
-    with fake_world(8), refused(model, "layers.0 comes after (root), its parent", "units must end with the root"):
-        apply_plan(model, upside_down)
+        plan_model(model, units=rule, mesh=EIGHT)  # type: ignore[arg-type]
 
 
 def test_tied_parameters_in_two_units() -> None:
@@ -123,15 +95,6 @@ def test_mixed_dtypes_that_train() -> None:
     plan_model(model, units=by_class(Block), mesh=EIGHT)  # frozen ones may be mixed
 
 
-@pytest.mark.parametrize("reshard", [3, 16, 0, -2])
-def test_a_number_of_ranks_that_does_not_divide(reshard: int) -> None:
-    model = Decoder()
-    with refused(
-        model, f"has reshard_after_forward={reshard}", "Use 1, 2, 4, 8, True or False", "8 ranks of axis dp_shard"
-    ):
-        plan_model(model, reshard_after_forward=reshard, mesh=EIGHT)
-
-
 def test_what_cannot_be_sharded_in_a_unit_or_alone_or_cast() -> None:
     model = Decoder()
     model.scale, model.none = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 4))
@@ -148,45 +111,35 @@ def test_what_cannot_be_sharded_in_a_unit_or_alone_or_cast() -> None:
         plan_model(alone, mesh=EIGHT)
 
 
-def test_ignored_parameter_of_another_model() -> None:
-    model = Decoder()
-    with refused(model, "ignored_params has a Parameter, nothing, not in the model"):
-        plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
-
-
-def test_settings_of_the_wrong_type() -> None:
+def test_settings_that_do_not_fit() -> None:
     model = Decoder()
     for setting in ("mp_policy", "offload_policy", "checkpoint_activations", "compile"):
         with refused(model, f"{setting} must be a ", "got 'yes'"):
             plan_model(model, mesh=EIGHT, **{setting: "yes"})
+    for ranks in (3, 16, 0, -2):
+        asked = f"has reshard_after_forward={ranks}"
+        with refused(model, asked, "Use 1, 2, 4, 8, True or False", "8 ranks of axis dp_shard"):
+            plan_model(model, reshard_after_forward=ranks, mesh=EIGHT)
     with refused(model, "prefetch must be a number of units, 0 or more, got -1"):
         plan_model(model, mesh=EIGHT, prefetch=-1)
-    with fake_world(8), refused(model, "mesh must be a DeviceMesh, a MeshSpec or None, got list"):
-        shard_model(model, mesh=[8])  # type: ignore[arg-type]
+    with refused(model, "ignored_params has a Parameter, nothing, not in the model"):
+        plan_model(model, mesh=EIGHT, ignored_params=[Decoder().embed.weight, "nothing"])
 
 
-def test_two_dimensional_mesh_without_names() -> None:
-    model = Decoder()
-    with fake_world(8), refused(model, "mesh must have axis names, got a DeviceMesh of shape (2, 4)", "mesh_dim_names"):
-        shard_model(model, mesh=init_device_mesh("cpu", (2, 4)))
-    with fake_world(8), refused(model, "mesh must have axis names, got a DeviceMesh of shape (2, 2, 2)"):
-        shard_model(model, mesh=init_device_mesh("cpu", (2, 2, 2)))
-
-
-def test_mesh_on_another_device() -> None:
+def test_meshes_that_do_not_fit() -> None:
     model = Decoder()
     with fake_world(8):
-        mesh = init_device_mesh("xpu", (8,), mesh_dim_names=("dp",))
+        for shape in ((2, 4), (2, 2, 2)):
+            with refused(model, f"mesh must have axis names, got a DeviceMesh of shape {shape}", "mesh_dim_names"):
+                shard_model(model, mesh=init_device_mesh("cpu", shape))
+        with refused(model, "mesh must be a DeviceMesh, a MeshSpec or None, got list"):
+            shard_model(model, mesh=[8])  # type: ignore[arg-type]
         with refused(model, "mesh is on 'xpu'", "this process has"):
-            shard_model(model, mesh=mesh)
-
-
-def test_mesh_of_another_size() -> None:
-    model = Decoder()
-    with fake_world(8), refused(model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"):
-        shard_model(model, mesh=MeshSpec.sharded(4))
-    with fake_world(8), refused(model, "mesh is dp=8, and the plan was made for dp_shard=8"):
-        apply_plan(model, plan_model(model, mesh=EIGHT), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+            shard_model(model, mesh=init_device_mesh("xpu", (8,), mesh_dim_names=("dp",)))
+        with refused(model, "mesh dp_shard=4 needs 4 ranks, and there are 8", "MeshSpec.sharded(8)"):
+            shard_model(model, mesh=MeshSpec.sharded(4))
+        with refused(model, "mesh is dp=8, and the plan was made for dp_shard=8"):
+            apply_plan(model, plan_model(model, mesh=EIGHT), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
     with pytest.raises(PlanError, match="mesh has the shape"):
         MeshSpec((2, 2, 2), ("a", "b", "c"), shard_axes=1)
 
@@ -211,41 +164,35 @@ def test_sharded_already() -> None:
             shard_model(inner)
 
 
-def test_parameter_sharded_already() -> None:
-    model = Decoder()
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
-        with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):
-            shard_model(model)
-        with refused(model, "head.weight is a DTensor already"):
-            shard_model(model, mesh=mesh)
-
-
-def test_resharding_tensor_parallel_parameters_to_fewer_ranks() -> None:
+def test_parameters_that_are_dtensors_already() -> None:
     model = Decoder()
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)]))
         with refused(model, "[norm, head] has reshard_after_forward=2 with tensor-parallel parameters"):
             shard_model(model, mesh=mesh["dp"], reshard_after_forward=2)
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        model.head.weight = nn.Parameter(distribute_tensor(Decoder().head.weight.detach(), mesh, [Shard(0)]))
+        with refused(model, "head.weight is a DTensor already", 'mesh=world_mesh["dp"]'):
+            shard_model(model)
+        with refused(model, "head.weight is a DTensor already"):
+            shard_model(model, mesh=mesh)
 
 
-def test_plan_of_another_model() -> None:
-    plan = plan_model(Decoder(layers=3), mesh=EIGHT)
-    cases: list[tuple[nn.Module, list[str]]] = [
-        (Decoder(layers=4), ["the plan has no parameter layers.3.down.bias"]),
-        (Decoder(layers=2), ["the model has no parameter layers.2.down.bias"]),
-        (
-            Decoder(layers=3, vocabulary=12),
-            ["embed.weight has shape (12, 8) in the model and shape (11, 8) in the plan"],
-        ),
-        (Decoder(layers=3).double(), ["embed.weight has dtype torch.float64 in the model"]),
-        (Decoder(layers=3, tied=True), ["embed.weight has aliases ('head.weight',) in the model"]),
-    ]
-    for model, parts in cases:
-        with fake_world(8), refused(model, *parts, "Make the plan from this model"):
-            apply_plan(model, plan)
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Decoder(layers=4), "the plan has no parameter layers.3.down.bias"),
+        (lambda: Decoder(layers=2), "the model has no parameter layers.2.down.bias"),
+        (lambda: Decoder(vocabulary=12), "embed.weight has shape (12, 8) in the model and shape (11, 8) in the plan"),
+        (lambda: Decoder().double(), "embed.weight has dtype torch.float64 in the model"),
+        (lambda: Decoder(tied=True), "embed.weight has aliases ('head.weight',) in the model"),
+    ],
+)
+def test_plan_of_another_model(make: Callable[[], nn.Module], part: str) -> None:
+    model = make()
+    with fake_world(8), refused(model, part, "Make the plan from this model"):
+        apply_plan(model, plan_model(Decoder(layers=3), mesh=EIGHT))
 
 
 def test_no_plan_and_no_mesh() -> None:
@@ -262,21 +209,20 @@ def test_no_plan_and_no_mesh() -> None:
 def test_plan_edited_by_hand() -> None:
     model = Decoder()
     plan = plan_model(model, mesh=EIGHT)
-    missing = dataclasses.replace(plan, units=plan.units[1:])
-    doubled = dataclasses.replace(
-        plan, units=(*plan.units[:-1], dataclasses.replace(plan.units[-1], params=("norm.bias",)))
-    )
-    stranger = dataclasses.replace(plan, units=(ShardUnit(("elsewhere",), ()), *plan.units))
-    moved = dataclasses.replace(plan, units=(dataclasses.replace(plan.units[0], modules=("norm",)), *plan.units[1:]))
+    first, last = plan.units[0], plan.units[-1]
     with fake_world(8):
-        for edited, part in (
-            (missing, "is in no unit"),
-            (doubled, "norm.bias is in [norm, head], (root)"),
-            (stranger, "the model has no module elsewhere"),
-            (moved, "norm appears in two units"),
+        for units, parts in (
+            (plan.units[1:], ["is in no unit"]),
+            (
+                (*plan.units[:-1], dataclasses.replace(last, params=("norm.bias",))),
+                ["norm.bias is in [norm, head], (root)"],
+            ),
+            ((ShardUnit(("elsewhere",), ()), *plan.units), ["the model has no module elsewhere"]),
+            ((dataclasses.replace(first, modules=("norm",)), *plan.units[1:]), ["norm appears in two units"]),
+            (plan.units[::-1], ["layers.0 comes after (root), its parent", "units must end with the root"]),
         ):
-            with refused(model, part):
-                apply_plan(model, edited)
+            with refused(model, *parts):
+                apply_plan(model, dataclasses.replace(plan, units=units))
         with refused(model, "plan was given together with compile"):
             shard_model(model, plan=plan, compile=True)
 

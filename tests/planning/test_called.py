@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,16 +65,24 @@ class AsksForDtype(ReadTable):
         return self.head(x.to(self.head.weight.dtype)) + self.table(torch.zeros(x.shape[:-1], dtype=torch.long))
 
 
-class Attentions(nn.Module):
-    def __init__(self) -> None:
+class Layers(nn.Module):
+    """Layers of one dtype that run one after another."""
+
+    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3))
-        self.layers[2].self_attn.out_proj = self.layers[0].self_attn.out_proj
+        self.layers, self.dtype = nn.ModuleList(layers), dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
         for layer in self.layers:
             x = layer(x)
         return x.clone()
+
+
+def attentions() -> nn.Module:
+    model = Layers(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3))
+    model.layers[2].self_attn.out_proj = model.layers[0].self_attn.out_proj
+    return model
 
 
 class Routed(nn.Module):
@@ -87,20 +97,12 @@ class Routed(nn.Module):
         return x + self.up(self.norm(x)) * weights.amax(-1, keepdim=True).to(x.dtype)
 
 
-class Routers(nn.Module):
+def routers() -> nn.Module:
     """bfloat16 layers with float32 routers, of which the weight is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Routed() for _ in range(2)).to(torch.bfloat16)
-        for layer in self.layers:
-            layer.router.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    model = Layers((Routed().bfloat16() for _ in range(2)), torch.bfloat16)
+    for layer in model.layers:
+        layer.router.float()
+    return model
 
 
 class Scan(nn.Module):
@@ -116,18 +118,11 @@ class Scan(nn.Module):
         return x + self.up(x + self.bias) * self.A_log.exp().sum(-1).to(x.dtype)
 
 
-class Scans(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Scan()) for _ in range(2)).to(torch.bfloat16)
-        for layer in self.layers:
-            layer[1].A_log.data = layer[1].A_log.data.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)
-        for layer in self.layers:
-            x = layer(x)
-        return x.clone()
+def scans() -> nn.Module:
+    model = Layers((nn.Sequential(nn.LayerNorm(8), Scan()).bfloat16() for _ in range(2)), torch.bfloat16)
+    for layer in model.layers:
+        layer[1].A_log.data = layer[1].A_log.data.float()
+    return model
 
 
 class Twice(nn.Module):
@@ -184,7 +179,9 @@ class TiedAbove(nn.Module):
         return self.head(self.model(x))
 
 
-MODELS = {cls.__name__: cls for cls in (ReadTable, LateTable, Forwards, Attentions, Routers, Scans, TiedAbove, Twice)}
+MODELS = {
+    each.__name__: each for each in (ReadTable, LateTable, Forwards, attentions, routers, scans, TiedAbove, Twice)
+}
 
 
 def units(model: nn.Module) -> list[str]:
@@ -195,21 +192,23 @@ def test_units_are_called() -> None:
     assert "table" not in units(ReadTable())
     assert "tokens" not in units(LateTable())
     assert not [name for name in units(Forwards()) if "layers" in name]
-    assert units(Attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
+    assert units(attentions()) == ["[layers.0, layers.2]", "layers.1", "(root)"]
     assert units(TiedAbove()) == ["model.body.layers.0", "model.body.layers.1", "[model, head]", "(root)"]
-    plan = plan_model(Routers(), mesh=TWO)
+    plan = plan_model(routers(), mesh=TWO)
     assert plan.replicated == ("layers.0.router.weight", "layers.1.router.weight")
     assert "router.weight: train in another dtype than the rest of their unit and cannot be a unit" in str(plan)
-    scans = plan_model(Scans(), mesh=TWO)
-    assert scans.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
-    assert [unit.name for unit in scans.units] == ["layers.0", "layers.1", "(root)"]
+    mixed = plan_model(scans(), mesh=TWO)
+    assert mixed.replicated == ("layers.0.1.A_log", "layers.1.1.A_log")
+    assert [unit.name for unit in mixed.units] == ["layers.0", "layers.1", "(root)"]
 
 
-def test_is_called_can_say_yes() -> None:
+def test_what_is_called() -> None:
     tree = ModelTree(ReadTable())
     called = {fqn for entry, fqn in enumerate(tree.fqns) if is_called(tree, entry)}
     assert {"", "layers.0", "head"} <= called
     assert {"table", "layers"}.isdisjoint(called)
+    asks = ModelTree(AsksForDtype())  # which does not need the values
+    assert all(is_called(asks, asks.fqns.index(name)) for name in ("head", "table"))
 
 
 def test_torch_refuses_a_use_outside_of_the_unit() -> None:
@@ -249,9 +248,3 @@ def test_a_tied_parameter_stays_where_one_of_its_modules_has_to_stay() -> None:
     plan = plan_model(Reads(), mesh=MeshSpec.sharded(2))
     assert plan.replicated == ("embed.weight",)
     assert "embed.weight: train in another dtype" in plan.notes[-1]
-
-
-def test_asking_for_a_dtype_or_a_shape_does_not_need_the_values():
-    tree = ModelTree(AsksForDtype())
-    assert all(is_called(tree, tree.fqns.index(name)) for name in ("head", "table"))
-    assert not is_called(ModelTree(ReadTable()), tree.fqns.index("table"))

@@ -85,6 +85,10 @@ def stage(number: int) -> nn.Module:
             lambda: Model(towers=nn.ModuleList([Model(layers=blocks()), Decoder(layers=2)])),
             ["towers.0.layers.0", "towers.0.layers.1", "towers.1.layers.0", "towers.1.layers.1", "(root)"],
         ),
+        (
+            lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
+            [*(f"{part}.layers.{number}" for part in ("encoder", "decoder") for number in range(2)), "(root)"],
+        ),
         # Two levels: the outer one, because the inner one may be experts, or heads.
         (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
         (lambda: Model(layers=nn.ModuleList([Routed(), Routed()])), ["layers.0", "layers.1", "(root)"]),
@@ -103,11 +107,6 @@ def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert names(make()) == expected
 
 
-def test_torch_transformer() -> None:
-    units = names(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
-    assert units == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1", "(root)"]
-
-
 def test_classes_that_the_model_declares() -> None:
     model = Model(only=nn.ModuleList([nn.Linear(4, 4), nn.Conv1d(2, 2, 1)]), other=nn.Linear(40, 40))
     assert names(model) == ["(root)"]
@@ -115,26 +114,14 @@ def test_classes_that_the_model_declares() -> None:
     assert names(model) == ["only.0", "(root)"]
 
 
-def test_a_layer_shared_by_two_blocks_is_a_unit() -> None:
+def test_what_blocks_share_is_a_unit() -> None:
     shared = nn.Linear(3, 3)
-    assert names(Model(layers=nn.ModuleList([Shared(shared), Shared(shared)]))) == [
-        "layers.0.layer",
-        "layers.1",
-        "layers.0",
-        "(root)",
-    ]
-
-
-def test_layers_that_share_a_weight_are_a_unit() -> None:
+    one = Model(layers=nn.ModuleList([Shared(shared), Shared(shared)]))
+    assert names(one) == ["layers.0.layer", "layers.1", "layers.0", "(root)"]
     layers = nn.ModuleList([Shared(nn.Linear(3, 3)) for _ in range(3)])
     layers[2].layer.weight = layers[0].layer.weight
-    assert names(Model(layers=layers)) == [
-        "[layers.0.layer, layers.2.layer]",
-        "layers.1",
-        "layers.0",
-        "layers.2",
-        "(root)",
-    ]
+    joined = "[layers.0.layer, layers.2.layer]"
+    assert names(Model(layers=layers)) == [joined, "layers.1", "layers.0", "layers.2", "(root)"]
 
 
 def test_a_weight_that_the_root_shares_is_the_roots() -> None:
@@ -154,16 +141,11 @@ def test_modules_of_another_dtype_are_units_of_their_own() -> None:
     assert [unit.name for unit in plan.units] == [
         *("embed", "layers.0.norm", "layers.1.norm", "norm", "layers.0", "layers.1", "(root)")
     ]
-    assert [
-        note for note in plan.notes if note.startswith("layers.0.norm, layers.1.norm, norm: train in another dtype")
-    ]
+    assert any(each.startswith("layers.0.norm, layers.1.norm, norm: train in another dtype") for each in plan.notes)
     assert {spec.dtype for unit in plan.units[1:4] for spec in plan.specs_of(unit)} == {torch.float32}
-
-
-def test_frozen_parameters_of_another_dtype_stay() -> None:
     model = Decoder(layers=2)
     for layer in model.layers:
-        layer.down.to(torch.bfloat16).requires_grad_(False)
+        layer.down.to(torch.bfloat16).requires_grad_(False)  # frozen ones stay
     assert names(model) == ["embed", "layers.0", "layers.1", "[norm, head]", "(root)"]
 
 

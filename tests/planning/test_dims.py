@@ -40,14 +40,10 @@ def test_one_parameter(shape: tuple[int, ...], ranks: int, dim: int) -> None:
     assert dims_of(hybrid) == dims_of(plan)
 
 
-def test_small_parameters_stay_on_dim_0() -> None:
-    """Experts, the biases of experts, and a router: the last two are under 1 % of what a rank holds."""
-    plan = planned((8, 2048, 4096), (8, 4096), (8, 2048), mesh=MeshSpec.sharded(64))
-    assert dims_of(plan) == {"p0": 1}
-
-
 def test_no_more_than_needed() -> None:
-    """Shapes that waste most are taken first, all parameters of a shape or none."""
+    """Shapes that waste most are taken first, all of a shape or none, and none under 1 % of a rank's."""
+    experts_biases_router = (8, 2048, 4096), (8, 4096), (8, 2048)
+    assert dims_of(planned(*experts_biases_router, mesh=MeshSpec.sharded(64))) == {"p0": 1}
     mesh = MeshSpec.sharded(1024)
     plan = planned((11008, 4096), (11008, 4096), (32000, 4096), *[(4096, 11008)] * 9, mesh=mesh)
     assert dims_of(plan) == {}
@@ -78,16 +74,6 @@ def test_a_rule_overrides_the_choice() -> None:
     assert kept.held_bytes() > 2 * chosen.held_bytes()
 
 
-def test_another_mesh_gets_dims_of_its_own() -> None:
-    model = MoE(experts=4)
-    here, there = (plan_model(model, mesh=MeshSpec.sharded(ranks)) for ranks in (8, 4))
-    assert dims_of(here) != dims_of(there)
-    for one, other in ((here, there), (there, here)):
-        moved = on_mesh(one, other.mesh)
-        assert (moved, moved.notes) == (other, other.notes)
-    assert on_mesh(here, here.mesh) is here
-
-
 def test_on_another_mesh_the_dims_of_rules_stay() -> None:
     rules = [by_class(Block, shard_dim=0), by_name("head", shard_dim=1)]
     here = plan_model(MoE(), mesh=MeshSpec.sharded(8), units=rules)
@@ -101,14 +87,19 @@ def test_on_another_mesh_the_dims_of_rules_stay() -> None:
     unfit.check()
 
 
-def test_a_plan_of_experts_moves_to_meshes_with_their_axis_alone() -> None:
-    here, there = (MeshSpec(shape, ("efsdp", "ep")) for shape in ((2, 2), (4, 2)))
+def test_on_another_mesh_other_dims_are_chosen_anew() -> None:
+    here, there = (plan_model(MoE(experts=4), mesh=MeshSpec.sharded(ranks)) for ranks in (8, 4))
+    assert dims_of(here) != dims_of(there)
+    for one, other in ((here, there), (there, here)):
+        moved = on_mesh(one, other.mesh)
+        assert (moved, moved.notes) == (other, other.notes)
+    first, second = (MeshSpec(shape, ("efsdp", "ep")) for shape in ((2, 2), (4, 2)))
     rules = [by_name("layers.*.experts", mesh="efsdp"), by_class(Block)]
-    plan = plan_model(MoE(), mesh=here, units=rules)
-    assert on_mesh(plan, here) is plan
-    assert on_mesh(plan, there) == plan_model(MoE(), mesh=there, units=rules)
+    experts = plan_model(MoE(), mesh=first, units=rules)
+    assert on_mesh(experts, second) == plan_model(MoE(), mesh=second, units=rules)
+    assert (on_mesh(here, here.mesh), on_mesh(experts, first)) == (here, experts)
     with pytest.raises(PlanError, match=r"first two axes of dp_shard=8, got 'efsdp'.*Pass mesh="):
-        on_mesh(plan, MeshSpec.sharded(8))
+        on_mesh(experts, MeshSpec.sharded(8))
 
 
 @pytest.mark.parametrize("mesh", [MeshSpec.sharded(8), MeshSpec.hybrid(2, 4)])

@@ -32,13 +32,15 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (group("norm", "head"), ["[norm, head]"]),
         (group("layers.*"), ["[layers.0, layers.1, layers.2]"]),
         (lambda fqn, module: fqn.endswith("up"), ["layers.0.up", "layers.1.up", "layers.2.up"]),
+        (lambda fqn, module: {} if fqn == "norm" else False, ["norm"]),  # an empty dict of settings still selects
         (by_class(Block, together=2), ["[layers.0, layers.1]", "layers.2"]),
+        ([by_name("layers.0", compile=True), by_class(Block, together=2)], ["layers.0", "[layers.1, layers.2]"]),
         (by_name("layers.*.up", "layers.*.down", together=2), [f"[layers.{n}.up, layers.{n}.down]" for n in range(3)]),
         (by_size(280), ["layers.0", "layers.1", "layers.2"]),
         (by_size(144), [f"layers.{layer}{part}" for part in (".up", "") for layer in range(3)]),
     ],
 )
-def test_what_a_rule_selects(rule: Rule, expected: list[str]) -> None:
+def test_what_rules_select(rule: Rule | list[Rule], expected: list[str]) -> None:
     assert names(Decoder(), rule) == [*expected, "(root)"]
 
 
@@ -70,18 +72,14 @@ def test_the_first_rule_that_matches_wins() -> None:
     rules = [by_name("layers.1", reshard_after_forward=False), by_class(Block, reshard_after_forward=4)]
     plan = plan_model(Decoder(), units=rules, mesh=EIGHT, reshard_after_forward=True)
     assert [unit.reshard_after_forward for unit in plan.units] == [4, False, 4, True]
+    root = plan_model(Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT).units[-1]
+    assert (root.modules, root.reshard_after_forward) == (("",), True)
 
 
 def test_inner_units_come_before_outer_ones() -> None:
     rules = [by_class(Block), by_name("layers.*.up"), group("layers.0.norm", "layers.0.down")]
-    assert names(Decoder(layers=2), rules) == [
-        "[layers.0.norm, layers.0.down]",
-        "layers.0.up",
-        "layers.1.up",
-        "layers.0",
-        "layers.1",
-        "(root)",
-    ]
+    inner = ["[layers.0.norm, layers.0.down]", "layers.0.up", "layers.1.up"]
+    assert names(Decoder(layers=2), rules) == [*inner, "layers.0", "layers.1", "(root)"]
 
 
 def test_a_callable_may_return_settings() -> None:
@@ -98,16 +96,6 @@ def test_a_callable_may_return_settings() -> None:
     assert plan.units[0].mp_policy is half
 
 
-def test_an_empty_dict_of_settings_still_selects() -> None:
-    assert names(Decoder(), lambda fqn, module: {} if fqn == "norm" else False) == ["norm", "(root)"]
-
-
-def test_settings_of_the_root_by_name() -> None:
-    plan = plan_model(Decoder(), units=[Block, by_name("", reshard_after_forward=True)], mesh=EIGHT)
-    assert plan.units[-1].modules == ("",)
-    assert plan.units[-1].reshard_after_forward is True
-
-
 def test_blocks_are_recomputed_and_compiled_but_not_leaves_or_the_root() -> None:
     plan = plan_model(Decoder(), mesh=EIGHT, checkpoint_activations=True, compile=True)
     for unit in plan.units:
@@ -122,19 +110,16 @@ def test_the_output_dtype_is_the_roots() -> None:
 
 
 def test_resharding_by_default_and_when_asked() -> None:
-    model = Decoder()
-    reshards = {
-        asked: [unit.reshard_after_forward for unit in plan_model(model, mesh=EIGHT, reshard_after_forward=asked).units]
-        for asked in (None, True, False, 4)
-    }
-    assert reshards[None] == [True, True, True, True, False, False]
-    assert reshards[True] == [True] * 6
-    assert reshards[False] == [False] * 6
-    assert reshards[4] == [4] * 6
+    for asked, expected in (
+        (None, [True, True, True, True, False, False]),
+        (True, [True] * 6),
+        (False, [False] * 6),
+        (4, [4] * 6),
+    ):
+        plan = plan_model(Decoder(), mesh=EIGHT, reshard_after_forward=asked)
+        assert [unit.reshard_after_forward for unit in plan.units] == expected
 
 
-def test_neighbors_that_are_left_are_together() -> None:
-    rules = [by_name("layers.0", reshard_after_forward=False), by_class(Block, together=2)]
-    assert names(Decoder(), rules) == ["layers.0", "[layers.1, layers.2]", "(root)"]
+def test_a_number_of_modules_together() -> None:
     with pytest.raises(PlanError, match=r"by_class\(Block\) has together=0"):
         by_class(Block, together=0)

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import class_named, parse, run
+from harness import checkpoint_modules, class_named, parse, run
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -72,23 +72,11 @@ class FSDPTrainer:
         precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
         self.policy = FSDP(policy, **shared_fsdp_kwargs, mixed_precision=precision)
         if args.activation_checkpointing:
-            self.checkpoint_blocks(wrap_class)
+            checkpoint_modules(self.policy, lambda module: isinstance(module, wrap_class))
         self.reference_model = FSDP(reference_model, **shared_fsdp_kwargs)
         self.optimizer = torch.optim.RMSprop(self.policy.parameters(), lr=args.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 3))
         dist.barrier()
-
-    def checkpoint_blocks(self, wrap_class):
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-            CheckpointImpl,
-            apply_activation_checkpointing,
-            checkpoint_wrapper,
-        )
-
-        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        apply_activation_checkpointing(
-            self.policy, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, wrap_class)
-        )
 
     def concatenated_forward(self, model, batch):
         tokens = torch.cat([batch["chosen"], batch["rejected"]])

@@ -9,13 +9,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Block, generator_of, parse, run
+from harness import Block, checkpoint_modules, generator_of, parse, run
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -135,11 +130,7 @@ def prepare_fsdp_module(model, optimizer, args):
         )
         getattr(wrapped, "_exec_order_data", None)  # for prefetch limits
         if args.checkpointing:
-            apply_activation_checkpointing(
-                wrapped,
-                checkpoint_wrapper_fn=lambda each: checkpoint_wrapper(each, CheckpointImpl.NO_REENTRANT),
-                check_fn=child.activation_checkpointing_fn,
-            )
+            checkpoint_modules(wrapped, child.activation_checkpointing_fn)
         setattr(model, name, wrapped)
     groups = [{"params": [], **each} for each in settings]
     for name, param in model.named_parameters():

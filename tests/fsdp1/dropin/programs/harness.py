@@ -1,12 +1,18 @@
 """What the programs share that FSDP has no part in: arguments, random batches, files."""
 
 import argparse
+import functools
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 
 class Block(nn.Module):
@@ -38,6 +44,12 @@ def parse(argv, **defaults):
 def generator_of(step, stride=10):
     """Another batch in each step, on each rank."""
     return torch.Generator().manual_seed(stride * step + dist.get_rank())
+
+
+def checkpoint_modules(model, check_fn):
+    """Activation checkpointing by torch's wrappers, of the modules that ``check_fn`` chooses."""
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=check_fn)
 
 
 def class_named(model, name):

@@ -8,7 +8,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from harness import parse, run
+from harness import checkpoint_modules, parse, run
 from llama_policies import (
     OFFLOAD,
     PRECISION,
@@ -20,11 +20,6 @@ from llama_policies import (
     save_model_and_optimizer_sharded,
 )
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -104,13 +99,7 @@ def wrap_model(model, args, rank):
         use_orig_params=args.freeze_layers > 0,
     )
     if args.fsdp_activation_checkpointing:
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
-                module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-            ),
-            check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
-        )
+        checkpoint_modules(model, lambda module: isinstance(module, LlamaDecoderLayer))
     return model
 
 

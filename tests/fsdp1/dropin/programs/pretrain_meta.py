@@ -9,14 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import generator_of, parse, read, run, write
+from harness import checkpoint_modules, generator_of, parse, read, run, write
 from torch import nn, optim
 from torch.distributed import checkpoint as dist_cp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
@@ -137,9 +132,7 @@ def every_nth(block, every, counter):
 
 
 def apply_checkpointing(model, every):
-    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    selective = functools.partial(every_nth, every=every, counter=[0])
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=selective)
+    checkpoint_modules(model, functools.partial(every_nth, every=every, counter=[0]))
 
 
 class Checkpointer:
