@@ -36,8 +36,7 @@ def message(subject: str, problem: str, rule: str, fix: str) -> str:
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one PlanError that lists all ``problems``, if there are any."""
-    text = "\n".join(problems)
-    if text:
+    if text := "\n".join(problems):
         raise PlanError(text)
 
 

@@ -30,9 +30,7 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
     by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)
     left: list[tuple[ShardUnit, ParamSpec, int]] = []
-    for unit, spec, waste in _wasting(plan):
-        if spec.fqn in keep:
-            continue
+    for unit, spec, waste in _wasting(plan, keep):
         if dim := _dividing(plan, unit, spec):
             by_shape[spec.shape, spec.dtype].append((spec, dim, waste))
         else:
@@ -77,12 +75,12 @@ def on_mesh(plan: ShardingPlan, mesh: MeshSpec) -> ShardingPlan:
     return balanced(replace(moved, units=tuple(units), notes=notes), keep)
 
 
-def _wasting(plan: ShardingPlan) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
-    """Yield each parameter whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
+def _wasting(plan: ShardingPlan, keep: Collection[str]) -> Iterator[tuple[ShardUnit, ParamSpec, int]]:
+    """Yield the others whose rows do not spread evenly, with the bytes that the fullest rank holds too much."""
     for unit in plan.units:
         ranks = plan.mesh_of(unit).shard_size
         for spec in plan.split_specs(unit):
-            if spec.shape and spec.shape[0] % ranks:
+            if spec.fqn not in keep and spec.shape and spec.shape[0] % ranks:
                 yield unit, spec, spec.nbytes_of(spec.shard_numel(ranks)) - spec.nbytes // ranks
 
 

@@ -73,7 +73,6 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
         "by_class(TransformerEncoderLayer, 'MyBlock')"
     """
     shown = ", ".join(repr(cls) if isinstance(cls, str) else getattr(cls, "__name__", repr(cls)) for cls in classes)
-    text = f"by_class({shown})"
     types = tuple(cls for cls in classes if not isinstance(cls, str))
     names = {cls for cls in classes if isinstance(cls, str)}
     for cls in types:
@@ -83,7 +82,7 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
     def matches(_: str, module: nn.Module) -> bool:
         return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
 
-    return _rule_of_predicate(text, matches, overrides, together)
+    return _rule_of_predicate(f"by_class({shown})", matches, overrides, together)
 
 
 def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -97,12 +96,11 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
             the model has split, as DTensors, over the axes after it. ``tiles=4`` as for ``by_class``.
     """
     patterns = [_compile_glob(glob) for glob in globs]
-    text = f"by_name({', '.join(map(repr, globs))})"
 
     def matches(fqn: str, _: nn.Module) -> bool:
         return any(pattern.fullmatch(fqn) for pattern in patterns)
 
-    return _rule_of_predicate(text, matches, overrides, together)
+    return _rule_of_predicate(f"by_name({', '.join(map(repr, globs))})", matches, overrides, together)
 
 
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:

@@ -134,9 +134,8 @@ class ModelTree:
 
     def numel(self, entry: int) -> int:
         """Elements of all parameters at or below ``entry``, each counted once."""
-        return sum(
-            self.params[fqn].numel() for fqn in {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
-        )
+        fqns = {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
+        return sum(self.params[fqn].numel() for fqn in fqns)
 
     def has_params(self, entry: int) -> bool:
         """Whether the module at ``entry`` or one below it has a parameter."""

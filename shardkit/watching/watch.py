@@ -241,16 +241,31 @@ class _Watch:
             if not dist.is_initialized():  # this rank communicates no more; the others must not miss it
                 self._state["left"] = True
             left = self._state["left"]
+            # A host that is lost closes no connection, and the store of its process would be waited for.
+            stuck = threading.Timer(max(self._after, 5.0), self._end_without_store)
+            stuck.daemon = True
+            stuck.start()
             try:
                 self._poll()
             except (RuntimeError, OSError):
-                logger.warning("watch: ended, since the process that holds the store of the process group has")
-                self._gone.set()
+                if not self._ends:
+                    logger.warning("watch: ended, since the process that holds the store of the process group has")
+                    self._gone.set()
+                elif not self.report:  # a report that was heard ends this rank already
+                    self.report = "watch: the process that holds the store of the process group has ended"
+                    self._exit_at = time.monotonic() + self._after
+            finally:
+                stuck.cancel()
             if left or (self._state["failed"] and self.report):
                 self._gone.set()
             if time.monotonic() > self._exit_at and not self._gone.is_set():
                 print(self.report, file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _end_without_store(self) -> None:
+        if self._ends:
+            print("watch: the store of the process group does not answer", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _poll(self) -> None:
         self.team.publish(self._record())

@@ -85,11 +85,8 @@ def test_what_two_nodes_train_is_right_and_one_node_resumes_it(two, tmp_path):
 LINE = r".*\n(\[rank\d\]: )?- "
 LOST = {
     ("endless", 1): r"Timed out waiting 4000ms for recv operation to complete",  # not the 30 minutes of torch's meshes
-    (
-        "watched",
-        1,
-    ): rf"watch rank(s 2-3 have| [23] has) been silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
-    ("watched", 0): rf"watch the store has not answered for \d+ s[.;] {LINE}rank [23]: [^\n]*node_programs\.py:",
+    ("watched", 1): rf"watch: ranks? (2-3|[23]) silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
+    ("watched", 0): r"watch: the (process that holds the )?store of .* (has ended|does not answer)|silent for",
 }
 
 
