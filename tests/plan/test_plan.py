@@ -147,6 +147,17 @@ def sharding(model: nn.Module) -> list[object]:
     return facts
 
 
+def sharded_by_its_code(model: nn.Module, plan: ShardingPlan) -> nn.Module:
+    """A copy of ``model`` that the torch code sharded, just as ``apply_plan`` does."""
+    by_hand = copy.deepcopy(model)
+    with fake_world(plan.mesh.size):
+        expected = sharding(apply_plan(model, plan))
+    with fake_world(plan.mesh.size):
+        exec(plan.to_python(), {"model": by_hand})
+        assert sharding(by_hand) == expected
+    return by_hand
+
+
 def mesh_shape(param_group: object) -> tuple[int, ...] | None:
     info = param_group.post_forward_mesh_info  # type: ignore[attr-defined]
     return None if info is None else tuple(info.mesh.shape)
@@ -163,16 +174,10 @@ def mesh_shape(param_group: object) -> tuple[int, ...] | None:
     ],
 )
 def test_the_torch_code_gives_the_same_sharding(arguments: dict[str, object]) -> None:
-    torch.manual_seed(0)
     model = Decoder(layers=4)
-    by_hand = copy.deepcopy(model)
     plan = plan_model(model, **{"mesh": EIGHT, **arguments})
-    with fake_world(8):
-        expected = sharding(apply_plan(model, plan))
     assert "shardkit" not in plan.to_python()
-    with fake_world(8):
-        exec(plan.to_python(), {"model": by_hand})
-        assert sharding(by_hand) == expected
+    by_hand = sharded_by_its_code(model, plan)
     assert any(isinstance(param, DTensor) for param in by_hand.parameters())
 
 
@@ -195,21 +200,12 @@ NAMES = [
 
 @pytest.mark.parametrize("arguments", [{}, {"units": [group("blocks.it's", "blocks.q{z}"), by_name("blocks.*.up")]}])
 def test_the_torch_code_takes_any_name(arguments: dict[str, Any]) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        model = Decoder(layers=0)
-        model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
-        model.blocks["it's"].register_parameter("{}'\"", nn.Parameter(torch.ones(3)))
-        return model
-
-    model, by_hand = build(), build()
+    model = Decoder(layers=0)
+    model.blocks = nn.ModuleDict({name: Block() for name in NAMES})
+    model.blocks["it's"].register_parameter("{}'\"", nn.Parameter(torch.ones(3)))
     plan = plan_model(model, mesh=EIGHT, ignored_params=["blocks.it's.{}'\""], **arguments)
     assert len(plan.units) > len(NAMES)
-    with fake_world(8):
-        expected = sharding(apply_plan(model, plan))
-    with fake_world(8):
-        exec(plan.to_python(), {"model": by_hand})
-        assert sharding(by_hand) == expected
+    sharded_by_its_code(model, plan)
 
 
 def test_an_int_to_reshard_to_is_what_torch_takes_it_for() -> None:

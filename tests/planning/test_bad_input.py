@@ -16,13 +16,11 @@ from shardkit import (
     MeshSpec,
     MixedPrecisionPolicy,
     PlanError,
-    ShardkitError,
     ShardUnit,
     apply_plan,
     by_class,
     by_name,
     by_size,
-    check_optimizer,
     fully_shard,
     group,
     plan_model,
@@ -257,13 +255,3 @@ def test_integer_parameters() -> None:
         shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         step(model)
     assert model.layers[1].codes.to_local().dtype is torch.int8
-
-
-def test_optimizer_built_before_sharding() -> None:
-    model = Decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fake_world(8):
-        shard_model(model)
-        with pytest.raises(ShardkitError, match="optimizer holds 22"):
-            check_optimizer(optimizer, model)
-        check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
