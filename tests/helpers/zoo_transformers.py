@@ -25,6 +25,11 @@ SIZES = {
 }
 GQA = {**SIZES, "num_key_value_heads": 1}
 MOE = {**GQA, "intermediate_size": 24}  # grouped matmuls take strides of whole 16 bytes
+ENCODER_DECODER = {"d_model": 16} | {
+    f"{part}_{name}": value
+    for part in ("encoder", "decoder")
+    for name, value in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 20))
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -191,13 +196,7 @@ TRANSFORMERS = {
         _pairs,
         crossing=True,
         vocab_size=VOCAB,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=20,
-        decoder_ffn_dim=20,
+        **ENCODER_DECODER,
         max_position_embeddings=32,
         dropout=0.0,
         pad_token_id=0,
@@ -300,8 +299,7 @@ TRANSFORMERS = {
         depths=[1, 2, 1, 1],
         num_attention_heads=[1, 1, 2, 2],
         decoder_hidden_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **NO_DROPOUT,
         classifier_dropout_prob=0.0,
         drop_path_rate=0.0,
     ),
@@ -312,13 +310,7 @@ TRANSFORMERS = {
         crossing=True,
         vocab_size=VOCAB,
         num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=20,
-        decoder_ffn_dim=20,
+        **ENCODER_DECODER,
         max_source_positions=12,
         max_target_positions=16,
         dropout=0.0,
@@ -372,7 +364,7 @@ TRANSFORMERS = {
         "MobileBertForMaskedLM",
         "MobileBertConfig",
         _tokens,
-        **{**SIZES, "hidden_size": 16, "num_attention_heads": 2},
+        **SIZES,
         **NO_DROPOUT,
         embedding_size=16,
         intra_bottleneck_size=8,

@@ -373,3 +373,19 @@ def check_drop_in(given: int | str | None) -> None:
 @pytest.mark.parametrize("given", [0, "pretend", "pretend:0", None, "cpu"])
 def test_drop_in(ranks: RankPool, given: int | str | None) -> None:
     ranks.run(check_drop_in, given)
+
+
+def check_ties() -> None:
+    with pretend_accelerator():
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model[0].weight = model[1].weight
+        state = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2, device="pretend")}
+        shardkit.load_full_state_dict(model, state, src="all")
+        assert torch.equal(model[0].weight, torch.ones(2, 2))
+        state["1.weight"][0, 0] = 4
+        with pytest.raises(shardkit.ShardkitError, match=r"1\.weight differs from 0\.weight"):
+            shardkit.load_full_state_dict(model, state, src="all")
+
+
+def test_tied_tensors_on_two_devices_are_compared(ranks: RankPool) -> None:
+    ranks.run(check_ties)
