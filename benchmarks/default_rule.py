@@ -17,9 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardkit import MixedPrecisionPolicy, fully_shard, shard_model
+from shardkit import MixedPrecisionPolicy, shard_model
 from shardkit.testing import fake_world
 
 RANKS = 8

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from shardkit import clip_grad_norm_, fully_shard
+from shardkit import clip_grad_norm_
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import comm_counts, fake_world
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,7 +28,6 @@ from benchmarks.train.group import Group
 from benchmarks.train.sides import SIDES
 from benchmarks.train.suites import h200, smoke
 from benchmarks.train.watch import Watch, thinned
-from shardkit import fully_shard
 
 ROOT = Path(__file__).parents[2]
 CASE = Case("a", "shardkit", "tiny", sequence=8, bf16=False)

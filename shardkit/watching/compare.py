@@ -74,7 +74,7 @@ def _read(path: str | Path) -> dict[tuple[int, str, str, int], tuple[str, list[f
         return {(row["step"], row["at"], row["what"], row["call"]): (row["dtype"], row["digest"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"is not a file of record_run: {type(error).__name__}: {error}"
-        raise ShardkitError(message(str(path), problem, "", "Write it with shardkit.record_run")) from error
+        raise ShardkitError(message(str(path), problem, "", "Write it with shardkit.watching.record_run")) from error
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

@@ -18,10 +18,11 @@ from meshes import mesh_of
 from small_models import Block, Decoder, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit import FSDPModule, MeshSpec, by_class, by_name, shard_model, training_mesh
+from shardkit import MeshSpec, by_class, by_name, shard_model, training_mesh
 from shardkit._fsdp import fsdp_units
 from shardkit._torch import torch_version
 from shardkit.apply import mesh

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from shardkit import (
     MeshSpec,
-    compare_ranks,
     full_optimizer_state_dict,
     full_state_dict,
     load_checkpoint,
@@ -28,6 +27,7 @@ from shardkit import (
     watch,
 )
 from shardkit._fsdp import fsdp_units
+from shardkit.watching import compare_ranks
 
 KINDS = {"by node": {"mesh": MeshSpec.hybrid(2, 2)}, "resharded in a node": {"reshard_after_forward": 2}}
 ON_ONE_NODE = {"by node": {"mesh": MeshSpec.sharded(2)}, "resharded in a node": {}}

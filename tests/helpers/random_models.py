@@ -17,12 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
     CPUOffloadPolicy,
     MeshSpec,
-    OffloadPolicy,
     ShardkitError,
     accumulate,
     by_class,

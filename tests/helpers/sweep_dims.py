@@ -37,11 +37,10 @@ from shardkit import (
     materialize,
     optimizer_in_backward,
     save_checkpoint,
-    set_reduce_precision,
     shard_model,
     step_on_local_shards,
 )
-from shardkit.grads import GradScaler
+from shardkit.grads import GradScaler, set_reduce_precision
 from shardkit.testing import RankPool
 
 # Sums over ranks and micro-batches in another order differ by some 2**-50 of their terms, and a step of Adam with this

@@ -22,9 +22,9 @@ from optim_nets import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from shardkit import fully_shard
 from shardkit.grads import clip_grad_norm_
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world

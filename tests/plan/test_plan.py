@@ -12,7 +12,7 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import Block, Decoder, param_groups, step
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
@@ -24,7 +24,6 @@ from shardkit import (
     apply_plan,
     by_class,
     by_name,
-    fully_shard,
     group,
     plan_model,
 )

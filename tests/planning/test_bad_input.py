@@ -9,6 +9,7 @@ import torch.nn as nn
 from refusals import refused
 from small_models import Block, Decoder, step
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardkit import (
@@ -21,7 +22,6 @@ from shardkit import (
     by_class,
     by_name,
     by_size,
-    fully_shard,
     group,
     plan_model,
     shard_model,

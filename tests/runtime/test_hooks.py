@@ -19,7 +19,7 @@ from entry_nets import (
 )
 from small_models import Decoder, step
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
@@ -27,7 +27,6 @@ from shardkit import (
     PlanError,
     ShardkitError,
     check_optimizer,
-    fully_shard,
     group,
     init_on_meta,
     materialize,

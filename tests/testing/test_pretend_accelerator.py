@@ -142,7 +142,7 @@ def check_optimizers(name: str, folder: str) -> None:
             model, optimizer = trained(options, **settings)
             full = shardkit.full_optimizer_state_dict(model, optimizer)
             assert devices(each for state in full.get("state", {}).values() for each in state.values()) <= {"cpu"}
-            pieces = copy.deepcopy(shardkit.sharded_optimizer_state_dict(model, optimizer))
+            pieces = copy.deepcopy(shardkit.state.sharded_optimizer_state_dict(model, optimizer))
             path = f"{folder}/{home}"
             shardkit.save_checkpoint(path, model=model, optimizer=optimizer)
             weights = copy.deepcopy(dict(model.named_parameters()))
@@ -225,7 +225,7 @@ def check_states(folder: str) -> None:
             buffers = {name for name, _ in model.named_buffers()}
             full = shardkit.full_state_dict(model)
             assert devices(full.values()) <= {"cpu"}
-            pieces = shardkit.sharded_state_dict(model)
+            pieces = shardkit.state.sharded_state_dict(model)
             assert devices(each for name, each in pieces.items() if name not in buffers) == {home}
             saved = shardkit.save_checkpoint(f"{folder}/{home}", model=model, async_=True)
             saved.wait()

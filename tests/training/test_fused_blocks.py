@@ -53,11 +53,11 @@ from shardkit import (
     reset_after_error,
     save_checkpoint,
     scale_loss,
-    set_reduce_precision,
     shard_like_fsdp1,
     shard_model,
 )
 from shardkit.checkpoint import write_tensors
+from shardkit.grads import set_reduce_precision
 from shardkit.testing import distributed
 
 # A program from meta to a continuation on another mesh.

@@ -13,9 +13,10 @@ import parity
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from zoo import ZOO
 
-from shardkit import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, shard_model
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from shardkit.testing import distributed
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

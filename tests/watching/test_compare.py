@@ -9,11 +9,12 @@ from fsdp1_models import CPU
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardkit import ShardkitError, compare_ranks, compare_runs, record_run, shard_model
+from shardkit import ShardkitError, shard_model
 from shardkit.__main__ import main
 from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
 from shardkit.testing import distributed
+from shardkit.watching import compare_ranks, compare_runs, record_run
 from shardkit.watching.compare import distance
 from shardkit.watching.digests import digest
 

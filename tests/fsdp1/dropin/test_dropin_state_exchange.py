@@ -141,7 +141,7 @@ def test_shardkits_own_functions_take_wrapped_models(tmp_path: Path):
     for each, prefix in ((model, ""), (Around(model), "inner.")):
         full = shardkit.full_state_dict(each, rank0_only=False)
         assert is_same({name.removeprefix(prefix): v for name, v in full.items() if name.startswith(prefix)}, wanted)
-    live = shardkit.sharded_state_dict(model)
+    live = shardkit.state.sharded_state_dict(model)
     assert live["embed.weight"].to_local().data_ptr() == model.embed.weight.to_local().data_ptr()
     assert dict(shardkit.named_full_tensors(model)).keys() == {n for n, v in wanted.items() if torch.is_tensor(v)}
     assert not any(shardkit.load_full_state_dict(wiped(model), wanted if dist.get_rank() == 0 else {}))
