@@ -39,25 +39,13 @@ class Expert(Block):
     """A block that only some tokens reach."""
 
 
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert() for _ in range(4))
-        self.gate = nn.Linear(8, 4)
-
-    def forward(self) -> None:
-        """Never called."""
+def routed() -> nn.Module:
+    return Model(experts=nn.ModuleList(Expert() for _ in range(4)), gate=nn.Linear(8, 4))
 
 
-class Shared(nn.Module):
+def shared(layer: nn.Module) -> nn.Module:
     """A block with a layer that other blocks may share."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.own, self.layer = nn.Linear(3, 3), layer
-
-    def forward(self) -> None:
-        """Never called."""
+    return Model(own=nn.Linear(3, 3), layer=layer)
 
 
 def stage(number: int) -> nn.Module:
@@ -91,8 +79,8 @@ def stage(number: int) -> nn.Module:
         ),
         # Two levels: the outer one, because the inner one may be experts, or heads.
         (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
-        (lambda: Model(layers=nn.ModuleList([Routed(), Routed()])), ["layers.0", "layers.1", "(root)"]),
-        (lambda: Routed(), ["(root)"]),
+        (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
+        (routed, ["(root)"]),
         (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
         # The root may use an embedding without calling it where no head has its shape.
         (lambda: Model(embed=nn.Embedding(11, 8), layers=blocks()), ["layers.0", "layers.1", "(root)"]),
@@ -115,10 +103,10 @@ def test_classes_that_the_model_declares() -> None:
 
 
 def test_what_blocks_share_is_a_unit() -> None:
-    shared = nn.Linear(3, 3)
-    one = Model(layers=nn.ModuleList([Shared(shared), Shared(shared)]))
+    layer = nn.Linear(3, 3)
+    one = Model(layers=nn.ModuleList([shared(layer), shared(layer)]))
     assert names(one) == ["layers.0.layer", "layers.1", "layers.0", "(root)"]
-    layers = nn.ModuleList([Shared(nn.Linear(3, 3)) for _ in range(3)])
+    layers = nn.ModuleList([shared(nn.Linear(3, 3)) for _ in range(3)])
     layers[2].layer.weight = layers[0].layer.weight
     joined = "[layers.0.layer, layers.2.layer]"
     assert names(Model(layers=layers)) == [joined, "layers.1", "layers.0", "layers.2", "(root)"]
