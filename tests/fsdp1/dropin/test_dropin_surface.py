@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _traversal_utils
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, _runtime_utils, _traversal_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
@@ -101,6 +101,9 @@ def test_internals_say_what_to_use():
         with pytest.raises(TranslationError, match=f"^{name} is a private function of torch's FSDP1.*Use "):
             getattr(_traversal_utils, name)(nn.Sequential(model))
         assert getattr(_traversal_utils, name)(nn.Linear(2, 2)) == []
+    for name, arguments in {"_lazy_init": (model, model), "_reshard": (model, None, True)}.items():
+        with pytest.raises(TranslationError, match=f"^{name} is a private function of torch's FSDP1"):
+            getattr(_runtime_utils, name)(*arguments)
 
 
 @distributed(world_size=2, backend="gloo")
