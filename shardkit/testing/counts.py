@@ -42,6 +42,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         ShardkitError: a process group exists already, or ``rank`` is not in the world.
 
     Example:
+        >>> from torch.distributed.fsdp import fully_shard
         >>> with fake_world(8):
         ...     model = fully_shard(torch.nn.Linear(16, 4))
         >>> model.weight.placements, model.weight.to_local().shape
@@ -98,6 +99,7 @@ def comm_counts() -> Iterator[CommCounts]:
     number of forwards. ``all_gather_object`` and the like count as the collectives that they consist of.
 
     Example:
+        >>> from torch.distributed.fsdp import fully_shard
         >>> with fake_world(8):
         ...     model = fully_shard(torch.nn.Linear(16, 8))
         ...     with comm_counts() as counts:
