@@ -55,6 +55,11 @@ class SaveHandle:
         future, self._future = self._future, None
         future.result()
 
+    def settle(self) -> None:
+        """Wait for the save, whether it fails or not. Local."""
+        if self._future is not None:
+            self._future.exception()
+
     def report_unseen(self) -> None:
         """Log the error of a save that nobody waited for."""
         if self._future is not None and (error := self._future.exception()) is not None:
@@ -62,6 +67,12 @@ class SaveHandle:
 
 
 _pending: SaveHandle | None = None
+
+
+def wait_pending() -> None:
+    """Wait for the pending save, if any, whether it fails or not. Local."""
+    if _pending is not None:
+        _pending.settle()
 
 
 def finish_pending() -> None:

@@ -205,7 +205,12 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
     group = groups[0] if groups else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
-        save(tree, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=not groups)
+        try:
+            save(tree, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=not groups)
+        except CheckpointException as error:  # which is no Exception; on all ranks
+            reasons = [f"rank {rank}: {type(each[0]).__name__}: {each[0]}" for rank, each in error.failures.items()]
+            rule, fix = "Nothing was saved; any earlier checkpoint is unchanged", "See the cause"
+            raise CheckpointError(message("save_checkpoint", f"failed ({listing(reasons)})", rule, fix)) from error
     rank = dist.get_rank(group) if groups else 0
     with together(groups, CheckpointError):
         own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])

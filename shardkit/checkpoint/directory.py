@@ -122,14 +122,17 @@ def commit(path: Path, token: str, *, replace: bool = False, keep: int | None = 
             os.rename(old, path)
         raise
     flush_directory(path.parent)
+    gone = sibling_path(path, "gone", token)  # which, unlike the other, nobody restores when it is half deleted
+    with contextlib.suppress(OSError):
+        os.rename(old, gone)
     _unlink(lock_of(path, token))
 
     def delete() -> None:
-        shutil.rmtree(old, ignore_errors=True)  # files that are not ours were carried over
+        shutil.rmtree(gone, ignore_errors=True)  # files that are not ours were carried over
         if keep is not None:
             rotate(path, keep)
 
-    if keep is not None or old.exists():
+    if keep is not None or gone.exists():
         _deletions.append(threading.Thread(target=delete, name="shardkit-delete"))
         _deletions[-1].start()
 
@@ -279,7 +282,7 @@ def rotate(path: Path, keep: int) -> None:
         return re.sub(r"\d+", "#", name)
 
     found = [each for each in _complete_checkpoints(path.parent) if family(each.name) == family(path.name)]
-    for each in found[: len(found) - keep]:
+    for each in found[: max(len(found) - keep, 0)]:
         gone = sibling_path(each, "gone", new_token())
         # Another process may rotate too.
         with _if_unused(each / manifest.NAME) as unused, contextlib.suppress(OSError, CheckpointError):

@@ -208,13 +208,18 @@ def _write(draft: directory.Draft, files: list[File], export: _Export, groups: G
         parts = [(new, mine[name]) for name, new in export.renamed.items() if name in mine]
         for group, names in split:
             parts += _own_rows(group, names, mine, export.sources)
-        return write_parts(draft.directory, files, parts)
+        written = write_parts(draft.directory, files, parts)
+        flush_files(draft.directory / f.name for f in files if not f.tensors.keys().isdisjoint(written))
+        return written
 
     written += on_each(write_own, groups).values()
     for group, names in (each for each in export.groups if each not in split):
         sources = [(name, export.sources[name]) for name, _ in group.sources]
-        on = model_group(tensor for _, tensor in sources) if groups else model_group([])
-        full = dict(gather(sources, on, device=torch.device("cpu")))
+        if any(isinstance(tensor, DTensor) for _, tensor in sources):
+            on = model_group(tensor for _, tensor in sources)
+            full = dict(gather(sources, on, device=torch.device("cpu")))
+        else:  # each rank of the group has them, whether or not that is the world
+            full = {name: tensor.detach().cpu() for name, tensor in sources}
 
         def write_group(group: Group = group, names: dict[str, str] = names, full: Any = full) -> dict[str, Any]:
             made = group.convert(full.__getitem__) if draft.is_first else {}

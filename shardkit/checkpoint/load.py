@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import dcp, directory, manifest, random_state
 from shardkit.checkpoint.agreement import world
-from shardkit.checkpoint.asynchronous import finish_pending
+from shardkit.checkpoint.asynchronous import finish_pending, wait_pending
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
@@ -114,11 +114,12 @@ def load_checkpoint(
     Example:
         >>> step = load_checkpoint("runs/step-100", model, optimizer, scheduler)["step"]
     """
-    finish_pending()
+    wait_pending()
     groups = world(group)
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
     with ExitStack() as held:
         with together(groups, CheckpointError, call="load_checkpoint") as poll:
+            finish_pending()  # here, since a rank whose program has waited does not raise
             shapes = {name: param.shape for param, name in parameter_names(model).items()}
             source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)
             request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)

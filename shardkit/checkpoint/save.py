@@ -24,6 +24,7 @@ from shardkit.checkpoint.asynchronous import (
     copies_of,
     finish_pending,
     start_pending,
+    wait_pending,
 )
 from shardkit.checkpoint.chunks import part_of, refuse_subclasses
 from shardkit.checkpoint.format import File
@@ -131,9 +132,10 @@ def save_checkpoint(
     Example:
         >>> save_checkpoint(f"runs/step-{step}", model, optimizer, scheduler, extra={"step": step}, keep=3)
     """
-    finish_pending()
+    wait_pending()
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
+        finish_pending()  # here, since a rank whose program has waited does not raise
         replaces = check_destination(place, format, overwrite, keep)
         content = _collected(model, optimizer, scheduler, extra, format, trainable_only)
         options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}

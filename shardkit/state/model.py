@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardkit._torch.states import with_state_dict_metadata
 from shardkit.ranks import groups_of, together
@@ -115,6 +116,8 @@ def _checked(model: nn.Module, call: str, rank0_only: bool, dtype: torch.dtype |
     state = model_state(model)
     with together(groups_of(model), call=call) as poll:
         poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
+        sharded = {name: each for name, each in state.tensors.items() if isinstance(each, DTensor)}
+        poll.same |= {"sharded tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in sharded.items()}}
         refuse_meta(state.tensors.items())
         check_scales(model, state)
     return state, model_group(state.tensors.values())

@@ -93,6 +93,7 @@ def full_optimizer_state_dict(
         sharded = sharded_optimizer_state_dict(model, optimizer)
         leaves = tensor_leaves(sharded)
         poll.own = any(map(is_quantized, leaves.values()))
+        poll.same |= {"which tensors are sharded": sorted(n for n, t in leaves.items() if isinstance(t, DTensor))}
     if poll.any:  # on some rank: torchao keeps shards plain that have no whole blocks
         kept = {path for path, t in leaves.items() if not t.ndim or not t.is_floating_point()}
         leaves = {path: tensor if path in kept else values_of(tensor) for path, tensor in leaves.items()}

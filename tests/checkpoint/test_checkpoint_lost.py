@@ -146,13 +146,14 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 @distributed(world_size=2, backend="gloo")
-def save_two(root, said, async_=False):
+def save_two(root, said, async_=False, format="safetensors"):
     """A small checkpoint, and a large one that fails on every rank."""
     if not (root / "step-1").exists():
         save_checkpoint(root / "step-1", sharded(1.0), extra={"value": 1.0})
     dist.barrier()
     with pytest.raises(CheckpointError, match=said):
-        save_checkpoint(root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, async_=async_).wait()
+        options = {"async_": async_, "format": format}
+        save_checkpoint(root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, **options).wait()
 
 
 @pytest.mark.parametrize("async_", [False, True])
@@ -160,6 +161,12 @@ def test_on_a_full_disk_all_ranks_raise_and_the_previous_one_loads(async_, small
     save_two(small_disk, "No space left on device", async_)
     assert listing(small_disk) == ["step-1"]
     assert value_of(latest_checkpoint(small_disk)) == 1.0
+
+
+def test_on_a_full_disk_the_error_of_dcp_is_ours(small_disk):
+    """torch's own is no Exception."""
+    save_two(small_disk, r"save_checkpoint failed \(rank \d: ", format="dcp")
+    assert listing(small_disk) == ["step-1"]
 
 
 def test_on_a_read_only_disk_all_ranks_raise_and_the_previous_one_loads(small_disk):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from state_models import LAYOUTS, Net, fsdp, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from trees import assert_same
@@ -345,3 +347,16 @@ def test_options_that_a_load_changes_are_logged(caplog):
         each.param_groups[0].update(scales=[torch.full((3,), scale), 0.5], lr=torch.tensor(0.1))
     assert load(own, same) == ""
     assert "takes scales=[tensor([1., 1., 1.]), 0.5] instead of" in load(own, other)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_state_that_one_rank_lacks_is_an_error_on_both():
+    """Its messages would be read as those of other parameters."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of((2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        model[0].weight.grad = None
+    optimizer.step()
+    with pytest.raises(ShardkitError, match=r"rank 1 differs from rank 0 in which tensors are sharded"):
+        full_optimizer_state_dict(model, optimizer)
