@@ -151,8 +151,8 @@ def save_two(root, said, async_=False, format="safetensors"):
     if not (root / "step-1").exists():
         save_checkpoint(root / "step-1", sharded(1.0), extra={"value": 1.0})
     dist.barrier()
+    options = {"async_": async_, "format": format}
     with pytest.raises(CheckpointError, match=said):
-        options = {"async_": async_, "format": format}
         save_checkpoint(root / "step-2", sharded(2.0, size=400), extra={"value": 2.0}, **options).wait()
 
 
