@@ -8,7 +8,7 @@ A backward with ``create_graph=True`` ends in SIGSEGV.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -44,9 +44,8 @@ def install_hooks(root: nn.Module, methods: Iterable[str] = ()) -> None:
             else:
                 reshard(root)
         elif not double_backwards:
-            values = output.values() if isinstance(output, dict) else output
-            for tensor in [values] if isinstance(values, Tensor) else values if isinstance(values, Iterable) else []:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+            for tensor in [output] if isinstance(output, Tensor) else _tensors(output):
+                if tensor.grad_fn is not None:  # not a parameter, which would keep the hooks of all steps
                     tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
 
     root.register_forward_hook(after_forward)
@@ -108,12 +107,25 @@ def _register(root: nn.Module, name: str, begin: Callable[[], None], running: li
         begin()
         running.append(not torch.is_grad_enabled())
         try:
-            return gathering(*args, **kwargs)
+            output = gathering(*args, **kwargs)
+            for tensor in _tensors(output) if torch.is_grad_enabled() and not double_backwards else ():
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+            return output
         finally:
             if running.pop() and not running:
                 reshard(root)
 
     setattr(module, method, MethodType(not_compiled(call, recursive=False), module))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples; of no other iterable: a generator can be read once only."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (dict, list, tuple)):
+        for each in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(each)
 
 
 def _refuse_create_graph(gradient: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,8 @@ class _Replicated:
             self.watched, self.own, self.reduced = param, True, None
             self.version = 0 if param.grad is None else version_of(param.grad)
             param.register_hook(self._before_accumulation)  # type: ignore[no-untyped-call]
-            param.register_post_accumulate_grad_hook(self._after_accumulation)  # type: ignore[no-untyped-call]
+            after = WeakMethod(self._after_accumulation)  # the collector does not see through these hooks
+            param.register_post_accumulate_grad_hook(lambda p: (f := after()) and f(p))  # type: ignore[no-untyped-call]
 
     def is_zeroed(self) -> bool:
         """Whether ``zero_grad(set_to_none=False)`` was called since a backward added to the gradient."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from entry_nets import OPTIONS, Critic, assert_trains_alike, differences, gathered, pair, vectors
@@ -75,3 +77,24 @@ def test_without_the_context_it_is_refused():
         penalty_alone(model, 0)
     with pytest.raises(ShardkitError, match="create_graph=True"):
         penalty(lambda x: {"loss": model(x)}["loss"], *vectors(0, 9))
+
+
+class Odd(Critic):
+    """Outputs that are nested, or read once; and a method that gathers."""
+
+    def forward(self, x: Tensor, kind: str = "nested") -> object:
+        out = super().forward(x)
+        return {"a": ({"b": out},)} if kind == "nested" else (each for each in (out, out))
+
+    def score(self, x: Tensor) -> Tensor:
+        return Critic.forward(self, x)
+
+
+@distributed(world_size=2)
+def test_it_is_refused_of_nested_outputs_and_methods_too():
+    for call in (lambda model, x: model(x)["a"][0]["b"], lambda model, x: model.score(x)):
+        _, model = pair(Odd, forward_methods=["score"])
+        with pytest.raises(ShardkitError, match="create_graph=True"):
+            penalty(functools.partial(call, model), *vectors(0, 9))
+    _, model = pair(Odd)
+    assert len(list(model(vectors(0)[0], "generator"))) == 2  # not read by the hook
