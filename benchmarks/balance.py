@@ -31,7 +31,7 @@ def shards(param: torch.Tensor, ranks: int) -> Iterator[int]:
 
 
 def held(model: nn.Module, ranks: int) -> int:
-    """Return the bytes on the fullest rank by the plan."""
+    """Return the bytes on the fullest rank that the plan predicts."""
     plan = plan_model(model, mesh=MeshSpec.sharded(ranks))
     total = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
     for unit in plan.units:

@@ -98,7 +98,7 @@ def pretrained(folder: Path) -> Any:
 
 
 def shardkit_init(model: str, folder: Path, clock: Clock) -> nn.Module:
-    """The values of ordinary construction, to the bit."""
+    """The values of ordinary construction, bit for bit."""
     module = _shardkit(model, clock)
     with clock("values"):
         return materialize(module)

@@ -86,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise ValueError(f"format is {found.format!r} and created {found.created!r}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         rule = "A complete checkpoint has the manifest that its save wrote last"
-        problem = f"is no manifest ({type(error).__name__}: {error})"
+        problem = f"is not a manifest ({type(error).__name__}: {error})"
         raise CheckpointError(message(str(file), problem, rule, WAY)) from None
     return found
 

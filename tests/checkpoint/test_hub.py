@@ -218,7 +218,7 @@ def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*wrote"):
         save_checkpoint(path, model, overwrite=True)
     (path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"manifest\.json is no manifest|manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest"):
         save_checkpoint(path, model, overwrite=True)
     assert sorted(os.listdir(path)) == before
     assert os.listdir(tmp_path) == ["last"]
