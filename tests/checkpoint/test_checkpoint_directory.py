@@ -55,7 +55,7 @@ def json_or_none(text: bytes) -> object:
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"[" * 100_000, b'{"digest": "x"}', b"\x80\x04"])
 def test_what_is_no_manifest_is_one_error(text, tmp_path):
     (tmp_path / manifest.NAME).write_bytes(text)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         manifest.read_manifest(tmp_path)
 
 
