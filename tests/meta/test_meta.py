@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import shard_model
 from shardkit.meta import init_on_meta, materialize
+from shardkit.meta import tape as tapes
 from shardkit.meta.context import recording
 from shardkit.testing import fake_world
 
@@ -303,7 +304,8 @@ def count_bytes():
     assert largest <= live.peak - shards <= largest + 20_000 < total / 2
 
 
-def test_the_tape_is_freed_with_its_model():
+def test_the_tape_is_freed_with_its_model(monkeypatch):
+    monkeypatch.setattr(tapes, "_latest", None)  # one of its own, not that of models which other tests left recorded
     with init_on_meta(), recording() as recorder:
         model = net()
     tape = weakref.ref(recorder.tape)
