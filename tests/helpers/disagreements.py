@@ -37,6 +37,12 @@ def on_rank_1(call: str) -> str:
     return rf"ranks differ in call \d+: .* on rank.*{call}.* on rank"  # the others' may be named first
 
 
+def both(others: str, rank_1: str) -> str:
+    """The two calls with their ranks; whichever rank reported first is named first."""
+    of_others, of_rank_1 = rf"{others}[^(]* on ranks 0, 2-3", rf"{rank_1}[^(]* on rank 1"
+    return f"{of_others}.*{of_rank_1}|{of_rank_1}.*{of_others}"
+
+
 KINDS = {
     "skips a unit": Kind(
         r"call \d+: all-gather of tower on ranks 0, 2-3, all-gather of layers\.2 on rank 1", r"all-gather of layers\.2"
@@ -44,11 +50,9 @@ KINDS = {
     "other order": Kind(on_rank_1(r"all-gather of layers\.3"), r"layers\.3"),
     "other unit": Kind(on_rank_1("all-gather of spare"), "all-gather of spare"),
     "one more forward": Kind(on_rank_1(r"all-gather of layers\.0"), r"again|py:\d+, from"),
-    "other last": Kind(r"accumulate\(last=True.* on ranks 0, 2-3, accumulate\(last=False.* on rank 1"),
+    "other last": Kind(both(r"accumulate\(last=True", r"accumulate\(last=False")),
     "clips alone": Kind(on_rank_1(r"clip_grad_norm_\(max_norm=1\.0"), "clips alone"),
-    "clips to less": Kind(
-        r"clip_grad_norm_\(max_norm=1\.0.* on ranks 0, 2-3, clip_grad_norm_\(max_norm=0\.5.* on rank 1"
-    ),
+    "clips to less": Kind(both(r"clip_grad_norm_\(max_norm=1\.0", r"clip_grad_norm_\(max_norm=0\.5")),
     "saves alone": Kind(on_rank_1(r"full_state_dict\(\)"), "saves alone"),
     "counts alone": Kind(on_rank_1(r"global_token_count\(\)"), "counts alone"),
     "fewer steps": Kind(on_rank_1("the end of the watch"), "the end of the watch"),

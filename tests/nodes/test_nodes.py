@@ -84,7 +84,7 @@ def test_what_two_nodes_train_is_right_and_one_node_resumes_it(two, tmp_path):
 # A line of the report, which the watch logs; it is raised where gloo's connections broke first.
 LINE = r".*\n(\[rank\d\]: )?- "
 LOST = {
-    ("endless", 1): r"Timed out waiting 4000ms for recv operation to complete",  # not the 30 minutes of torch's meshes
+    ("endless", 1): r"Timed out waiting 4000ms for (recv|send) operation to complete",  # not 30 minutes
     ("watched", 1): rf"watch: ranks? (2-3|[23]) silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
     ("watched", 0): r"watch: the (process that holds the )?store of .* (has ended|does not answer)|silent for",
 }

@@ -156,7 +156,7 @@ def check_optimizers(name: str, folder: str) -> None:
                     with torch.no_grad():
                         for fqn, param in other.named_parameters():
                             param.copy_(weights[fqn])
-                    load = getattr(shardkit, f"load_{way}_optimizer_state_dict")
+                    load = getattr(shardkit.state, f"load_{way}_optimizer_state_dict")
                     load(other, fresh, {"full": full, "sharded": pieces}[way])
                 case = f"{name}, {home}, {way}"
                 assert devices(state["step"] for state in fresh.state.values()) == {counts}, case
