@@ -2,7 +2,7 @@
 
 Compute is FLOPs over a rate of matrix products; a collective is its bytes over a bandwidth, and a latency for each hop;
 FSDP2 gathers one unit ahead, and reduces one unit behind, while it computes. The CPU runs ahead of the device, so a
-step is no shorter than FSDP2's hooks. Left out: kernels that are not matrix products, their launches, congestion,
+step takes at least the time of FSDP2's hooks. Left out: kernels that are not matrix products, launches, congestion,
 stragglers, and compute that slows down beside communication.
 """
 

@@ -8,7 +8,7 @@ While a tape records, a generator holds a *marker*: a state that says only at wh
     the generator holds    marker 0  marker 1  marker 2    marker 3         marker 4
 
 Whoever saves and restores states inside the construction (``torch.random.fork_rng``) saves and restores markers, so the
-next op begins at an earlier position; whoever seeds leaves a state that is no marker, which becomes a new position.
+next op begins at an earlier position; whoever seeds leaves a state that is not a marker, which becomes a new position.
 Between recordings the generator keeps the last marker, so the next recording goes on from there unless someone seeded
 or drew. A marker equals no state before: had the generator its entry state again, "goes on from the first recording"
 and "seeded with the same number again" could not be told apart.

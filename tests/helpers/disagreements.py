@@ -39,7 +39,7 @@ def on_rank_1(call: str) -> str:
 
 def both(others: str, rank_1: str) -> str:
     """The two calls with their ranks: whoever reported first is named first, and one may be missing still."""
-    of_others, of_rank_1 = rf"{others}[^(]* on ranks? [023][023, -]*", rf"{rank_1}[^(]* on rank 1"
+    of_others, of_rank_1 = rf"{others}[^(]* on ranks (0, [23]|2-3|0, 2-3)", rf"{rank_1}[^(]* on rank 1"
     return f"{of_others}.*{of_rank_1}|{of_rank_1}.*{of_others}"
 
 
