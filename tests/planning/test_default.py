@@ -77,8 +77,12 @@ def stage(number: int) -> nn.Module:
             lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
             [*(f"{part}.layers.{number}" for part in ("encoder", "decoder") for number in range(2)), "(root)"],
         ),
-        # Two levels: the outer one, because the inner one may be experts, or heads.
-        (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
+        # Two levels: stages are larger than the largest block, so they are cut; what is left of them stays around.
+        (
+            lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])),
+            [*(f"stages.0.blocks.{n}" for n in range(2)), "stages.0", *(f"stages.1.blocks.{n}" for n in range(3))]
+            + ["stages.1", "(root)"],
+        ),
         (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
         (routed, ["(root)"]),
         (lambda: Model(experts=nn.ModuleList(Model(layers=blocks()) for _ in range(2))), ["(root)"]),
@@ -162,10 +166,10 @@ class ReadByWeight(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(rows, 64)
-        self.body = nn.Linear(64, 4 * rows, dtype=torch.bfloat16)
+        self.body = nn.Parameter(torch.empty(4 * rows, 64, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.body(x)[..., :64], self.embed.weight)
+        return F.linear(F.linear(x, self.body)[..., :64], self.embed.weight)
 
 
 @pytest.mark.parametrize(("rows", "warns"), [(300_000, True), (1000, False)])
