@@ -145,9 +145,7 @@ def make_scheduler(name: str, optimizer: torch.optim.Optimizer) -> object:
     }[name]()
 
 
-@pytest.mark.parametrize(
-    "name", ["lambda", "onecycle", "sequential", "multistep", "cyclic", "plateau"]
-)
+@pytest.mark.parametrize("name", ["lambda", "onecycle", "sequential", "multistep", "cyclic", "plateau"])
 def test_the_state_of_torchs_schedulers_is_plain(name):
     def build() -> tuple[torch.optim.Optimizer, object]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
