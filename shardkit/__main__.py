@@ -16,7 +16,6 @@ COMMANDS = {  # the module of each, in the order of --help
     "translate": "shardkit.fsdp1.translate.cli",
     "audit": "shardkit.fsdp1.audit.cli",
     "convert": "shardkit.checkpoint.convert",
-    "compare": "shardkit.watching.compare",
     "env": "shardkit.testing.env",
 }
 
