@@ -14,9 +14,8 @@ COMMANDS = {  # the module of each, in the order of --help
     "demo": "shardkit.demo",
     "plan": "shardkit.memory.report",
     "translate": "shardkit.fsdp1.translate.cli",
-    "audit": "shardkit.fsdp1.audit.cli",
+    "audit": "shardkit.fsdp1.audit",
     "convert": "shardkit.checkpoint.convert",
-    "compare": "shardkit.watching.compare",
     "env": "shardkit.testing.env",
 }
 
