@@ -190,14 +190,15 @@ class Reader:
         """
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
-        return tuple(self._notes())
+        return tuple(self.notes())
 
-    def _notes(self) -> Iterator[Note]:
+    def notes(self) -> Iterator[Note]:
+        """Yield a note for each key here and below, in the order of the file."""
         absent = [key for key in self._asked if self._spelling(key) is None]
         for key in self._values:
             answer = self._answers.get(key, ...)
             if isinstance(answer, Reader):
-                yield from answer._notes()
+                yield from answer.notes()
             elif isinstance(answer, Note):
                 yield answer
             elif answer is ...:
