@@ -10,6 +10,7 @@ from torch import nn
 
 from shardkit.planning.tree import ModelTree, is_called
 
+CUT_NUMEL = 10_000_000  # elements: no smaller block is cut, since more all-gathers would save no memory worth having
 CUT_REST = 0.01  # of the model: what a cut block keeps for itself is a unit from here on, else the unit around has it
 CUT_COVER = 0.7  # of a block: the blocks inside must be as much of it; otherwise they are its branches
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -21,7 +22,7 @@ class Blocks:
     Attributes:
         outermost: those that are in no other block, in the model's order.
         smallest: those into which the outermost can be cut, at most; what ``checkpoint_activations`` recomputes.
-        limit: elements of the largest of these.
+        limit: elements of the largest of these, at least ``CUT_NUMEL``: a larger block is cut.
         numel: elements at or below each entry of the tree; a tied parameter counts at each of its places.
     """
 
@@ -36,7 +37,7 @@ class Blocks:
         self._found = {entry for entry in sorted(firsts) if entry and self._is_block(entry)}
         self.outermost = self._outermost(0)
         self.smallest = [smallest for block in self.outermost for smallest in self._smallest(block)]
-        self.limit = max((self.numel[block] for block in self.smallest), default=0)
+        self.limit = max(CUT_NUMEL, *(self.numel[block] for block in self.smallest), 0)
 
     def size(self, entries: Collection[int]) -> int:
         """Return the elements at or below these entries."""
@@ -47,7 +48,7 @@ class Blocks:
         return type(self._tree.modules[entry]).__name__ in self._declared
 
     def units(self) -> list[int]:
-        """Return the outermost blocks; one that is larger than all the smallest is cut into blocks inside it."""
+        """Return the outermost blocks; one above the limit is cut into blocks inside it."""
         return [unit for block in self.outermost for unit in self._cut(block)]
 
     def _cut(self, block: int) -> Iterator[int]:
