@@ -89,7 +89,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _unit(data: dict[str, Any]) -> ShardUnit:
-    policy = {key: _dtype(value) if isinstance(value, str) else value for key, value in data["mp_policy"].items()}
+    policy: dict[str, Any] = {k: _dtype(v) if isinstance(v, str) else v for k, v in data["mp_policy"].items()}
     offload = CPUOffloadPolicy(**data["offload_policy"]) if data["offload_policy"] else OffloadPolicy()
     return ShardUnit(**{**_tuples(data), "mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": offload})
 

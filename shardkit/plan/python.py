@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.plan.check import children_first
 from shardkit.plan.data import PlanData, mp_policy_to_dict
-
 from shardkit.plan.table import calls, counted, fold
 from shardkit.plan.types import ShardUnit
 

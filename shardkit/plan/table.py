@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from shardkit.errors import listing
 from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
-
 from shardkit.plan.types import ShardUnit, count, nbytes
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]

@@ -179,7 +179,7 @@ class MeshSpec:
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
 
     def splits(self, axis: str | None) -> dict[str, int]:
-        """Return the axes, with their sizes, over which the model itself has split the experts of a unit on ``axis``."""
+        """Return the axes, with their sizes, over which the model has split the experts of a unit on ``axis``."""
         cut = len(self.shape) if axis is None else self.axis_names.index(axis) + 1
         return dict(zip(self.axis_names[cut:], self.shape[cut:], strict=True))
 

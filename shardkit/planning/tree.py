@@ -158,8 +158,8 @@ class ModelTree:
 
 def _element_bytes(param: torch.Tensor) -> float:
     """Return the bytes per element of a parameter that consists of other tensors, such as NF4; 0.0 of any other."""
-    inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
-    return sum(getattr(param, name).nbytes for name in inner) / max(1, param.numel())
+    inner: list[str] = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
+    return float(sum(getattr(param, name).nbytes for name in inner)) / max(1, param.numel())
 
 
 class Ownership(NamedTuple):
