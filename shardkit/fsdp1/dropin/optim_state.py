@@ -24,8 +24,7 @@ from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._torch.dispatch import tree_map
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.errors import Unavailable
-from shardkit.fsdp1.dropin.record import record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
@@ -45,9 +44,8 @@ def optim_state_dict(
     """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says.
 
     ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
-    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors, where FSDP1 without a
-    ``device_mesh`` gave ShardedTensors; each on the CPU unless ``offload_to_cpu=False``. Parameters without state have
-    no entry. **Collective** if FULL.
+    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors; each on the CPU unless
+    ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
 
     Args:
         model: the model, or a module around it.

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
-from shardkit.errors import TranslationError, message
+from shardkit.errors import ShardkitError, TranslationError, message
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
@@ -149,3 +149,26 @@ def in_full_precision(wrapper: nn.Module) -> bool:
     """Return whether FSDP1 kept it in float32 under mixed precision, as it did BatchNorm."""
     record = record_of(wrapper)
     return not record.top and isinstance(inner_of(wrapper), full_precision_classes(record.mixed_precision))
+
+
+# Errors that are also of the class that FSDP1 raised, because programs catch that one.
+
+
+class DropinRuntimeError(ShardkitError, RuntimeError):
+    """A RuntimeError too."""
+
+
+class DropinAssertionError(ShardkitError, AssertionError):
+    """An AssertionError too."""
+
+
+class DropinNotImplementedError(ShardkitError, NotImplementedError):
+    """A NotImplementedError too."""
+
+
+class Unavailable(TranslationError, RuntimeError):
+    """What FSDP2 cannot do, where FSDP1 or torch raised a RuntimeError."""
+
+
+class UnavailableAttribute(TranslationError, AttributeError):
+    """An attribute that only FSDP1 has, so that ``hasattr`` and ``getattr`` with a default keep working."""

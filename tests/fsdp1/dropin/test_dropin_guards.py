@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1.dropin import announce, guards
+from shardkit.fsdp1.dropin import guards, roots
 from shardkit.fsdp1.dropin.record import record_of
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.testing import distributed, fake_world
@@ -134,8 +134,8 @@ def test_guards_come_once_with_the_first_model_and_go():
 
 @pytest.fixture
 def unsaid(monkeypatch):
-    monkeypatch.setattr(announce, "_shown", False)
-    monkeypatch.delenv(announce.QUIET, raising=False)
+    monkeypatch.setattr(roots, "_shown", False)
+    monkeypatch.delenv(roots.QUIET, raising=False)
 
 
 def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
@@ -155,7 +155,7 @@ def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
 
 @pytest.mark.parametrize(("rank", "quiet", "said"), [(0, "0", True), (0, "1", False), (1, "", False)])
 def test_it_is_said_by_rank_0_unless_it_is_silenced(unsaid, monkeypatch, capsys, rank, quiet, said):
-    monkeypatch.setenv(announce.QUIET, quiet)
+    monkeypatch.setenv(roots.QUIET, quiet)
     with fake_world(2, rank):
         FSDP(nn.Linear(2, 2)).check_is_root()
     assert bool(capsys.readouterr().err) == said
