@@ -35,8 +35,6 @@ def check_optimizer(
         ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they train in low precision.
 
     Example:
-        >>> shard_model(model)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> check_optimizer(optimizer, model)
     """
     check_module(model)

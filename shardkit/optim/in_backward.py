@@ -44,9 +44,8 @@ def optimizer_in_backward(
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of trainable parameters, in the order of ``model.parameters()``; returns
             an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-        elementwise: as in :func:`step_on_local_shards`; also promises that one parameter can be stepped at a time,
-            with no state of a group or of all parameters together.
-        cpu_threads: as in :func:`step_on_local_shards`.
+        elementwise, cpu_threads: as in :func:`step_on_local_shards`; elementwise also promises that one parameter can
+            be stepped at a time, with no state of a group or of all parameters together.
 
     Returns:
         The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
@@ -76,7 +75,7 @@ def optimizer_in_backward(
 
 
 class _StepOne:
-    """The hook of a group's parameters. FSDP2 runs it once a gradient is reduced, on the stream of the reduction."""
+    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the reduction."""
 
     steps_in_backward = True
 

@@ -172,7 +172,6 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
 
 
 def _keep_state(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
-    """Write one parameter's state after a step, ``inner``, into what the user sees, with DTensors for shards."""
     for key, value in inner.items():
         outer[key] = _kept(key, param, local, value, outer.get(key))
 

@@ -105,7 +105,6 @@ class _Matrix:
     state: Any = None  # on the owner: its state
 
     def cost(self) -> int:
-        """Return what its step costs, in multiplications."""
         shape = self.param.shape if self.index is None else self.param.shape[1:]
         return math.prod(shape) * min(shape[-2:], default=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -71,21 +71,10 @@ def _put_in_place(module: nn.Module, given: Arguments, translation: Translation,
 
 def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
     """Raise TranslationError for what FSDP1 refused too."""
-    strategy = parse_strategy(given.sharding_strategy)
-    places = (given.process_group, given.device_mesh, given.auto_wrap_policy)
-    if strategy.name in HYBRID and all(each is None for each in places):
-        problem = f"is {strategy.name} without process_group, device_mesh or policy"
-        rule = f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh"
-        fix = "Pass (shard_group, replicate_group) or a 2-d device_mesh"
-        raise TranslationError(message("sharding_strategy", problem, rule, fix))
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         rule = "It has no forward, so nothing would gather its parameters; FSDP1 did not gather them either"
         fix = "Wrap each of its modules, or the module that contains it"
         raise TranslationError(message("module", f"is a {type(module).__name__}", rule, fix))
-    if any(map(is_wrapper, [*_each(given.ignored_modules), *_each(given.ignored_states)])):
-        rule = "`ignored_modules` should not include FSDP modules"
-        fix = "Leave them out: modules that are wrapped already are left as they are"
-        raise TranslationError(message("ignored_modules", "contains modules that FSDP wraps already", rule, fix))
     if given.auto_wrap_policy is not None and (is_wrapper(module) or wrapped):
         found = "(root)" if is_wrapper(module) else wrapped[0]
         problem = f"is given, and FSDP wraps {found} already"
@@ -93,10 +82,6 @@ def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
         raise TranslationError(
             message("auto_wrap_policy", problem, rule, "Leave out the policy or the inner FSDP(...)")
         )
-
-
-def _each(states: Any) -> list[Any]:
-    return list(states) if isinstance(states, Iterable) and not isinstance(states, nn.Module) else []
 
 
 def _without_parameters(given: Arguments) -> Record:

@@ -57,6 +57,16 @@ _OF_RECORD: dict[str, Callable[[Record], Any]] = {
 }
 
 
+_BY_NAME = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
+
+
+def _refusing(name: str, rule: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Unavailable(message(name, "is not supported", rule, MEMBERS[name].fix()))
+
+    return refuse
+
+
 class FullyShardedDataParallel(nn.Module):
     """FSDP1's wrapper on FSDP2: an FSDP1 program runs on ``fully_shard`` after changing one import.
 
@@ -233,17 +243,14 @@ class FullyShardedDataParallel(nn.Module):
     shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(_refusing("rekey_optim_state_dict", _BY_NAME))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
         state.apply(self, fn)
         return self
 
-    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raise a TranslationError: FSDP2 reduces gradients in other ways."""
-        rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
-        raise Unavailable(message("register_comm_hook", "is not supported", rule, fix))
+    register_comm_hook = _refusing("register_comm_hook", "FSDP2 has no hook that takes a flat gradient")
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -151,19 +150,6 @@ def flatten_sharded_optim_state_dict(
     """:func:`optim_state_dict_to_load` of what :func:`sharded_optim_state_dict` gave."""
     _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _to_load(model, optim, sharded_optim_state_dict)
-
-
-def rekey_optim_state_dict(
-    optim_state_dict: dict[str, Any],
-    optim_state_key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-    optim: Optimizer | None = None,
-) -> dict[str, Any]:
-    """Raise a TranslationError: state is by name, and :func:`optim_state_dict_to_load` numbers it."""
-    rule = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
-    fix = "Call one of these, or torch's own rekey_optim_state_dict on an unwrapped model"
-    raise Unavailable(message("rekey_optim_state_dict", "is not supported", rule, fix))
 
 
 def _warn(name: str, replacement: str, optim_input: object = None) -> None:

@@ -33,9 +33,7 @@ from shardkit.errors import message
 from shardkit.fsdp1.dropin.record import (
     WRAPPED,
     DropinAssertionError,
-    DropinNotImplementedError,
     DropinRuntimeError,
-    Record,
     inner_of,
     record_of,
     sharded_of,
@@ -286,7 +284,6 @@ def summon_full_params(
         with_grads: with gradients.
 
     Raises:
-        NotImplementedError: a combination that FSDP1 refuses too.
         AssertionError: inside a forward, a backward or another such context.
         TranslationError: the model is sharded, but not wrapped.
     """
@@ -297,7 +294,6 @@ def summon_full_params(
         raise _in_use("when already unsharding parameters", "Leave out the inner context")
     if any(map(_fsdp.is_under_way, wrappers)):
         raise _in_use("during forward/backward", "Call it before or after")
-    _check_combination(records, writeback, rank0_only, offload_to_cpu, with_grads)
     if not wrappers:
         yield
         return
@@ -331,23 +327,6 @@ def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
     with summon_full_params(wrapper):
         visit(wrapper)
-
-
-def _check_combination(
-    records: list[Record], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
-) -> None:
-    flat = any(not record.given.use_orig_params for record in records)
-    replicated = any(record.strategy is ShardingStrategy.NO_SHARD for record in records)
-    refused = {
-        "writeback=True and rank0_only=True": writeback and rank0_only,
-        "with_grads=True and offload_to_cpu=True": with_grads and offload_to_cpu,
-        "with_grads=True and use_orig_params=False": with_grads and flat,
-        "offload_to_cpu=True and NO_SHARD": offload_to_cpu and replicated,
-    }
-    for arguments in (arguments for arguments, given in refused.items() if given):
-        problem = f"with {arguments} is not supported by FSDP1 either"
-        text = message("summon_full_params", problem, "", "Use shardkit.full_params, which supports it")
-        raise DropinNotImplementedError(text)
 
 
 def _in_use(when: str, fix: str) -> DropinAssertionError:
