@@ -91,8 +91,8 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted after backward.
 
     Call it once after the last backward, then clip and step. Local, no host sync. If the count is known first, prefer
-    ``scale_loss``, with the same errors: gradients of sums are larger, which fp16 cannot hold. Gradients of ``ignored_params`` are scaled
-    too: reduce them to the mean over ranks, as FSDP does, before or after.
+    ``scale_loss``, with the same errors: gradients of sums are larger, which fp16 cannot hold. Gradients of
+    ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP does, before or after.
 
     Args:
         num_tokens, model: as for ``scale_loss``; the gradients are complete, so after ``accumulate(model, last=True)``.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, one_large_batch, shard
 from grads_net import MESHES, full_grads, give_grads, sharded_net
 from meshes import mesh_of
+from test_grads import TpBlock
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,14 +23,6 @@ from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 ADAMS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
-
-
-class TpBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
 
 
 def tp_block() -> nn.Module:

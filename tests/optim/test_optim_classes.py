@@ -9,13 +9,10 @@ import torch
 from grads_net import sharded_net
 from optim_nets import (
     OPTIONS,
-    assert_same_parameters,
-    assert_same_state,
     factory,
     give_random_grads,
     local,
     trainable,
-    two_nets,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -217,30 +214,6 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
 
 
 # Mixed precision and threads.
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@fake_world(4, rank=0)
-def test_grad_scaler_unscales_skips_and_steps(fused):
-    net, other = two_nets()
-    make = factory("AdamW", fused=fused)
-    ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
-    for model, optimizer in ((net, ours), (other, theirs)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        for step in range(3):
-            before = [local(param).clone() for param in trainable(model)]
-            give_random_grads(model, step)
-            for param in trainable(model):
-                local(param.grad).mul_(4.0 if step != 1 else torch.inf)
-            if step == 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            moved = any(not torch.equal(old, local(new)) for old, new in zip(before, trainable(model), strict=True))
-            assert moved is (step != 1)
-    assert_same_parameters(net, other)
-    assert_same_state(ours, theirs)
 
 
 class Watching(Lion):
