@@ -107,7 +107,7 @@ class Series:
 
     @property
     def flops_per_token(self) -> float:
-        """As docs/performance.md counts them."""
+        """As benchmarks/README.md counts them."""
         config, linear = self.config(), (each for each in self.model.modules() if isinstance(each, nn.Linear))
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.positions
         return 6 * sum(each.weight.numel() for each in linear) + attention

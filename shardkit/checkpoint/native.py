@@ -42,10 +42,6 @@ class Safetensors:
             if key.startswith(f"{section}/")
         }
 
-    def describe(self, key: str) -> str:
-        """Return what must be equal on all ranks that read a tensor."""
-        return repr(self.located[key].entry)
-
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """Fill each target from the tensor with its key, straight from the file. Local."""
         wanted = list(targets)
@@ -65,7 +61,7 @@ class NativeCheckpoint(Safetensors):
         super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
         self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
-            self._dcp = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
+            self._dcp = DcpDirectory(directory, allow_pickle=allow_pickle)
             self.contents = self._dcp.contents
         try:
             self._read_state()
