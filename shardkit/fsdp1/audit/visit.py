@@ -56,9 +56,8 @@ class Finding:
     likely: bool = False
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.path}:{self.line}:{self.column}  {SUPPORT[self.support]}{', likely' * self.likely}  {self.code}"
-        ]
+        support = f"{SUPPORT[self.support]}{', likely' * self.likely}"
+        lines = [f"{self.path}:{self.line}:{self.column}  {support}  {self.code}"]
         lines += [f"    -> {self.replacement}"] if self.replacement else []
         return "\n".join([*lines, f"       {self.why}"] if self.why else lines)
 
@@ -177,8 +176,7 @@ class _Visitor(ast.NodeVisitor):
         rows = dict(found for _, path in _imported(node) if (found := row_of(path)) and found[1] is not _CONFIGURED)
         worst = _worst([row for name, row in rows.items() if name not in NAMES])
         if FSDP in rows:
-            ours = "from shardkit import shard_like_fsdp1"
-            worst = worst._replace(use=f"{ours}; from torch.distributed.fsdp import FSDPModule")
+            worst = worst._replace(use=f"from shardkit import shard_like_fsdp1; from {PACKAGE} import FSDPModule")
         if rows:
             self._add(node, "import", worst)
 
