@@ -64,15 +64,6 @@ def test_prepare_takes_several_models_and_no_plain_one():
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
-def test_accelerate_alone_fails():
-    """If this passes without keep_sharded one day, the page has a line too many."""
-    from accelerate import Accelerator
-
-    with torchrun(), pytest.raises(RuntimeError, match="DTensor"):
-        Accelerator(cpu=True).prepare(shard_model(tiny()))
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
 def saves(folder):
     with torchrun():
         of_the_page("with_accelerate")(tiny(), loader(), folder, steps=2)
