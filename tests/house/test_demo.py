@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations 
 def test_the_command_runs_in_processes_of_its_own():
     run = forks.python("-m", "shardkit", "demo", "--ranks", "1", "--steps", "1")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == ""
     assert "shardkit demo: 1 rank(s) on cpu, 1 steps" in run.stdout
     assert run.stdout.count("  ok\n") == 3
 
