@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import local_tensor
 from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
-from shardkit.meta.shards import install, target_device
+from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
