@@ -78,10 +78,10 @@ def _reduces_narrower(precision):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=4, backend="gloo")
 def test_four_ranks_of_which_one_counts(strategy):
-    """Every policy with each strategy, and the first or last precisions; a test below runs all of them."""
-    first = STRATEGIES.index(strategy) % 2 * 2
+    """Two policies with each strategy, and two precisions; a test below runs all of them."""
+    first = STRATEGIES.index(strategy) % 3 * 2
     cases = [*zip(PRECISIONS.values(), itertools.cycle(POLICIES.values()))]
-    for precision, policy in cases[first : first + len(POLICIES)]:
+    for precision, policy in cases[first : first + 2]:
         compare(
             Decoder,
             token_loss,
