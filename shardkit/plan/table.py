@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from shardkit.errors import listing
-from shardkit.plan.data import PlanData
-from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
+from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
 from shardkit.plan.types import ShardUnit, count, nbytes
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
@@ -63,11 +62,16 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
         computes,
         _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
-        "yes" if unit.checkpoint_activations else "",
-        "yes" if unit.compile else "",
+        _blocks(unit) if unit.checkpoint_activations else "",
+        _blocks(unit) if unit.compile else "",
         ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
         f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(each.mesh for each in plan.units) else "",
     ]
+
+
+def _blocks(unit: ShardUnit) -> str:
+    inside = "" if set(unit.blocks) <= set(unit.modules) else f", {len(unit.blocks)} blocks inside"
+    return f"yes{inside}"
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -123,7 +127,9 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     dims = sorted(dim for _, dim in unit.shard_dims)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, dims
+    changed = unit.checkpoint_activations or unit.compile
+    inside = unit.blocks if changed and not set(unit.blocks) <= set(unit.modules) else ()
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, inside, unit.mesh, dims
 
 
 def diff(plan: PlanData, other: PlanData) -> str:
@@ -139,7 +145,7 @@ def diff(plan: PlanData, other: PlanData) -> str:
 
 def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     """Return one string for each thing that two plans can differ in."""
-    data = plan_to_dict(plan)
+    data = plan.to_dict()
     whole = ("prefetch", "ignored", "replicated", "forward_methods")
     facts = {name.replace("_", " "): str(data[name]) for name in whole}
     facts |= {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch.nn as nn
 
@@ -11,7 +12,7 @@ from shardkit.plan import ancestors
 from shardkit.planning.blocks import Blocks
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, is_called
+from shardkit.planning.tree import ModelTree, is_called, unit_of_entries
 
 SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # elements, and of the model: smaller units join their neighbors
 FEW_SHARE = 0.02  # of the model: what is small even so goes to the unit around, if together it is at most this
@@ -40,7 +41,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
-    return selections, notes + more_notes
+    return _with_blocks(tree, selections, blocks), notes + more_notes
 
 
 def find_mlps(tree: ModelTree) -> list[str]:
@@ -56,6 +57,15 @@ def find_mlps(tree: ModelTree) -> list[str]:
         if is_mlp and dims and max(dims) < 3 and not any("expert" in name for name in names):
             found[fqn] = None
     return list(found)
+
+
+def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: Blocks) -> list[Selection]:
+    """Return the units with the blocks that are directly in each: what checkpointing and compiling apply to."""
+    around = unit_of_entries(tree, [selection.entries for selection in selections])
+    inside: dict[int, list[int]] = {}
+    for block in blocks.smallest:
+        inside.setdefault(around[block], []).append(block)
+    return [replace(unit, blocks=tuple(inside.get(index, ()))) for index, unit in enumerate(selections)]
 
 
 def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
