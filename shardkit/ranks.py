@@ -154,8 +154,8 @@ def _both_ways(value: Any) -> tuple[int, int]:
 class Poll:
     """What :func:`together` finds out about all ranks without another collective."""
 
-    own: bool = False  # a flag, set by this rank
-    any: bool = False  # whether any rank set its own; known after the context
+    own: int = 0  # a flag or a number from 0 to 2**62, set by this rank
+    any: int = 0  # the highest of all ranks; known after the context
     same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
     fix: str = "Make them equal"  # what to do if it is not
 
@@ -183,11 +183,10 @@ def raise_together(
         raise problem
     poll = poll or Poll()
     with real_tensors():  # the caller may be in a FakeTensorMode
-        own = 2 if problem is not None else int(poll.own)
         same = {"call": call, **poll.same}
-        highest, most, least = _highest([own, *_both_ways(same)], groups)
-        poll.any = highest > 0
-        if highest < 2:
+        own = [int(problem is not None), int(poll.own), *_both_ways(same)]
+        has_failed, poll.any, most, least = _highest(own, groups)
+        if not has_failed:
             if most != -least:
                 raise error(_unequal(same, groups, call, poll.fix))
             return

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from shardkit.checkpoint import directory, random_state
+from shardkit.checkpoint import directory
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Source, by_name, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.transfer import flush_directory, flush_files
+from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.errors import CheckpointError, message
 from shardkit.state.names import is_extra
 
@@ -59,16 +58,15 @@ def convert_checkpoint(
     elif place.is_dir() or (place.exists() and not overwrite):
         rule = "A file is replaced only on request, and a directory never"
         raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
-    with ExitStack() as held:
-        source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
-        if isinstance(source, NativeCheckpoint):
-            source.verify([], 0, 1)
-        if source.contents.no_optimizer:
-            raise CheckpointError(source.contents.no_optimizer)
-        if kind == "full":
-            _save_full(_tree(source), place)
-        else:
-            commit_checkpoint(place, kind, _content(source), [], replaces=replaces)
+    source = open_checkpoint(Path(src), allow_pickle=allow_pickle)
+    if isinstance(source, NativeCheckpoint):
+        source.verify([])
+    if source.contents.no_optimizer:
+        raise CheckpointError(source.contents.no_optimizer)
+    if kind == "full":
+        _save_full(_tree(source), place)
+    else:
+        commit_checkpoint(place, kind, _content(source), [], token=directory.draw_token([]), replaces=replaces)
 
 
 def _tree(source: Source) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def _tree(source: Source) -> dict[str, Any]:
 
 
 def _save_full(tree: dict[str, Any], place: Path) -> None:
-    temporary = directory.sibling_path(place, "tmp", directory.new_token())
+    temporary = directory.sibling_path(place, "tmp", directory.draw_token([]))
     try:
         torch.save(tree, temporary)
         flush_files([temporary])
@@ -103,11 +101,10 @@ def _content(source: Source) -> Content:
     )
     optimizer, tensors = encode(read_values(source, _named(contents.optimizer, list(model))), "")
     rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
-    states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
+    states = {kind: [each.hex() for each in of_ranks] for kind, of_ranks in contents.random.items()}
     plain = {"model": others, "optimizer": optimizer, **rest, "random": states, "ties": contents.ties}
     about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
-    beside = other_tensors | rest_tensors | state_tensors
-    return Content(read_values(source, model), tensors, beside, plain, **about)
+    return Content(read_values(source, model), tensors, other_tensors | rest_tensors, plain, **about)
 
 
 def _named(optimizer: dict[str, Any] | None, names: list[str]) -> dict[str, Any] | None:

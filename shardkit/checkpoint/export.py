@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory, manifest
-from shardkit.checkpoint.agreement import on_each, ranks_of, world
-from shardkit.checkpoint.chunks import Part, full_box
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.chunks import Part, flush_files, full_box
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import (
     Group,
@@ -29,9 +29,16 @@ from shardkit.checkpoint.hub import (
     plan_save,
     unwrapped,
 )
-from shardkit.checkpoint.owners import check_written, owned
-from shardkit.checkpoint.transfer import flush_files
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, described, laid_out, write_parts, written_dtype
+from shardkit.checkpoint.write import (
+    MAX_SHARD_SIZE,
+    check_written,
+    create_files,
+    described,
+    laid_out,
+    owned,
+    write_parts,
+    written_dtype,
+)
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, together
 from shardkit.state.boxes import gather, model_group
@@ -81,22 +88,29 @@ def save_pretrained(
         >>> AutoModelForCausalLM.from_pretrained("out")
     """
     place, groups = Path(path).absolute(), world(group)
-    with _full_prompts(model), together(groups, CheckpointError, call="save_pretrained"):
+    with _full_prompts(model), together(groups, CheckpointError, call="save_pretrained") as poll:
         _check_place(place, overwrite)
         export = _export(model)
-        laid_out(export.sources, export.name, max_shard_size, None, dtype)  # checks that files can hold them
-        files = lay_out(export.specs(dtype), export.name, max_shard_size, {"format": "pt"})
+        laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
+        files = lay_out(export.specs(dtype), export.name, max_shard_size)
+        poll.own = directory.draw_token(groups)
     compared = {"path": str(place), "overwrite": overwrite, "dtype": str(dtype), "files": [file.name for file in files]}
     compared["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
     agree(compared, groups, "save_pretrained", CheckpointError)
-    with directory.temporary_directory(place, groups, lambda draft: create_files(draft, files)) as draft:
+    is_first = own_rank() == ranks_of(groups)[0]
+    with directory.temporary_directory(place, poll.any, groups) as draft:
+        with together(groups, CheckpointError):
+            draft.mkdir(parents=True, exist_ok=True)
+            if is_first:
+                directory.clear_stale(place, poll.any)
+                create_files(draft, files)
         _write(draft, files, export, groups)
         with together(groups, CheckpointError):
-            if draft.is_first:
-                export.write_configs(draft.directory, dtype)
-                flush_files(each for each in draft.directory.rglob("*") if each.is_file())
-                directory.carry_over(place, draft.directory, lambda name: _OURS.fullmatch(name) is not None)
-                directory.commit(place, draft.token, replace=True)
+            if is_first:
+                export.write_configs(draft, dtype)
+                flush_files(each for each in draft.rglob("*") if each.is_file())
+                directory.carry_over(place, draft, lambda name: _OURS.fullmatch(name) is not None)
+                directory.commit(place, poll.any, replace=True)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
@@ -197,7 +211,7 @@ def _full_prompts(model: nn.Module) -> AbstractContextManager[object]:
 # ---- how it is written -----------------------------------------------------------------------------------------
 
 
-def _write(draft: directory.Draft, files: list[File], export: _Export, groups: Groups) -> None:
+def _write(draft: Path, files: list[File], export: _Export, groups: Groups) -> None:
     """Fill all files, each rank with what its own parts of the sources become. Collective."""
     ranks = ranks_of(groups)
     split = [(group, names) for group, names in export.groups if _is_split(group, export.sources)]
@@ -208,8 +222,8 @@ def _write(draft: directory.Draft, files: list[File], export: _Export, groups: G
         parts = [(new, mine[name]) for name, new in export.renamed.items() if name in mine]
         for group, names in split:
             parts += _own_rows(group, names, mine, export.sources)
-        written = write_parts(draft.directory, files, parts)
-        flush_files(draft.directory / f.name for f in files if not f.tensors.keys().isdisjoint(written))
+        written = write_parts(draft, files, parts)
+        flush_files(draft / f.name for f in files if not f.tensors.keys().isdisjoint(written))
         return written
 
     written += on_each(write_own, groups).values()
@@ -222,12 +236,12 @@ def _write(draft: directory.Draft, files: list[File], export: _Export, groups: G
             full = {name: tensor.detach().cpu() for name, tensor in sources}
 
         def write_group(group: Group = group, names: dict[str, str] = names, full: Any = full) -> dict[str, Any]:
-            made = group.convert(full.__getitem__) if draft.is_first else {}
+            made = group.convert(full.__getitem__) if own_rank() == ranks[0] else {}
             parts = [(names[name], (value, full_box(value.shape))) for name, value in made.items()]
-            return write_parts(draft.directory, files, parts)
+            return write_parts(draft, files, parts)
 
         written += on_each(write_group, groups).values()
-    check_written({name: spec.shape.numel() for name, spec in export.specs(None).items()}, written)
+    check_written({name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written])
 
 
 def _is_split(group: Group, sources: Mapping[str, Tensor]) -> bool:

@@ -57,14 +57,14 @@ class Entry(Spec):
     start: int
 
 
-def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def build_header(tensors: Mapping[str, Spec]) -> tuple[bytes, dict[str, Entry]]:
     """Return the bytes before the first tensor of a file with these tensors, and where each one starts. Pure.
 
     Raises:
         CheckpointError: the header would exceed the format's limit.
     """
     names = sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
-    table: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}  # which transformers requires
     end = 0
     for name in names:
         spec, start = tensors[name], end
@@ -174,7 +174,7 @@ class File:
     bytes: int  # of the whole file
 
 
-def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> list[File]:
+def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int) -> list[File]:
     """Assign tensors to files, in order, as transformers does; the index of several files comes last. Pure.
 
     A file is closed before it would exceed ``max_shard_size``, so a larger tensor has a file to itself. Without
@@ -192,7 +192,7 @@ def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadat
     names = several if len(shares) > 1 else [name + SUFFIX]
     files = []
     for file, share in zip(names, shares, strict=True):
-        head, entries = build_header(share, metadata)
+        head, entries = build_header(share)
         files.append(File(file, head, entries, len(head) + sum(spec.bytes for spec in share.values())))
     if len(files) > 1:
         weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}

@@ -14,7 +14,6 @@ from shardkit.checkpoint.hub import USED, HubFiles, check_files, converted, unwr
 from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
-from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import agree, groups_of, together
 from shardkit.state.place import Room, live_state
@@ -28,7 +27,6 @@ def load_pretrained(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    progress: Progress | None = None,
 ) -> IncompatibleKeys:
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
@@ -58,7 +56,6 @@ def load_pretrained(
         strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model.
             One name of a tied tensor is enough; if the files have several, their values must be equal. False leaves
             names alone that only one side has, and takes the first of different values with a warning.
-        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when strict.
@@ -80,7 +77,7 @@ def load_pretrained(
     compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
     agree(compared, groups, "load_pretrained", CheckpointError)
     with together(groups, CheckpointError):
-        source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()], progress)
+        source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()])
         room.compute()
     room.install()
     if isinstance(source, HubFiles):

@@ -5,9 +5,8 @@ Anyone may have written the files, so everything in them is checked before it is
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,17 +15,7 @@ import torch
 from torch import Tensor
 
 from shardkit._torch.states import is_wrapper
-from shardkit.checkpoint.agreement import world
-from shardkit.checkpoint.chunks import (
-    Part,
-    blocks,
-    common,
-    inside,
-    is_plain_memory,
-    part_of,
-    refuse_subclasses,
-    runs_of,
-)
+from shardkit.checkpoint.chunks import Part, common, inside, opened, part_of, raw, read_all, runs_of, staged
 from shardkit.checkpoint.format import (
     INDEX,
     LENGTH,
@@ -37,11 +26,8 @@ from shardkit.checkpoint.format import (
     parse_header,
     strict_json,
 )
-from shardkit.checkpoint.transfer import Meter, Progress, Staging, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, together
 from shardkit.shards import Box, local_value
-from shardkit.state.plan import IncompatibleKeys, KeyMap, Request, among_floats, plan_load
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -56,103 +42,38 @@ class Located:
     entry: Entry
 
 
-def read_tensors(
-    path: str | os.PathLike[str],
-    into: Mapping[str, Tensor],
-    *,
-    key_map: KeyMap | None = None,
-    strict: bool = True,
-    cast: bool = False,
-    progress: Progress | None = None,
-    groups: Groups | None = None,
-) -> IncompatibleKeys:
-    """Fill tensors in place from safetensors files, each rank its own part of each.
-
-    **Collective** over ``groups``, which exchange only whether a rank failed. Each rank reads the bytes of its shards
-    straight into them; shards on another device, of another dtype or not contiguous go through a buffer of 16 MiB.
-    Names, shapes and dtypes are compared before anything is read.
-
-    Args:
-        path: see :func:`shardkit.checkpoint.read.locate`.
-        into: DTensors and plain tensors, by name. The same object under several names is read once, from the first
-            name that the files have.
-        key_map: from names in the files to names in ``into``: a function (None leaves the tensor out), a dict of whole
-            names, or pairs of a regular expression and its replacement, of which the first match is applied.
-        strict: raise for missing and unexpected names.
-        cast: convert floating-point values to the dtype of their tensor.
-        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
-        groups: process groups that together reach all ranks that read; None: all ranks.
-
-    Returns:
-        the names that were left alone with ``strict=False``.
-
-    Raises:
-        CheckpointError: on every rank; the files break a rule of their format or do not fit, and nothing was changed.
-            Also if reading itself fails, and then tensors may be partly changed.
-    """
-    groups = world() if groups is None else groups
-    with together(groups, CheckpointError):
-        refuse_subclasses(into)
-        found = locate(path)
-        specs = {name: located.entry for name, located in found.items()}
-        request = Request(os.fspath(path), strict, key_map, among_floats if cast else operator.eq)
-        plan = plan_load(into, specs, request)
-    with together(groups, CheckpointError):
-        jobs = [(found[source], part_of(into[name])) for name, source in plan.copies.items()]
-        read_parts(jobs, progress)
-        torch.autograd.graph.increment_version([into[name] for name in plan.copies])
-    return plan.keys
-
-
-def read_parts(jobs: Iterable[tuple[Located, Part]], progress: Progress | None = None) -> None:
+def read_parts(jobs: Iterable[tuple[Located, Part]]) -> None:
     """Fill parts of tensors from files, converted to their dtype. Local.
 
-    Raises OSError where the system refuses, or a file is shorter than it was.
+    Each rank reads the bytes of its shards straight into them; shards on another device, of another dtype or not
+    contiguous go through a buffer of 16 MiB. Raises OSError where the system refuses, or a file is shorter than it was.
     """
     by_file: dict[Path, list[tuple[Entry, Part]]] = {}
     for located, part in sorted(jobs, key=lambda job: job[0].entry.start):
         by_file.setdefault(located.file, []).append((located.entry, part))
-    total = sum(part.numel() * entry.dtype.itemsize for job in by_file.values() for entry, (part, _) in job)
-    meter, staging = Meter(progress, total), Staging()
     for file, job in sorted(by_file.items()):
         with opened(file, os.O_RDONLY) as descriptor:
             for entry, part in job:
-                _read_part(descriptor, part, entry, staging, meter)
-
-
-def _read_part(descriptor: int, part: Part, entry: Entry, staging: Staging, meter: Meter) -> None:
-    def read(values: Tensor, box: Box) -> Tensor:
-        data = raw(values)
-        for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
-            read_all(descriptor, data[low:high], entry.start + start, meter)
-        return values
-
-    values, box = part
-    if values.dtype == entry.dtype and is_plain_memory(values):
-        read(values, box)
-        return
-    for block in blocks(box, Staging.BYTES // entry.dtype.itemsize):
-        view = inside(values, box, block)
-        view.copy_(read(staging.take(view.shape, entry.dtype, view.device), block))
+                for view, values, box in staged(part, entry.dtype):
+                    data = raw(values)
+                    for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
+                        read_all(descriptor, data[low:high], entry.start + start)
+                    if values is not view:
+                        view.copy_(values)
 
 
 @torch.no_grad()
-def fill(
-    targets: Iterable[tuple[str, Tensor]], chunks: Callable[[str], Iterable[Chunk]], progress: Progress | None = None
-) -> None:
+def fill(targets: Iterable[tuple[str, Tensor]], chunks: Callable[[str], Iterable[Chunk]]) -> None:
     """Copy into each target, given with its key, its part of the chunks of that key. Local; one chunk at a time.
 
     Quantized chunks, such as torchao's optimizer state in DCP files, are copied as their values.
     """
-    wanted = [(key, *part_of(target)) for key, target in targets]
-    meter = Meter(progress, sum(into.nbytes for _, into, _ in wanted))
-    for key, into, box in wanted:
+    for key, into, box in [(key, *part_of(target)) for key, target in targets]:
         for at, load in chunks(key):
             if (shared := common(box, at)) is not None:
                 loaded = local_value(load())
                 values = loaded.dequantize() if is_wrapper(loaded) else loaded
                 inside(into, box, shared).copy_(inside(values, at, shared))
-        meter.add(into.nbytes)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

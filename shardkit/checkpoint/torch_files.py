@@ -109,7 +109,7 @@ class TorchFiles:
 
     def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
         """Copy into each target its part of the pieces of its key. Local."""
-        fill(targets, self._pieces.__getitem__, progress)
+        fill(targets, self._pieces.__getitem__)
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:
