@@ -14,7 +14,7 @@ COMMANDS = {  # the module of each, in the order of --help
     "demo": "shardkit.demo",
     "plan": "shardkit.memory.cli",
     "translate": "shardkit.fsdp1.translate.cli",
-    "audit": "shardkit.fsdp1.audit.cli",
+    "audit": "shardkit.fsdp1.audit",
     "convert": "shardkit.checkpoint.convert",
     "compare": "shardkit.watching.compare",
     "env": "shardkit.testing.env",

@@ -206,7 +206,7 @@ NAMES: dict[str, Row] = {
 
 MEMBERS: dict[str, Row] = {
     # Called on the class, with a model
-    "summon_full_params": Row("mapped", f"{_OURS}; it gathers inner units too", "full_params({model}, writeback=True)"),
+    "summon_full_params": Row("mapped", _OURS, "full_params({model}, writeback=True)"),
     **dict.fromkeys(("state_dict_type", "set_state_dict_type"), Row("noted", f"remove it: {_NO_SETTING}")),
     "get_state_dict_type": Row("decision", _NO_SETTING),
     "optim_state_dict": Row("noted", _RANKS, "full_optimizer_state_dict({model}, {optim})"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -173,7 +174,20 @@ def open_checkpoint(
     Raises:
         CheckpointError: it is of no known kind, or damaged.
     """
-    path = directory.find(path)
+    try:
+        return _opened(directory.find(path), allow_pickle, shapes)
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may be in foreign files
+        rule, fix = "", "Fetch the file again, or load an earlier checkpoint"
+        if isinstance(error, pickle.UnpicklingError):
+            rule = "Only tensors and plain data are unpickled, since pickles can run code"
+            fix = "Save state dicts; or pass allow_pickle=True if you trust the author"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CheckpointError(message(str(path), f"cannot be read ({reason})", rule, fix)) from error
+
+
+def _opened(path: Path, allow_pickle: bool, shapes: Mapping[str, torch.Size] | None) -> Source:
     if (path / manifest.NAME).is_file():
         return NativeCheckpoint(path, allow_pickle=allow_pickle)
     if (path / dcp.NAME).is_file():

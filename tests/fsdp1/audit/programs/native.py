@@ -3,7 +3,6 @@
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin as Plugin
 from torch.distributed._composable.fsdp import fully_shard as composable
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -16,4 +15,3 @@ with ddp.no_sync():
     ddp.module(torch.ones(2))
 ddp.state_dict(), ddp.load_state_dict({}), ddp.apply(print), ddp.register_comm_hook(None, None)
 rank, state_dict_type, params = ddp.rank, ddp.state_dict_type, ddp.params
-plugin = Plugin(fsdp_version=2)

@@ -1,5 +1,5 @@
 # ruff: noqa
-"""The older way: fairscale where there is no torch FSDP, positional arguments, wrapping by hand, internals."""
+"""The older way: positional arguments, wrapping by hand, internals."""
 
 import torch
 import torch.nn as nn
@@ -17,8 +17,6 @@ try:
 
     has_fsdp = True
 except ImportError:
-    from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP  # audit: decision import
-
     has_fsdp = False
 
 

@@ -34,10 +34,6 @@ rekeyed = FullyShardedDataParallel.rekey_optim_state_dict({}, key, model)  # aud
 print(FlatParameter, key)  # audit: refused FlatParameter
 
 
-def shadowed(FullyShardedDataParallel, policy):
-    return FullyShardedDataParallel(policy)
-
-
 def annotated(
     model: "FullyShardedDataParallel | None", models: list[FullyShardedDataParallel]
 ):  # audit: mapped FullyShardedDataParallel

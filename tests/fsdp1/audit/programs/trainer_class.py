@@ -68,16 +68,3 @@ class Trainer:
         for network in self.networks:
             for unit in fsdp.FullyShardedDataParallel.fsdp_modules(network):  # audit: mapped fsdp_modules
                 print(unit.process_group, unit.mixed_precision)
-
-
-class Plain:
-    def __init__(self, model):
-        self.model = model
-
-    def clip_grad_norm_(self, norm):
-        return norm
-
-    def fit(self):
-        self.clip_grad_norm_(1.0)
-        self.model.no_sync()
-        return self.model.module, self.model.state_dict()
