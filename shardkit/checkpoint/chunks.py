@@ -1,4 +1,4 @@
-"""Chunks of a tensor as runs of bytes, which a file has row by row: where they lie, their checksums, and moving them."""
+"""Chunks of a tensor as runs of bytes, which files have row by row: where they lie, checksums, and moving them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 

@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 import torch
 
 from shardkit.checkpoint import directory
+from shardkit.checkpoint.agreement import ranks_of
+from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Source, by_name, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.errors import CheckpointError, message
 from shardkit.state.names import is_extra
 
@@ -66,7 +67,9 @@ def convert_checkpoint(
     if kind == "full":
         _save_full(_tree(source), place)
     else:
-        commit_checkpoint(place, kind, _content(source), [], token=directory.draw_token([]), replaces=replaces)
+        commit_checkpoint(
+            place, kind, _content(source), [], ranks=ranks_of([]), token=directory.draw_token(), replaces=replaces
+        )
 
 
 def _tree(source: Source) -> dict[str, Any]:
@@ -82,7 +85,7 @@ def _tree(source: Source) -> dict[str, Any]:
 
 
 def _save_full(tree: dict[str, Any], place: Path) -> None:
-    temporary = directory.sibling_path(place, "tmp", directory.draw_token([]))
+    temporary = directory.sibling_path(place, "tmp", directory.draw_token())
     try:
         torch.save(tree, temporary)
         flush_files([temporary])

@@ -23,19 +23,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardkit.checkpoint import manifest
-from shardkit.checkpoint.agreement import own_rank, ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
-from shardkit.ranks import Groups
 
 _SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{16}(\.lock)?$")  # locks until version 0.1
 _DAY = 24 * 60 * 60  # seconds
 _deletions: list[threading.Thread] = []
 
 
-def draw_token(groups: Groups) -> int:
-    """Return a random number on the first rank, by which siblings of saves differ, and 0 on the others. Local."""
-    return secrets.randbits(62) if own_rank() == ranks_of(groups)[0] else 0
+def draw_token() -> int:
+    """Return a random number, by which siblings of saves differ. Local."""
+    return secrets.randbits(62)
 
 
 def sibling_path(path: Path, kind: str, token: int) -> Path:
@@ -47,10 +45,8 @@ def sibling_path(path: Path, kind: str, token: int) -> Path:
 
 
 @contextmanager
-def temporary_directory(path: Path, token: int, groups: Groups) -> Iterator[Path]:
-    """Yield a directory beside ``path`` for all ranks to make and to fill; delete it if any fails.
-
-    Local. The first rank calls :func:`commit` inside.
+def temporary_directory(path: Path, token: int, *, is_first: bool) -> Iterator[Path]:
+    """Yield a directory beside ``path`` for all ranks to make and to fill; the first deletes it if any fails. Local.
 
     Raises:
         CheckpointError: for whatever else was raised inside.
@@ -59,7 +55,7 @@ def temporary_directory(path: Path, token: int, groups: Groups) -> Iterator[Path
     try:
         yield temporary
     except BaseException as error:
-        if own_rank() == ranks_of(groups)[0]:
+        if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, Exception) and not isinstance(error, ShardkitError):
             # From the disk, in a process alone; or from a rank that died, or a group that was destroyed.
@@ -222,7 +218,7 @@ def rotate(path: Path, keep: int) -> None:
 
     found = [each for each in _complete_checkpoints(path.parent) if family(each.name) == family(path.name)]
     for each in found[: max(len(found) - keep, 0)]:
-        gone = sibling_path(each, "gone", secrets.randbits(62))
+        gone = sibling_path(each, "gone", draw_token())
         with contextlib.suppress(OSError, CheckpointError):  # another process may rotate too
             is_ours = not each.is_symlink() and set(os.listdir(each)) <= manifest.written_files(each)
             if is_ours and each != path:

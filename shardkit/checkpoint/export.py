@@ -31,6 +31,7 @@ from shardkit.checkpoint.hub import (
 )
 from shardkit.checkpoint.write import (
     MAX_SHARD_SIZE,
+    Written,
     check_written,
     create_files,
     described,
@@ -93,12 +94,12 @@ def save_pretrained(
         export = _export(model)
         laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
         files = lay_out(export.specs(dtype), export.name, max_shard_size)
-        poll.own = directory.draw_token(groups)
+        poll.own = directory.draw_token()  # the highest is of all
     compared = {"path": str(place), "overwrite": overwrite, "dtype": str(dtype), "files": [file.name for file in files]}
     compared["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
     agree(compared, groups, "save_pretrained", CheckpointError)
     is_first = own_rank() == ranks_of(groups)[0]
-    with directory.temporary_directory(place, poll.any, groups) as draft:
+    with directory.temporary_directory(place, poll.any, is_first=is_first) as draft:
         with together(groups, CheckpointError):
             draft.mkdir(parents=True, exist_ok=True)
             if is_first:
@@ -215,7 +216,7 @@ def _write(draft: Path, files: list[File], export: _Export, groups: Groups) -> N
     """Fill all files, each rank with what its own parts of the sources become. Collective."""
     ranks = ranks_of(groups)
     split = [(group, names) for group, names in export.groups if _is_split(group, export.sources)]
-    written: list[Mapping[str, Any]] = []
+    written: list[Written] = []
 
     def write_own() -> dict[str, tuple[int, int]]:
         mine = owned(export.sources, ranks)
@@ -241,7 +242,9 @@ def _write(draft: Path, files: list[File], export: _Export, groups: Groups) -> N
             return write_parts(draft, files, parts)
 
         written += on_each(write_group, groups).values()
-    check_written({name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written])
+    check_written(
+        {name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written]
+    )
 
 
 def _is_split(group: Group, sources: Mapping[str, Tensor]) -> bool:

@@ -25,8 +25,6 @@ from shardkit.checkpoint.source import Contents, Stored
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
 
-_OPTIMIZER = ("state.", "param_groups.")  # how the names of the optimizer's tensors begin
-
 
 class Safetensors:
     """Safetensors files as a source; keys are ``section/name``."""
@@ -71,7 +69,6 @@ class NativeCheckpoint(Safetensors):
         self._read_state()
 
     def _section(self, name: str) -> dict[str, Located]:
-        """Locate the tensors of a section; version 1 had the optimizer's in one of their own."""
         for file in (name + SUFFIX, name + INDEX):
             if file in self.manifest.files:
                 found = locate(self._directory / file)
@@ -84,16 +81,15 @@ class NativeCheckpoint(Safetensors):
 
     def _read_state(self) -> None:
         """Add to the contents what is not a tensor, and the small tensors."""
-        contents, stored, state = self.contents, self.stored("state"), self.manifest.state
+        contents, rest, state = self.contents, self.stored("state"), self.manifest.state
         if state is None:  # version 1
             if "state.json" not in self.manifest.files:
                 raise self._refused("the manifest does not list state.json")
             state = json.loads((self._directory / "state.json").read_bytes())
-        rest = {name: each for name, each in stored.items() if not name.startswith(_OPTIMIZER)}
         tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
         super().read((rest[name].key, tensor) for name, tensor in tensors.items())
         if self._dcp is None:
-            contents.optimizer = decode(state["optimizer"], self.stored("optimizer") | stored)
+            contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
         contents.random = random_states(decode(state["random"], tensors))
@@ -195,4 +191,3 @@ def resume_random(saved: Mapping[str, Sequence[bytes]], rank: int, world_size: i
                 generator.manual_seed(seed)
             else:
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-

@@ -24,12 +24,10 @@ from shardkit.checkpoint.format import (
     Entry,
     header_length,
     parse_header,
-    strict_json,
+    parse_json,
 )
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, local_value
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
 
@@ -97,7 +95,9 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
             return _by_index(file)
         return {name: Located(file, entry) for name, entry in _read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
-        raise _refused(start, f"cannot be read ({error})") from None
+        rule = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
+        fix = "Check the path, or fetch the files again"
+        raise CheckpointError(message(str(start), f"cannot be read: {error}", rule, fix)) from None
 
 
 def _choice(directory: Path) -> str:
@@ -107,62 +107,48 @@ def _choice(directory: Path) -> str:
             return choice
     indexes = [name for name in names if name.endswith(INDEX)]
     found = indexes or [name for name in names if name.endswith(SUFFIX)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        rule = "A directory must have one index, or one file without an index"
-        raise CheckpointError(message(str(directory), f"has {listing(found)}", rule, "Pass the path of one of them"))
-    pickles = [name for name in names if name.endswith(_PICKLES)]
-    raise _refused(
-        directory, f"has pickles, {listing(pickles)}, and no safetensors" if pickles else "has no safetensors"
-    )
+    if len(found) != 1:
+        raise ValueError(f"it has {listing(found or names) or 'no files'}, and not one index, or one file without one")
+    return found[0]
 
 
 def _by_index(index: Path) -> dict[str, Located]:
-    size = _checked_size(index)
-    if size > MAX_HEADER:
-        raise _refused(index, f"has {size:,} bytes, and an index may have at most {MAX_HEADER:,}")
-    try:
-        table = strict_json(_read(index, 0, size))
-    except ValueError as error:
-        raise _refused(index, f"is not JSON ({error})") from None
+    table = parse_json(_read(index, 0, min(_size(index), MAX_HEADER)))
     places: Any = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise _refused(index, "has no weight_map from tensors to files")
+        raise ValueError("it has no weight_map from tensors to files")
     files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
-    if absent := [name for name, file in files.items() if not file.exists()]:
-        raise _refused(index, f"lists files that do not exist: {listing(absent)}")
     headers = {name: _read_header(file) for name, file in files.items()}
     if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name]]:
-        raise _refused(index, f"lists tensors that the files do not have: {listing(lost)}")
+        raise ValueError(f"it lists tensors that the files do not have: {listing(lost)}")
     return {key: Located(files[name], headers[name][key]) for key, name in places.items()}
 
 
 def within(directory: Path, name: str) -> Path:
-    """Return the path of a file that is really in the directory, or in the blobs of the hub's cache it belongs to."""
-    if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
-        raise _refused(directory, f"has no file of the name {name!r}")
+    """Return the path of a file that is really in the directory, or in the blobs of the hub's cache it belongs to.
+
+    Raises:
+        ValueError: it is elsewhere.
+    """
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-    if not file.is_relative_to(root) and not file.is_relative_to(blobs):
-        rule = "Files of a directory or an index must be in the same directory, or in the blobs of the hub's cache"
-        fix = "Copy it there, or pass the path of the one file"
-        raise CheckpointError(message(str(directory / name), f"is a link to {file}", rule, fix))
+    if os.path.basename(name) != name or not (file.is_relative_to(root) or file.is_relative_to(blobs)):
+        raise ValueError(f"{name!r} leads out of the directory, to {file}")
     return directory / name
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
-    size = _checked_size(file)
+    size = _size(file)
     try:
         length = header_length(_read(file, 0, min(LENGTH, size)), size)
         return parse_header(_read(file, LENGTH, length), size)
     except ValueError as error:
-        raise _refused(file, f"is not a safetensors file: {error}") from None
+        raise ValueError(f"{file.name} is not a safetensors file: {error}") from None
 
 
-def _checked_size(file: Path) -> int:
-    if not file.is_file():  # opening a pipe would wait for its writer
-        raise _refused(file, "is not a regular file" if file.exists() else "cannot be read (No such file or directory)")
+def _size(file: Path) -> int:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise ValueError(f"{file.name} is not a regular file")
     return file.stat().st_size
 
 
@@ -171,8 +157,3 @@ def _read(file: Path, start: int, count: int) -> bytes:
     with opened(file, os.O_RDONLY) as descriptor:
         read_all(descriptor, memoryview(data), start)
     return bytes(data)
-
-
-def _refused(file: Path, problem: str) -> CheckpointError:
-    rule = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
-    return CheckpointError(message(str(file), problem, rule, "Check the path, or fetch the files again"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -106,22 +106,23 @@ def save_checkpoint(
             different arguments or models, or writing failed on some rank, now or in the previous background save.
     """
     wait_pending()
-    place, groups = Path(path).absolute(), world(group)
+    place, groups, ranks = Path(path).absolute(), world(group), ranks_of(world(group))
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         finish_pending()  # here, since a rank whose program has waited does not raise
         replaces = check_destination(place, format, overwrite, keep)
         content = _collected(model, optimizer, scheduler, extra, trainable_only)
-        _layouts(content, format, ranks_of(groups))  # all of it is checked now
+        _layouts(content, format, ranks)  # all of it is checked now
         same = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
         poll.same = same | {"trainable_only": trainable_only} | content.compared()
         poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
-        poll.own = directory.draw_token(groups)
+        poll.own = directory.draw_token()  # the highest is of all
         content = _staged(content, model) if async_ else content
-    write = partial(commit_checkpoint, place, format, content, token=poll.any, replaces=replaces, keep=keep)
+    groups = background_groups(groups) if async_ else groups
+    target = Target(place, format, ranks, poll.any, replaces, keep)
+    write = partial(commit_checkpoint, target, content, groups)
     if async_:
-        background = background_groups(groups)
-        return start_pending(lambda: write(background))
-    write(groups)
+        return start_pending(write)
+    write()
     return SaveHandle()
 
 
@@ -183,13 +184,13 @@ def _layouts(content: Content, format: str, ranks: Sequence[int]) -> dict[str, L
     Raises:
         CheckpointError: safetensors cannot hold a tensor.
     """
-    state = laid_out(content.rest | (content.optimizer if format == "safetensors" else {}), "state")
-    layouts = {"state": state} if state.tensors else {}
-    if format == "safetensors":
-        return {"model": laid_out(content.model, "model")} | layouts
-    tensors = (content.model | content.optimizer).items()
-    on_slices = {n: t for n, t in tensors if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)}
-    return {"": Layout(on_slices, [])} | layouts
+    sections = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
+    layouts = dict[str, Layout]()
+    if format == "dcp":
+        tensors = [*sections.pop("model").items(), *sections.pop("optimizer").items()]
+        on_slices = [(n, t) for n, t in tensors if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)]
+        layouts[""] = Layout(dict(on_slices), [])
+    return layouts | {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -210,34 +211,46 @@ def _staged(content: Content, model: nn.Module) -> Content:
 # ---- how it is written ------------------------------------------------------------------------------------------
 
 
-def commit_checkpoint(
-    path: Path, format: str, content: Content, groups: Groups, *, token: int, replaces: bool, keep: int | None = None
-) -> None:
-    """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
+class Target(NamedTuple):
+    """Where a save writes."""
+
+    path: Path
+    format: str
+    ranks: Sequence[int]  # global, ascending
+    token: int
+    replaces: bool  # whether it may replace a checkpoint that is there
+    keep: int | None = None
+
+
+def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
+    """Write everything into a temporary directory, and rename it. Collective over ``groups``.
 
     Ranks wait for each other twice: when all have written and flushed their parts, and when the first has written the
     manifest, flushed and renamed.
     """
-    ranks, files = ranks_of(groups), dict[str, FileEntry]()
-    layouts = _layouts(content, format, ranks)
+    path, format, ranks, token, replaces, keep = target
+    layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
+    is_first = own_rank() == ranks[0]
 
     def write() -> dict[str, Any]:
-        if own_rank() == ranks[0]:
+        if is_first:
             directory.clear_stale(path, token)
         draft.mkdir(parents=True, exist_ok=True)
         written = {key: write_own(draft, layout, ranks) for key, layout in layouts.items()}
         return {"random": content.random, "quantized": content.quantized, "written": written}
 
-    with directory.temporary_directory(path, token, groups) as draft:
+    with directory.temporary_directory(path, token, is_first=is_first) as draft:
         if format == "dcp":
             files = dcp.write(draft, _dcp_tree(content), groups)
         reports = on_each(write, groups).values()
         with together(groups, CheckpointError):
-            if own_rank() != ranks[0]:
+            if not is_first:
                 return
             for key, layout in layouts.items():
                 sizes = {name: tensor.numel() for name, tensor in layout.tensors.items()} if layout.files else {}
-                files |= entries_of(layout.files, check_written(sizes, (each["written"][key] for each in reports)))
+                files |= entries_of(
+                    layout.files, check_written(sizes, (each["written"].get(key, {}) for each in reports))
+                )
             _write_manifest(path, draft, content, Manifest(format, len(ranks), content.meshes, files), list(reports))
             directory.commit(path, token, replace=replaces, keep=keep)
 

@@ -216,7 +216,7 @@ def write_own(directory: Path, layout: Layout, ranks: Sequence[int], *, flush: b
     A layout without files is only summed.
     """
     is_first, held = own_rank() == ranks[0], _held(layout.tensors, ranks)
-    report = dict[str, Written]()
+    report: dict[str, Written] = {}
     if layout.files:
         mine = held.pop("", {})
         if is_first:
@@ -240,7 +240,7 @@ def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[st
     for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):
         file, entry = places[name]
         jobs.setdefault(file, []).append((name, part, entry))
-    written = Written()
+    written: Written = {}
     # Each rank starts with another file: ext4 and XFS lock a file for each write, so ranks would wait for each other.
     busy = sorted(jobs)
     first = own_rank() % max(len(busy), 1)

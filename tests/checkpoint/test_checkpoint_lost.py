@@ -279,7 +279,7 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, gate):
 
 
 def pointers(model: nn.Module) -> dict[str, int]:
-    copies = shardkit.checkpoint.asynchronous.copies_of(model)._copies
+    copies = shardkit.checkpoint.asynchronous._host_copies[model]
     return {name: copy.data_ptr() for name, copy in copies.items() if name.startswith("model/")}
 
 
