@@ -14,7 +14,7 @@ from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
+from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Source, by_name, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError, message
@@ -67,9 +67,8 @@ def convert_checkpoint(
     if kind == "full":
         _save_full(_tree(source), place)
     else:
-        commit_checkpoint(
-            place, kind, _content(source), [], ranks=ranks_of([]), token=directory.draw_token(), replaces=replaces
-        )
+        target = Target(place, kind, ranks_of([]), directory.draw_token(), replaces)
+        commit_checkpoint(target, _content(source), [])
 
 
 def _tree(source: Source) -> dict[str, Any]:

@@ -238,11 +238,11 @@ def gate(monkeypatch) -> tuple[threading.Event, list[str]]:
     opened, log = threading.Event(), []
     original = shardkit.checkpoint.save.commit_checkpoint
 
-    def write(path, *content, **options):
-        log.append(f"begin {path.name}")
+    def write(target, *content):
+        log.append(f"begin {target.path.name}")
         assert opened.wait(60)
-        original(path, *content, **options)
-        log.append(f"end {path.name}")
+        original(target, *content)
+        log.append(f"end {target.path.name}")
 
     monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
     return opened, log
