@@ -21,9 +21,8 @@ from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory.budget import Search, parse_bytes
 from shardkit.memory.estimate import Measured, base_plan, estimates
-from shardkit.memory.hook_points import AFTER_FORWARD, FORWARD, START
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
-from shardkit.memory.trace import Trace, trace
+from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -64,9 +63,9 @@ class Stretched(Measured):
         self.shape = shape
         super().__init__(*planned(shape), None, None)
 
-    def measure(self, plan: ShardingPlan, names: Collection[str]) -> Trace:
-        """The trace of a plan's tiles in which the units of these names are checkpointed."""
-        return stretched(self.shape, names, plan.tiles)
+    def measure(self, names: Collection[str]) -> Trace:
+        """The trace in which the units of these names are checkpointed."""
+        return stretched(self.shape, names)
 
 
 def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
@@ -76,11 +75,9 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
     return model, base_plan(model, None, NODE, None, POLICY)
 
 
-def stretched(shape: Shape, checkpointed: Collection[str], tiles: tuple[tuple[str, int], ...] = ()) -> Trace:
+def stretched(shape: Shape, checkpointed: Collection[str]) -> Trace:
     """The trace of one step of the whole model: each block between the first and the last one does what they all do."""
     model, plan = planned(replace(shape, layers=TRACED))
-    there = dict(model.named_modules())
-    plan = replace(plan, tiles=tuple(each for each in tiles if each[0] in there))
     names = {f"{BLOCKS}{number}": number for number in range(TRACED)}
     short = trace(model, plan, tokens(*TOKENS), checkpointed=names.keys() & checkpointed)
     added = shape.layers - TRACED

@@ -14,12 +14,23 @@ from matplotlib.figure import Figure
 
 from benchmarks.models import llama, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
-from shardkit.memory import estimate, plot_timeline
+from shardkit.memory import StrategyEstimate, estimate
+from shardkit.memory.timeline import CATEGORIES, STEP
+from shardkit.memory.trace import BACKWARD
+from shardkit.plan.types import nbytes
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MESH = MeshSpec.sharded(64)
 COLORS = {"after forward": "#0072B2", "after backward": "#E69F00"}
+OF_CATEGORIES = (
+    "#0072B2",
+    "#009E73",
+    "#56B4E9",
+    "#F0E442",
+    "#E69F00",
+    "#BBBBBB",
+)  # Okabe and Ito's, for the color-blind
 GIB = 2**30
 
 
@@ -41,12 +52,33 @@ def draw_plan(plan: ShardingPlan, path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_step(predicted: StrategyEstimate, path: Path) -> None:
+    """What is alive through one step, from one hook of FSDP2 to the next: the height of a stretch is its peak."""
+    points, highest = predicted.timeline, predicted.peak
+    figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    sizes = [[getattr(point, category) / GIB for point in (*points, points[-1])] for category in CATEGORIES]
+    axes.stackplot(range(len(points) + 1), *sizes, labels=CATEGORIES, colors=OF_CATEGORIES, step="post", linewidth=0)
+    moments = [point.moment for point in points]
+    starts = [0, moments.index(BACKWARD), moments.index(STEP)]
+    axes.set_xticks(starts, ["forward", "backward", "step"], ha="left")
+    for start in starts:
+        axes.axvline(start, color="black", linewidth=0.6)
+    axes.plot(points.index(highest) + 0.5, highest.total / GIB, "kv")
+    axes.set_title(f"peak {nbytes(highest.total)}, {highest.where}")
+    axes.set(ylabel="GiB on one rank", xlabel="one step, from hook to hook (not time)")
+    axes.margins(x=0)
+    axes.set_ylim(0, 1.1 * highest.total / GIB)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)
+    figure.savefig(path)
+
+
 def main() -> None:
     """Write both pictures; the same bytes every time."""
     FOLDER.mkdir(exist_ok=True)
     estimated = estimate(llama("8B"), mesh=MESH, mp_policy=HALF, batch=tokens(1, 4096))
     draw_plan(estimated.plan, FOLDER / "plan.png")
-    plot_timeline(estimated["ZeRO-3"], FOLDER / "step.png")
+    draw_step(estimated["ZeRO-3"], FOLDER / "step.png")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def measure() -> dict[str, float]:
     with watch(model, after=3600):
         watching = listeners[0].__self__  # type: ignore[attr-defined]
         step()
-        before = watching._calls.count
+        before = watching.count
         step()
-        notes = watching._calls.count - before
+        notes = watching.count - before
         note = seconds(lambda: watching._note_unit("layers.0", "all-gather"), 10_000)
         return {"step": plain, "note": note, "notes": notes, "poll": seconds(watching._poll, 200)}
 

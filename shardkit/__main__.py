@@ -12,11 +12,10 @@ from shardkit.errors import ShardkitError
 
 COMMANDS = {  # the module of each, in the order of --help
     "demo": "shardkit.demo",
-    "plan": "shardkit.memory.cli",
+    "plan": "shardkit.memory.report",
     "translate": "shardkit.fsdp1.translate.cli",
     "audit": "shardkit.fsdp1.audit",
     "convert": "shardkit.checkpoint.convert",
-    "compare": "shardkit.watching.compare",
     "env": "shardkit.testing.env",
 }
 

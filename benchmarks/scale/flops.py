@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from shardkit import ShardingPlan
-from shardkit.memory.hook_points import IntervalMeter
-from shardkit.memory.trace import Loss, Trace, trace
+from shardkit.memory.trace import IntervalMeter, Loss, Trace, trace
 
 
 @dataclass(frozen=True)

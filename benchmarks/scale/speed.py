@@ -16,9 +16,8 @@ from torch import nn
 
 from benchmarks.scale.flops import Step, step_of
 from shardkit.memory.estimate import buffer_bytes, resharded
-from shardkit.memory.hook_points import BACKWARD, FORWARD
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
-from shardkit.memory.trace import Loss
+from shardkit.memory.trace import BACKWARD, FORWARD, Loss
 from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardkit.apply.mesh import ensure_process_group
 from shardkit.demo.train import MOST_STEPS, OUTPUT, Job, compare_resumed, is_exact, resume, train_and_compare
 from shardkit.errors import ShardkitError
-from shardkit.memory.cli import positive
+from shardkit.memory.report import positive
 from shardkit.testing import RankPool
 
 _NEXT = """Next:

@@ -7,5 +7,4 @@ from shardkit.memory.estimate import StrategyEstimate as StrategyEstimate
 from shardkit.memory.estimate import estimate as estimate
 from shardkit.memory.report import MemoryReport as MemoryReport
 from shardkit.memory.report import memory_report as memory_report
-from shardkit.memory.report import plot_timeline as plot_timeline
 from shardkit.memory.timeline import OPTIMIZERS as OPTIMIZERS

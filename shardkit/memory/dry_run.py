@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
-from shardkit.memory.hook_points import cast_inputs, cast_output, hook_unit
-from shardkit.memory.trace import fake_copy
+from shardkit.memory.trace import fake_copy, hook_unit
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.planning.tree import ModelTree
 
@@ -56,22 +54,20 @@ def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
         PlanError: the model does not run on fake tensors.
     """
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    with fake_copy(model, plan, batch) as (copied, args, kwargs):
+    fix = "Pass a batch that the model accepts, or leave example_batch out"
+    with fake_copy(model, plan, batch, "example_batch", fix) as (copied, args, kwargs):
         # The real parameters are watched too: a function that was not copied may still pass them to operators.
         params = [(id(param), fqn) for each in (model, copied) for fqn, param in each.named_parameters()]
         uses = Uses({key: (fqn, units[fqn]) for key, fqn in params if fqn in units})
         for unit in plan.units:
-            uses.attach(copied, unit)
-        for name in plan.forward_methods:
-            uses.attach_method(copied, name, plan)
-        try:
-            with uses:
-                copied(*args, **kwargs)
-        except Exception as error:
-            problem = f"fails in the model's forward on fake tensors: {type(error).__name__}: {error}"
-            rule = "It is checked by one forward on tensors that have shapes but no values"
-            fix = "Pass a batch that the model accepts, or leave example_batch out"
-            raise PlanError(message("example_batch", problem, rule, fix)) from error
+            uses.watch(unit, [copied.get_submodule(fqn) for fqn in unit.modules])
+        for fqn, _, name in (method.rpartition(".") for method in plan.forward_methods):  # each gathers its unit
+            owner, method = copied.get_submodule(fqn), nn.Module()
+            method.forward = getattr(owner, name)
+            uses.watch(next(unit for unit in plan.units if fqn in unit.modules), [method])
+            vars(owner)[name] = method
+        with uses:
+            copied(*args, **kwargs)
     return uses
 
 
@@ -83,50 +79,33 @@ def _problem(unit: str, params: Mapping[str, str]) -> str:
 
 
 class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the parameters that operators read while FSDP2 would not have gathered their unit.
-
-    Attributes:
-        outside: by unit, the FQN of each parameter that was read while the unit was not gathered, and the unit that
-            was running then.
-        called: the names of the units that ran.
-    """
+    """Records the parameters that operators read while FSDP2 would not have gathered their unit."""
 
     def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.outside: dict[str, dict[str, str]] = {}
-        self.called: set[str] = set()
-        self._owned = owned
+        self.outside: dict[
+            str, dict[str, str]
+        ] = {}  # by unit and FQN of a parameter: the unit that ran when it was read
+        self.called: set[str] = set()  # units that ran
+        self._owned = owned  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
 
-    def attach(self, model: nn.Module, unit: ShardUnit) -> None:
-        """Watch a unit: it is gathered from before its first module runs until all have run, as with FSDP2's hooks."""
-        modules = [model.get_submodule(fqn) for fqn in unit.modules]
-        hook_unit(unit, modules, partial(self._enter, unit), partial(self._leave, unit))
+    def watch(self, unit: ShardUnit, modules: Sequence[nn.Module]) -> None:
+        """Take a unit for gathered from before its first module runs until all have run, or to the end if it stays."""
 
-    def attach_method(self, model: nn.Module, name: str, plan: ShardingPlan) -> None:
-        """Watch a method that gathers the unit of its module."""
-        fqn, _, attribute = name.rpartition(".")
-        unit = next(unit for unit in plan.units if fqn in unit.modules)
-        module = model.get_submodule(fqn)
-        method = getattr(module, attribute)
+        def enter(inputs: Any) -> Any:
+            self._running.append(unit.name)
+            self.called.add(unit.name)
+            if unit.reshard_after_forward is False:
+                self._kept.add(unit.name)
+            return inputs
 
-        def gathering(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._enter(unit, cast_inputs(unit, (args, kwargs)))
-            return self._leave(unit, cast_output(unit, method(*args, **kwargs)))
+        def leave(output: Any) -> Any:
+            self._running.remove(unit.name)
+            return output
 
-        setattr(module, attribute, gathering)
-
-    def _enter(self, unit: ShardUnit, inputs: Any) -> Any:
-        self._running.append(unit.name)
-        self.called.add(unit.name)
-        if unit.reshard_after_forward is False:
-            self._kept.add(unit.name)
-        return inputs
-
-    def _leave(self, unit: ShardUnit, output: Any) -> Any:
-        self._running.remove(unit.name)
-        return output
+        hook_unit(unit, modules, enter, leave)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

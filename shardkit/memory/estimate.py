@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -12,21 +14,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
-from shardkit.plan import MeshSpec, ShardingPlan, check
+from shardkit.plan import MeshSpec, ShardingPlan
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes
 from shardkit.planning.build import Request, Settings, build_plan
-from shardkit.planning.default import find_mlps
 from shardkit.planning.dims import on_mesh
 from shardkit.planning.tree import ModelTree
 
 
 @dataclass(frozen=True)
 class StrategyEstimate(Prediction):
-    """What one strategy needs on one rank; its ``plan`` is the one that was estimated, changed.
+    """What one strategy needs on one rank, with ``host`` bytes of CPU memory for what is offloaded.
 
-    Attributes:
-        host: bytes of CPU memory for offloaded shards, gradients and optimizer state.
+    Its ``plan`` is the one that was estimated, changed.
     """
 
     host: int
@@ -34,12 +34,9 @@ class StrategyEstimate(Prediction):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all strategies, by name or in order; prints as a table.
+    """Estimates of all strategies, by name or in order, most memory first in general; prints as a table.
 
-    Attributes:
-        rows: most memory first, in general.
-        plan: the plan whose units all strategies share.
-        measured: whether activations are included, which needs a batch.
+    All strategies share the units of ``plan``. Activations are included if ``measured``, which needs a batch.
     """
 
     rows: tuple[StrategyEstimate, ...]
@@ -64,7 +61,7 @@ class MemoryEstimate:
             sizes = [*(getattr(row.peak, each) for each in CATEGORIES), row.peak.total]
             table.append([row.name, *map(nbytes, sizes), row.peak.where, nbytes(row.host)])
         headline = f"bytes on each of {self.plan.mesh.size} ranks at the {what}"
-        return "\n".join([headline, "", *aligned(table, left={0, len(table[0]) - 2})])
+        return "\n".join([headline, "", *aligned(table, left={0, 8})])
 
 
 def estimate(
@@ -100,13 +97,15 @@ def estimate(
     Raises:
         PlanError: the arguments contradict each other, or the model does not run on fake tensors.
     """
-    module, plan = (None, plan or model) if isinstance(model, ShardingPlan) else (model, plan)
-    base = base_plan(module, plan, world_size, mesh, mp_policy)
-    if batch is not None and module is None:
-        fix = "Pass the model, with plan=... for its plan"
-        raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
-    measured = Measured(module, base, batch, loss) if module is not None and batch is not None else None
-    return estimates(base, OptimizerBytes.of(optimizer), ranks_per_node, buffer_bytes(module), measured)
+    state = OptimizerBytes.of(optimizer)
+    if isinstance(model, ShardingPlan):
+        if batch is not None:
+            fix = "Pass the model, with plan=... for its plan"
+            raise PlanError(message("batch", "is given with a plan", "Activations are measured on the model", fix))
+        return estimates(base_plan(None, plan or model, world_size, mesh, mp_policy), state, ranks_per_node, 0, None)
+    base = base_plan(model, plan, world_size, mesh, mp_policy)
+    measured = None if batch is None else Measured(model, base, batch, loss)
+    return estimates(base, state, ranks_per_node, buffer_bytes(model), measured)
 
 
 def base_plan(
@@ -116,11 +115,7 @@ def base_plan(
     mesh: MeshSpec | None,
     mp_policy: MixedPrecisionPolicy,
 ) -> ShardingPlan:
-    """Return ``plan``, or the default rule's, on ``world_size`` ranks, on ``mesh``, or on the plan's own mesh.
-
-    Raises:
-        PlanError: both are given, or neither and no plan.
-    """
+    """Return ``plan``, or the default rule's, on ``world_size`` ranks, on ``mesh``, or on the plan's own mesh."""
     found = MeshSpec.sharded(world_size) if world_size is not None else mesh or (plan.mesh if plan else None)
     if found is None or (world_size is not None and mesh is not None):
         problem = "must be given, or mesh" if found is None else "must not be given together with mesh"
@@ -131,42 +126,33 @@ def base_plan(
     return build_plan(ModelTree(model), found, Request(settings=Settings(mp_policy=mp_policy)))
 
 
-def buffer_bytes(model: nn.Module | None) -> int:
+def buffer_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's buffers, which every rank holds whole."""
-    return sum(buffer.nbytes for buffer in model.buffers()) if model is not None else 0
+    return sum(buffer.nbytes for buffer in model.buffers())
 
 
 class Measured:
-    """The traces of one micro-batch that serve every plan of the same units, whatever is checkpointed or in tiles."""
+    """The traces of one micro-batch that serve every plan of the same units and tiles, whatever is checkpointed."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None) -> None:
         self.plan = plan
-        self.already = checkpointed(plan)
+        self.already = frozenset(checkpointed(plan))
         self.blocks = [name for name in blocks(plan) if name not in self.already]
         self.buffers = buffer_bytes(model)
-        mlps = [fqn for fqn in find_mlps(ModelTree(model)) if fqn not in dict(plan.tiles)]
-        wrong = check.tile_problems(replace(plan, tiles=(*plan.tiles, *((fqn, 2) for fqn in mlps))))
-        self.mlps = [fqn for fqn in mlps if fqn not in wrong]  # that may compute in tiles beside those that do
         self._step = model, batch, loss
-        self._traces: dict[tuple[Any, frozenset[str]], Trace] = {}  # by tiles, and the names of checkpointed blocks
+        self._trace = cache(self.measure)
 
     def trace_of(self, plan: ShardingPlan) -> Trace:
-        """Return the trace of a plan; measures twice for all plans of the same tiles, where units mix."""
-        names, blocks = frozenset(checkpointed(plan) - self.already), frozenset(self.blocks)
-        if not names or names == blocks:
-            return self._measured(plan, names)
-        kept, all_blocks = self._measured(plan, frozenset()), self._measured(plan, blocks)
-        return mixed(kept, all_blocks, names) or self._measured(plan, names)
+        """Return the trace of a plan; measures twice for all plans, where units mix."""
+        names, most = frozenset(checkpointed(plan)), self.already.union(self.blocks)
+        if names in (self.already, most):
+            return self._trace(names)
+        return mixed(self._trace(self.already), self._trace(most), names) or self._trace(names)
 
-    def _measured(self, plan: ShardingPlan, names: frozenset[str]) -> Trace:
-        if (plan.tiles, names) not in self._traces:
-            self._traces[plan.tiles, names] = self.measure(plan, self.already.union(names))
-        return self._traces[plan.tiles, names]
-
-    def measure(self, plan: ShardingPlan, names: Collection[str]) -> Trace:
-        """Return the trace of a plan's tiles in which the units of these names are checkpointed."""
+    def measure(self, names: frozenset[str]) -> Trace:
+        """Return the trace in which the units of these names are checkpointed."""
         model, batch, loss = self._step
-        return trace(model, replace(self.plan, tiles=plan.tiles), batch, loss=loss, checkpointed=names)
+        return trace(model, self.plan, batch, loss=loss, checkpointed=names)
 
 
 def estimates(
@@ -186,26 +172,25 @@ def estimates(
 def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPlan]:
     """Return every strategy for the units of ``plan`` on as many ranks, by name, most memory first.
 
-    Strategies that make no difference are left out: hybrid sharding and int resharding on one node. A hybrid plan keeps
-    its own mesh.
+    Hybrid sharding and int resharding on one node make no difference and are left out. A hybrid plan keeps its mesh.
     """
-    if ranks_per_node < 1:
-        problem = f"must be at least 1, got {ranks_per_node}"
+    ranks, node = plan.mesh.size, ranks_per_node
+    if node < 1:
+        problem = f"must be at least 1, got {node}"
         raise PlanError(message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8"))
-    ranks = plan.mesh.size
     has_experts = any(unit.mesh for unit in plan.units)  # split by the model, so every strategy keeps the mesh
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
     every_block = with_checkpoints(sharded, checkpointed(plan).union(blocks(plan)))
-    divides = not has_experts and ranks_per_node < ranks and ranks % ranks_per_node == 0
+    divides = not has_experts and node < ranks and ranks % node == 0
     found = {} if has_experts else {"replicated (DDP)": on_mesh(plan, MeshSpec.hybrid(ranks, 1))}
     found["kept gathered (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
     found["sharded (ZeRO-3)"] = sharded
     if not has_experts and plan.mesh.replicates and plan.mesh.shard_size > 1:
         found[f"sharded over {plan.mesh.shard_size} ranks (HSDP)"] = plan
     elif divides:
-        found["sharded in a node (HSDP)"] = on_mesh(plan, MeshSpec.hybrid(ranks // ranks_per_node, ranks_per_node))
-    if divides and ranks_per_node > 1:
-        found["secondary shards in a node (hpZ)"] = resharded(sharded, ranks_per_node)
+        found["sharded in a node (HSDP)"] = on_mesh(plan, MeshSpec.hybrid(ranks // node, node))
+    if divides and node > 1:
+        found["secondary shards in a node (hpZ)"] = resharded(sharded, node)
     found["ZeRO-3, blocks checkpointed"] = every_block
     found["ZeRO-3, optimizer in backward"] = sharded
     found["ZeRO-3, offloaded to the CPU"] = offload(sharded)
@@ -214,16 +199,11 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
 
 
 def blocks(plan: ShardingPlan) -> list[str]:
-    """Return the names of the units worth checkpointing: one module of several parameters that repeats; not the root.
-
-    A unit repeats if another one has parameters of the same shapes.
-    """
-    shapes = [tuple(spec.shape for spec in plan.specs_of(unit)) for unit in plan.units]
-    found = []
-    for unit, own in zip(plan.units, shapes, strict=True):
-        if len(unit.modules) == 1 and unit.modules != ("",) and len(own) > 1 and shapes.count(own) > 1:
-            found.append(unit.name)
-    return found
+    """Return the names of the units worth checkpointing: one module of several parameters, whose shapes repeat."""
+    units = [unit for unit in plan.units if len(unit.modules) == 1 and unit.modules != ("",)]
+    shapes = [tuple(spec.shape for spec in plan.specs_of(unit)) for unit in units]
+    counts = Counter(shapes)
+    return [unit.name for unit, own in zip(units, shapes, strict=True) if len(own) > 1 and counts[own] > 1]
 
 
 def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:
@@ -243,7 +223,7 @@ def with_checkpoints(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan
 
 
 def offload(plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan with shards, gradients and optimizer state of all units on the CPU."""
+    """Return the plan with all units offloaded to the CPU."""
     return changed(plan, offload_policy=CPUOffloadPolicy())
 
 

@@ -1,29 +1,29 @@
-"""Compare a prediction with what a rank holds after a step, and draw it."""
+"""Compare a prediction with what a rank holds after a step; and the command ``python -m shardkit plan``."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp.undone import gathered_tensors
 from shardkit._torch import local_tensor, named_sharded_parameters
 from shardkit._torch.dispatch import tree_leaves
-from shardkit.errors import ShardkitError, message
-from shardkit.memory.budget import parse_bytes
-from shardkit.memory.hook_points import BACKWARD
-from shardkit.memory.timeline import CATEGORIES, STEP, Point, Prediction
+from shardkit.errors import PlanError, message
+from shardkit.memory.budget import choose, parse_bytes
+from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimates
+from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Point, Prediction
 from shardkit.plan.table import aligned
 from shardkit.plan.types import nbytes
+from shardkit.planning.named import named_model
 
 _HELD = ("parameters", "gradients", "optimizer", "unsharded")
-_COLORS = ("#0072B2", "#009E73", "#56B4E9", "#F0E442", "#E69F00", "#BBBBBB")  # Okabe and Ito's, for color-blind readers
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,14 @@ def memory_report(
     }
     storages = {name: _storages(found) for name, found in tensors.items()}
     measured = {name: sum(s.nbytes() for s in found if s.device.type == device) for name, found in storages.items()}
-    away = sum(s.nbytes() for found in storages.values() for s in found if s.device.type != device)
-    expected = {}
-    if predicted is not None:
-        last = predicted.timeline[-1]
-        expected = {name: getattr(last, name) for name in _HELD}
-        expected["optimizer"] = predicted.timeline[0].optimizer  # without what the step itself makes and frees
-        expected |= {"allocated": sum(expected.values()), "peak": predicted.peak.total}
-    return MemoryReport(
-        measured | {"on the CPU": away} | _allocator(device), expected, predicted.peak if predicted else None
-    )
+    measured["on the CPU"] = sum(s.nbytes() for found in storages.values() for s in found if s.device.type != device)
+    measured |= _allocator(device)
+    if predicted is None:
+        return MemoryReport(measured, {}, None)
+    expected = {name: getattr(predicted.timeline[-1], name) for name in _HELD}
+    expected["optimizer"] = predicted.timeline[0].optimizer  # without what the step itself makes and frees
+    expected |= {"allocated": sum(expected.values()), "peak": predicted.peak.total}
+    return MemoryReport(measured, expected, predicted.peak)
 
 
 def _device_type(params: list[nn.Parameter]) -> str:
@@ -112,42 +110,62 @@ def _allocator(device: str) -> dict[str, int]:
     return {} if device == "cpu" else {name: count() for name, count in counted.items()}
 
 
-def plot_timeline(predicted: Prediction, path: str | Path, *, budget: int | str | None = None) -> None:
-    """Plot what is alive on one rank through one step, by category, into a file. Local; needs matplotlib.
+# ``python -m shardkit plan MODEL``.
 
-    The horizontal axis is the order of events, from one hook of FSDP2 to the next, not time: every stretch has the same
-    width. The height of a stretch is its peak.
 
-    Args:
-        predicted: a row of :func:`shardkit.memory.estimate`, or the result of :func:`shardkit.memory.plan_for_budget`.
-        path: of the file; its suffix is the format, such as ``.png`` or ``.svg``.
-        budget: bytes, or a string such as ``"80GiB"``, to draw as a line.
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Return the parser of the command, added to ``commands``, the result of ``ArgumentParser.add_subparsers``."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="show whether a model fits, and with which plan",
+        description="Print the answer, the plan, and the memory of every strategy on one rank. Runs one forward and "
+        "backward on fake tensors. Exits with 1 if nothing fits.",
+    )
+    parser.add_argument("model", help="package.module:factory, or a config.json of transformers")
+    parser.add_argument("--world", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="RANKS", help="default: %(default)s")
+    parser.add_argument("--budget", help="memory of each rank's GPU, such as 80GiB")
+    reserve = "part of the budget kept for fragmentation, NCCL and CUDA's context, such as 6GiB (default: 10%%)"
+    parser.add_argument("--reserve", default="10%", help=reserve)
+    parser.add_argument("--batch", type=_batch, metavar="BxS", help="token ids of one micro-batch, such as 2x4096")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--param-dtype", choices=dtypes, default="bfloat16", help="of compute and all-gather")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    return parser
 
-    Raises:
-        ShardkitError: matplotlib is not installed.
-        PlanError: ``budget`` is not bytes.
-    """
-    limit = 0 if budget is None else parse_bytes(budget)
-    try:
-        from matplotlib.figure import Figure  # not pyplot, whose current figure and backend belong to the user
-    except ImportError as error:
-        raise ShardkitError(message("matplotlib", "is not installed", "", "pip install matplotlib")) from error
-    points, highest = predicted.timeline, predicted.peak
-    figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    sizes = [[getattr(point, category) / _GIB for point in (*points, points[-1])] for category in CATEGORIES]
-    axes.stackplot(range(len(points) + 1), *sizes, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
-    moments = [point.moment for point in points]
-    starts = [0, moments.index(BACKWARD), moments.index(STEP)]
-    axes.set_xticks(starts, ["forward", "backward", "step"], ha="left")
-    for start in starts:
-        axes.axvline(start, color="black", linewidth=0.6)
-    axes.plot(points.index(highest) + 0.5, highest.total / _GIB, "kv")
-    axes.set_title(f"peak {nbytes(highest.total)}, {highest.where}")
-    if limit:
-        axes.axhline(limit / _GIB, color="#D55E00", linestyle="--", label=f"budget, {nbytes(limit)}")
-    axes.set(ylabel="GiB on one rank", xlabel="one step, from hook to hook (not time)")
-    axes.margins(x=0)
-    axes.set_ylim(0, 1.1 * max(highest.total, limit) / _GIB)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, reverse=True)
-    figure.savefig(path)
+
+def run(options: argparse.Namespace) -> int:
+    """Print the answer and its tables."""
+    if options.budget and options.batch is None:
+        fix = "Pass one rank's micro-batch, such as --batch 1x4096"
+        raise PlanError(message("--budget", "needs --batch", "Activations depend on the batch", fix))
+    model = named_model(options.model)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32)
+    plan, optimizer = base_plan(model, None, options.world, None, policy), OptimizerBytes.of(options.optimizer)
+    measured = None  # shared, since tracing takes longest
+    if options.batch is not None:
+        ids = torch.empty(options.batch, dtype=torch.long, device="meta")
+        batch = {"input_ids": ids, "labels": ids} if hasattr(model, "config") else ids  # a model of transformers
+        measured = Measured(model, plan, batch, None)
+    rows = estimates(plan, optimizer, options.ranks_per_node, buffer_bytes(model), measured)
+    shown: Prediction = rows["ZeRO-3"]
+    if options.budget and measured:
+        budget = parse_bytes(options.budget)
+        reserved = parse_bytes(options.reserve, "reserve", of=budget)
+        shown = choose(measured, optimizer, budget, reserved, options.ranks_per_node)
+        print(shown, end="\n\n")
+    print(shown.plan, rows, sep="\n\n")
+    return 0
+
+
+def _batch(text: str) -> tuple[int, int]:
+    rows, _, columns = text.lower().partition("x")
+    return int(rows), int(columns)
+
+
+def positive(text: str) -> int:
+    """Parse an argument that is a positive number."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number

@@ -14,49 +14,27 @@ from functools import cached_property
 import torch
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.hook_points import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD
-from shardkit.memory.trace import Trace
+from shardkit.memory.trace import AFTER_BACKWARD, AFTER_FORWARD, BACKWARD, FORWARD, Trace
 from shardkit.plan import ParamSpec, ShardingPlan, ShardUnit
 
 STEP = "optimizer step"
 CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations")
 
-# Bytes of state for each byte of parameter, and bytes of temporaries during the step for each byte of parameter.
-# torch's default for GPUs, foreach, makes temporaries as large as the parameters; fused ones make none.
-OPTIMIZERS = {
-    "adamw": (2.0, 0.0),
-    "adamw_foreach": (2.0, 1.0),
-    "adam": (2.0, 0.0),
-    "sgd": (0.0, 0.0),
-    "sgd_momentum": (1.0, 0.0),
-    "adagrad": (1.0, 0.0),
-    "none": (0.0, 0.0),
-}
-
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """State that an optimizer keeps for each trained parameter: bytes per byte, plus bytes per element.
-
-    During a step, ``temporary`` bytes for each byte of a parameter are allocated and freed. With ``in_backward`` each
-    parameter is stepped as soon as its gradient is reduced, and the gradient is freed.
-    """
+    """State that an optimizer keeps for each trained parameter: bytes per byte, plus bytes per element."""
 
     per_byte: float = 0.0
     per_element: float = 0.0
-    temporary: float = 0.0
-    in_backward: bool = False
+    temporary: float = 0.0  # bytes for each byte of a parameter that are allocated and freed in a step
+    in_backward: bool = False  # each parameter is stepped once its gradient is reduced, and the gradient is freed
 
     @classmethod
     def of(cls, optimizer: str | float) -> OptimizerBytes:
-        """Return an optimizer by its name in ``OPTIMIZERS``, or by its bytes of state for each element.
-
-        Raises:
-            PlanError: the name is unknown, or the bytes are negative.
-        """
+        """Return an optimizer by its name in ``OPTIMIZERS``, or by its bytes per element; else raise PlanError."""
         if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
-            per_byte, temporary = OPTIMIZERS[optimizer]
-            return cls(per_byte, temporary=temporary)
+            return OPTIMIZERS[optimizer]
         if isinstance(optimizer, str) or optimizer < 0:
             problem = f"must be one of {', '.join(OPTIMIZERS)}, or bytes of state per element, got {optimizer!r}"
             raise PlanError(message("optimizer", problem, "", "Pass, for example, 8 for two float32 moments"))
@@ -65,6 +43,18 @@ class OptimizerBytes:
     def state_bytes(self, elements: int, nbytes: int) -> int:
         """Return the bytes of state for that many elements of that many bytes."""
         return round(self.per_byte * nbytes + self.per_element * elements)
+
+
+# torch's default for GPUs, foreach, makes temporaries as large as the parameters; fused ones make none.
+OPTIMIZERS = {
+    "adamw": OptimizerBytes(2.0),
+    "adamw_foreach": OptimizerBytes(2.0, temporary=1.0),
+    "adam": OptimizerBytes(2.0),
+    "sgd": OptimizerBytes(),
+    "sgd_momentum": OptimizerBytes(1.0),
+    "adagrad": OptimizerBytes(1.0),
+    "none": OptimizerBytes(),
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +79,7 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
     """Return what one unit of a plan holds and moves on a rank."""
     specs, dims, ranks = plan.split_specs(unit), dict(unit.shard_dims), plan.mesh_of(unit).shard_size
     compute, reduce_dtype = unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype or unit.mp_policy.param_dtype
+    several = ranks > 1
 
     def shard_bytes(specs: Sequence[ParamSpec], dtype: torch.dtype | None) -> int:
         return sum(spec.nbytes_of(spec.shard_numel(ranks, dims.get(spec.fqn, 0)), dtype) for spec in specs)
@@ -99,7 +90,6 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
     grads, reduced = shard_bytes(trained, None), shard_bytes(trained, reduce_dtype)
     unsharded = ranks * shard_bytes(specs, compute)
     casts = any(compute not in (None, spec.dtype) for spec in specs if not spec.element_bytes)
-    several = ranks > 1
     return UnitBytes(
         shard=shard_bytes(specs, None),
         grads=grads,
@@ -118,27 +108,16 @@ def unit_bytes(plan: ShardingPlan, unit: ShardUnit, optimizer: OptimizerBytes) -
 
 @dataclass(frozen=True)
 class Point:
-    """The most that is alive on one rank in one stretch of a step, in bytes.
+    """The most that is alive on one rank in one stretch of a step, in bytes."""
 
-    Attributes:
-        moment: that begins the stretch: before or after a unit's forward or backward, or the optimizer's step.
-        unit: the unit's name; empty for the start and the step.
-        parameters: shards of the parameters, parameters that are not sharded, and buffers.
-        gradients: of the shards; in the optimizer's step also of parameters that are not sharded.
-        optimizer: state, and temporaries of the step.
-        unsharded: gathered parameters.
-        communication: buffers of all-gathers and reduce-scatters.
-        activations: everything that the model itself allocates, including unsharded gradients and the batch.
-    """
-
-    moment: str
-    unit: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    unsharded: int
-    communication: int
-    activations: int
+    moment: str  # that begins it: before or after a unit's forward or backward, or the optimizer's step
+    unit: str  # its name; empty for the start and the step
+    parameters: int  # shards, parameters that are not sharded, and buffers
+    gradients: int  # of the shards; in the optimizer's step also of parameters that are not sharded
+    optimizer: int  # state, and temporaries of the step
+    unsharded: int  # gathered parameters
+    communication: int  # buffers of all-gathers and reduce-scatters
+    activations: int  # everything that the model itself allocates, including unsharded gradients and the batch
 
     @property
     def total(self) -> int:
@@ -153,17 +132,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of one step under a plan.
+    """The memory of one step under a plan."""
 
-    Attributes:
-        name: how the plan differs from the one that was estimated.
-        plan: to shard by.
-        timeline: every stretch of the step, in order.
-    """
-
-    name: str
-    plan: ShardingPlan
-    timeline: tuple[Point, ...]
+    name: str  # how the plan differs from the one that was estimated
+    plan: ShardingPlan  # to shard by
+    timeline: tuple[Point, ...]  # every stretch of the step, in order
 
     @cached_property
     def peak(self) -> Point:
@@ -174,11 +147,7 @@ class Prediction:
 def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> tuple[Point, ...]:
     """Return every stretch of one steady step of ``plan``, in order: the second step or a later one.
 
-    Args:
-        plan: of the same units as the trace.
-        trace: of the model with the plan's checkpointed units.
-        optimizer: its bytes of state.
-        buffers: bytes of the model's buffers.
+    ``trace`` is of the same units, with the same ones checkpointed; ``buffers`` are bytes of the model's buffers.
     """
     rank = _Rank(plan, trace, optimizer, buffers)
     units = {unit.name: unit for unit in plan.units}
@@ -198,15 +167,13 @@ def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffer
     return tuple(rank.points)
 
 
-_ON_FEWER_RANKS = " on fewer ranks"  # after a unit's name: its shards over that many ranks
-
-
 class _Rank:
     """What FSDP2 holds on one rank right now, in bytes, and all that was recorded of it."""
 
     def __init__(self, plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int) -> None:
         self.points: list[Point] = []
-        self.unsharded: dict[str, int] = {}
+        self.unsharded: dict[str, int] = {}  # gathered parameters by unit
+        self.on_fewer_ranks: dict[str, int] = {}  # what an int of reshard_after_forward keeps of them
         self.gathers: dict[str, int] = {}  # flat buffers in flight or kept
         self.reduce_input = self.gradients = 0
         self.held_reduced = 0  # buffers of all-reduces, which FSDP2 keeps until backward ends
@@ -225,7 +192,8 @@ class _Rank:
     def record(self, moment: str, unit: str, communication: int = 0, activations: int = 0) -> None:
         """Record what is alive, plus these short-lived bytes."""
         communication += sum(self.gathers.values()) + self.reduce_input + self.held_reduced
-        kept = self.parameters, self.gradients, self.states, sum(self.unsharded.values())
+        unsharded = sum(self.unsharded.values()) + sum(self.on_fewer_ranks.values())
+        kept = self.parameters, self.gradients, self.states, unsharded
         self.points.append(Point(moment, unit, *kept, communication, self.activations + activations))
 
     def forward(self, unit: ShardUnit) -> None:
@@ -254,9 +222,8 @@ class _Rank:
         if reshard is True:
             self.unsharded.pop(unit.name, None)
         elif reshard is not False and unit.name in self.unsharded:
-            kept = self.unsharded[unit.name] // reshard
-            self.record(AFTER_FORWARD, unit.name, communication=kept)
-            self.unsharded[unit.name + _ON_FEWER_RANKS] = kept
+            self.on_fewer_ranks[unit.name] = self.unsharded[unit.name] // reshard
+            self.record(AFTER_FORWARD, unit.name)  # both are alive
             del self.unsharded[unit.name]
         if unit.modules == ("",):
             self.gathers.pop(self._last_forward_gather, None)
@@ -269,11 +236,10 @@ class _Rank:
             self.unsharded[unit.name] = size.unsharded
             self.record(BACKWARD, unit.name, communication=size.copy_out)
             self.gathers.pop(unit.name, None)
-            self.unsharded.pop(unit.name + _ON_FEWER_RANKS, None)
-        places = [place for place, each in enumerate(self._ran) if each is unit]
-        if places:
-            for each in self._ran[max(0, places[-1] - max(1, self._plan.prefetch)) : places[-1]][::-1]:
-                self._gather(each, BACKWARD)
+            self.on_fewer_ranks.pop(unit.name, None)
+        last = max((place for place, each in enumerate(self._ran) if each is unit), default=0)
+        for each in self._ran[max(0, last - max(1, self._plan.prefetch)) : last][::-1]:
+            self._gather(each, BACKWARD)
 
     def after_backward(self, unit: ShardUnit) -> None:
         size, unsharded_grads = self._sizes[unit.name], self._trace.grad_bytes[unit.name]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,22 +26,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import real_tensors
-from shardkit._torch.dispatch import FakeTensorMode
+from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from shardkit.errors import PlanError, message
-from shardkit.memory.hook_points import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
-    BACKWARD,
-    FORWARD,
-    Interval,
-    IntervalMeter,
-    WatchedUnit,
-    tensors_of,
-)
-from shardkit.plan import ShardingPlan
+from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.tiles import in_tiles
 
+START = "start"
+FORWARD = "forward"
+AFTER_FORWARD = "after forward"
+BACKWARD = "backward"
+AFTER_BACKWARD = "after backward"
+
 Loss: TypeAlias = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What the model allocates from one hook point to the next, without what FSDP2 does."""
+
+    moment: str  # that begins it: before or after the forward or backward of the unit
+    unit: str  # the unit's name; empty at the start
+    delta: int = 0  # bytes alive at its end minus those at its beginning
+    peak: int = 0  # the most bytes alive during it minus those at its beginning, >= 0
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,12 @@ def trace(
     """
     if any(isinstance(each, (DTensor, FSDPModule)) for each in (*model.parameters(), *model.modules())):
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
-        raise PlanError(
-            message("model", "is sharded already", rule, "Build it again on the meta device: init_on_meta()")
-        )
+        fix = "Build it again on the meta device: init_on_meta()"
+        raise PlanError(message("model", "is sharded already", rule, fix))
     chosen = {unit.name for unit in plan.units if unit.checkpoint_activations} if checkpointed is None else checkpointed
-    with fake_copy(model, plan, batch) as (copied, args, kwargs), meter or IntervalMeter() as meter:
+    fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
+    fix += "model states only"
+    with fake_copy(model, plan, batch, "batch", fix) as (copied, args, kwargs), meter or IntervalMeter() as meter:
         params, inputs = dict(copied.named_parameters()), tensors_of((args, kwargs))
         for tensor in (*params.values(), *copied.buffers(), *inputs):
             meter.ignore(tensor)
@@ -96,14 +104,7 @@ def trace(
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
             for module in modules if unit.name in chosen else ():
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        try:
-            (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            problem = f"fails in forward or backward on fake tensors: {type(error).__name__}: {error}"
-            rule = "Activations are measured by one forward and backward on tensors that have shapes but no values"
-            fix = "Pass a batch that the model accepts, loss=... for what forward returns, "
-            fix += "or leave out the batch to count model states only"
-            raise PlanError(message("batch", problem, rule, fix)) from error
+        (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, in the order of FSDP2's final callback
             each.after_backward()
         meter.close()
@@ -130,20 +131,172 @@ def mixed(kept: Trace, checkpointed: Trace, names: Collection[str]) -> Trace | N
 
 def without_activations(plan: ShardingPlan) -> Trace:
     """Return the trace of a model that keeps only gradients: what is known without a batch."""
-    root = next(unit for unit in plan.units if unit.modules == ("",))
-    inner = [unit for unit in plan.execution_order() if unit is not root]
+    root = next(unit.name for unit in plan.units if unit.modules == ("",))
+    inner = [unit.name for unit in plan.execution_order() if unit.name != root]
     grads = {}
     for unit in plan.units:  # unsharded, in the dtype that the unit computes in
         trained = [spec for spec in plan.specs_of(unit) if spec.trainable]
         grads[unit.name] = sum(spec.numel * (unit.mp_policy.param_dtype or spec.dtype).itemsize for spec in trained)
-    forward = [Interval(moment, unit.name) for unit in inner for moment in (FORWARD, AFTER_FORWARD)]
-    forward = [Interval(FORWARD, root.name), *forward, Interval(AFTER_FORWARD, root.name)]
-    backward = [Interval(BACKWARD, root.name, grads[root.name], grads[root.name])]
-    for unit in reversed(inner):
-        backward.append(Interval(BACKWARD, unit.name, grads[unit.name], grads[unit.name]))
-        backward.append(Interval(AFTER_BACKWARD, unit.name))
+    steps = [Interval(FORWARD, root)]
+    steps += [Interval(moment, name) for name in inner for moment in (FORWARD, AFTER_FORWARD)]
+    steps += [Interval(AFTER_FORWARD, root), Interval(BACKWARD, root, grads[root], grads[root])]
+    for name in reversed(inner):
+        steps += [Interval(BACKWARD, name, grads[name], grads[name]), Interval(AFTER_BACKWARD, name)]
     others = sum(plan.specs[fqn].nbytes for fqn in plan.unsharded if fqn in plan.specs and plan.specs[fqn].trainable)
-    return Trace((*forward, *backward, Interval(AFTER_BACKWARD, root.name, others, others)), grads, 0, others)
+    return Trace((*steps, Interval(AFTER_BACKWARD, root, others, others)), grads, 0, others)
+
+
+# Bytes of an interval.
+
+
+class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, counts the bytes of every storage that an operator returns, once and until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.intervals: list[Interval] = []
+        self._live = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.open(START, "")
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Exclude this tensor's storage."""
+        self._count(tensor.untyped_storage(), nbytes=0)
+
+    def begin(self, moment: str, unit: str) -> None:
+        """End the current interval and begin another."""
+        self.close()
+        self.open(moment, unit)
+
+    def open(self, moment: str, unit: str) -> None:
+        self._peak = self._live
+        self.opened = moment, unit, self._live
+
+    def close(self) -> None:
+        moment, unit, live = self.opened
+        self.intervals.append(Interval(moment, unit, self._live - live, self._peak - live))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(result):
+            storage = tensor.untyped_storage()
+            self._count(storage, storage.nbytes())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+
+        def freed(_: object) -> None:
+            del self._known[key]
+            self._live -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+        self._live += nbytes
+        self._peak = max(self._peak, self._live)
+
+
+class WatchedUnit:
+    """Hooks on one unit's modules that begin its intervals and, after its backward, drop its gradients."""
+
+    def __init__(
+        self, unit: ShardUnit, modules: Sequence[nn.Module], params: Sequence[nn.Parameter], meter: IntervalMeter
+    ) -> None:
+        self.unit, self.grad_bytes = unit, 0
+        self._params, self._meter, self._in_backward = params, meter, False
+        hook_unit(unit, modules, self._before_forward, self._after_forward)
+
+    def _before_forward(self, inputs: Any) -> Any:
+        if self._in_backward:  # a checkpointed forward runs again
+            return inputs
+        self._meter.begin(FORWARD, self.unit.name)
+        tensors = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        if not tensors or not torch.is_grad_enabled():
+            return inputs
+        inside = dict(zip(map(id, tensors), _Boundary.apply(self, *tensors), strict=True))  # type: ignore[no-untyped-call]
+        return tree_map(lambda leaf: inside.get(id(leaf), leaf), inputs)
+
+    def _after_forward(self, output: Any) -> Any:
+        if not self._in_backward:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+            self._meter.begin(AFTER_FORWARD, self.unit.name)
+        return output
+
+    def _before_backward(self, grad: Tensor) -> Tensor:
+        if not self._in_backward:
+            self._in_backward = True
+            self._meter.begin(BACKWARD, self.unit.name)
+        return grad
+
+    def after_backward(self) -> None:
+        """End the unit's backward: the gradients of its inputs are computed, or the whole backward is over."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self.grad_bytes += sum(param.grad.nbytes for param in self._params if param.grad is not None)
+        self._meter.close()
+        for param in self._params:
+            param.grad = None  # between two intervals, as FSDP2 reduces and frees them
+        self._meter.open(AFTER_BACKWARD, self.unit.name)
+
+
+class _Boundary(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs after the unit's own."""
+
+    @staticmethod
+    def forward(ctx: Any, watched: WatchedUnit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.watched = watched
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.watched.after_backward()
+        return (None, *grads)
+
+
+def hook_unit(
+    unit: ShardUnit, modules: Sequence[nn.Module], before: Callable[[Any], Any], after: Callable[[Any], Any]
+) -> None:
+    """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the output of the last.
+
+    Both return what to go on with, in the dtypes that FSDP2 casts to. Hooks that the user registered run inside of
+    these, as inside of FSDP2's, which also watches the inputs of the first module only (torch 2.13).
+    """
+    policy, waiting = unit.mp_policy, set[nn.Module]()
+
+    def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = _cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
+        if waiting:
+            return inputs
+        waiting.update(modules)
+        return before(inputs)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        waiting.discard(module)
+        output = _cast(output, policy.output_dtype)
+        return output if waiting else after(output)
+
+    for module in modules:
+        module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hook)
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree if dtype is None else tree_map(cast, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among arguments or outputs of any structure, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # A copy of the model on fake tensors.
@@ -151,24 +304,21 @@ def without_activations(plan: ShardingPlan) -> Trace:
 
 @contextmanager
 def fake_copy(
-    model: nn.Module, plan: ShardingPlan, batch: Any
+    model: nn.Module, plan: ShardingPlan, batch: Any, name: str, fix: str
 ) -> Iterator[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
     """Run the body on a copy of the model with fake tensors; yield the copy, and the arguments of its forward.
 
     Parameters have the dtype that their unit computes in, as FSDP2 unshards them. The model itself does not run, so it
-    keeps its caches, counters and gradients. What its functions keep elsewhere, as in globals, is not copied.
-
-    Args:
-        model: not sharded, on any device.
-        plan: of the model.
-        batch: a mapping of keyword arguments, a tuple or list of positional ones, or the only argument.
+    keeps its caches, counters and gradients. What its functions keep elsewhere, as in globals, is not copied. An error
+    of the body becomes a PlanError about the batch, by its name, with the fix.
     """
     # transformers takes all fake positions for those of packed documents, and makes a mask of tokens by tokens. A batch
     # with positions may be packed; only shapes are read.
-    masks, packs = sys.modules.get("transformers.masking_utils"), isinstance(batch, Mapping) and "position_ids" in batch
-    unpacked = (
-        patch.object(masks, "find_packed_sequence_indices", lambda _: None) if masks and not packs else nullcontext()
-    )
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    packs = masks is None or (isinstance(batch, Mapping) and "position_ids" in batch)
+    unpacked = nullcontext() if packs else patch.object(masks, "find_packed_sequence_indices", lambda _: None)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    args = args if isinstance(args, (tuple, list)) else (args,)
     dtypes = {fqn: unit.mp_policy.param_dtype for unit in plan.units for fqn in unit.params}
     with torch.inference_mode(False), torch.enable_grad(), real_tensors():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -177,11 +327,13 @@ def fake_copy(
             memo = {id(p): nn.Parameter(_faked(p, dtypes.get(fqn)), p.requires_grad) for fqn, p in params}
         with _FakeCopies(mode):
             copied = _copy_modules(model, memo)
-        with mode, unpacked:
-            if isinstance(batch, Mapping):
-                yield copied, (), {name: _faked(value) for name, value in batch.items()}
-            else:
-                yield copied, tuple(map(_faked, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+        try:
+            with mode, unpacked:
+                yield copied, tuple(map(_faked, args)), {key: _faked(value) for key, value in kwargs.items()}
+        except Exception as error:
+            problem = f"fails in the model on fake tensors: {type(error).__name__}: {error}"
+            rule = "The model runs once on tensors that have shapes but no values"
+            raise PlanError(message(name, problem, rule, fix)) from error
 
 
 def _faked(value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -210,13 +362,10 @@ def _copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo.update((id(module), copied) for module, copied in copies.items())
     for module, copied in copies.items():
         for name, value in vars(module).items():
-            known = len(memo)
             try:
                 vars(copied)[name] = _copied(value, memo)
             except Exception:  # locks, process groups, and whatever else refuses
                 vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-                for key in list(memo)[known:]:  # parts of it, half copied
-                    del memo[key]
         config: Any = vars(copied).get("config")
         if hasattr(config, "use_cache") and config is not vars(module)["config"]:
             config.use_cache = False  # transformers fills no cache in training, and checkpointed blocks must not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
@@ -33,50 +34,60 @@ class Kind(NamedTuple):
     odd: int = ODD
 
 
-def on_rank_1(call: str) -> str:
-    return rf"ranks differ in call \d+: .* on rank.*{call}.* on rank"  # the others' may be named first
+def call(others: str, rank_1: str) -> str:
+    """The sentence of a call that all four ranks made, in the order of ranks."""
+    return rf"ranks differ in call \d+: {others} on ranks 0, 2-3, {rank_1} on rank 1\. "
 
 
-def both(others: str, rank_1: str) -> str:
-    """The two calls with their ranks: whoever reported first is named first, and one may be missing still."""
-    of_others, of_rank_1 = rf"{others}[^(]* on ranks (0, [23]|2-3|0, 2-3)", rf"{rank_1}[^(]* on rank 1"
-    return f"{of_others}.*{of_rank_1}|{of_rank_1}.*{of_others}"
+def gather(others: str, rank_1: str) -> str:
+    return call(f"all-gather of {others}", f"all-gather of {rank_1}")
 
 
+NEXT = r"all-gather of layers\.0"  # the first call of the next step
+SILENT = r"silent for \d+ s; last known call: "
 KINDS = {
-    "skips a unit": Kind(both("all-gather of tower", r"all-gather of layers\.2"), r"all-gather of layers\.2"),
-    "other order": Kind(on_rank_1(r"all-gather of layers\.3"), r"layers\.3"),
-    "other unit": Kind(on_rank_1("all-gather of spare"), "all-gather of spare"),
-    "one more forward": Kind(on_rank_1(r"all-gather of layers\.0"), r"again|py:\d+, from"),
-    "other last": Kind(both(r"accumulate\(last=True", r"accumulate\(last=False")),
-    "clips alone": Kind(on_rank_1(r"clip_grad_norm_\(max_norm=1\.0"), "clips alone"),
-    "clips to less": Kind(both(r"clip_grad_norm_\(max_norm=1\.0", r"clip_grad_norm_\(max_norm=0\.5")),
-    "saves alone": Kind(on_rank_1(r"full_state_dict\(\)"), "saves alone"),
-    "counts alone": Kind(on_rank_1(r"global_token_count\(\)"), "counts alone"),
-    "fewer steps": Kind(on_rank_1("the end of the watch"), "the end of the watch"),
-    "raises": Kind(on_rank_1("raised ValueError"), "ValueError: bad sample; .*raises"),
+    "skips a unit": Kind(gather("tower", r"layers\.2"), r"all-gather of layers\.2; .*py:\d+: x = layer\(x\), from"),
+    "skips a larger unit": Kind(gather("wide", "tower"), r"all-gather of tower; .*py:\d+: x = x \+"),
+    "skips a smaller unit": Kind(gather("narrow", "wide"), r"all-gather of wide; .*py:\d+: x = x \+ self\.wide"),
+    "other order": Kind(gather(r"layers\.0", r"layers\.3"), r"all-gather of layers\.3; .*x = layer"),
+    "other unit": Kind(gather("tower", "spare"), "all-gather of spare; .*self.spare if"),
+    "one more forward": Kind(call(r"accumulate\(last=True.*\)", NEXT), rf"{NEXT}; .*x = layer\(x\), from .*py:\d+"),
+    "other last": Kind(call(r"accumulate\(last=True.*\)", r"accumulate\(last=False.*\)"), "with accumulate"),
+    "clips alone": Kind(call(r"accumulate\(last=True.*\)", r"clip_grad_norm_\(max_norm=1\.0.*\)"), "# clips alone"),
+    "clips to less": Kind(
+        call(r"clip_grad_norm_\(max_norm=1\.0.*\)", r"clip_grad_norm_\(max_norm=0\.5.*\)"), r"0\.5 if bad"
+    ),
+    "saves alone": Kind(call(r"accumulate\(last=True.*\)", r"full_state_dict\(\)"), "# saves alone"),
+    "counts alone": Kind(call(r"accumulate\(last=True.*\)", r"global_token_count\(\)"), "# counts alone"),
+    "fewer steps": Kind(call(r"accumulate\(last=True.*\)", "the end of the watch"), "the end of the watch"),
+    "raises": Kind(call(r"accumulate\(last=True.*\)", "raised ValueError"), "ValueError: bad sample; .*# raises"),
     "is late": Kind(
         r"rank 1 did not make call \d+ within \d+ s", r"last call: reduce-scatter of layers\.0; .*time\.sleep"
     ),
     "own barrier": Kind(r"rank 1 did not make call|ranks differ", "dist.barrier"),
-    "is killed": Kind("rank 1 silent for", r"silent for \d+ s; last known call: "),
-    "is stopped": Kind("rank 1 silent for", r"silent for \d+ s; last known call: "),
-    "first is killed": Kind("rank 0 silent for", r"silent for \d+ s; last known call: ", odd=0),
-    "first is stopped": Kind("rank 0 silent for", r"silent for \d+ s; last known call: ", odd=0),
+    "is killed": Kind("rank 1 silent for", SILENT),
+    "is stopped": Kind("rank 1 silent for", SILENT),
+    "first is killed": Kind("rank 0 silent for", SILENT, odd=0),
+    "first is stopped": Kind("rank 0 silent for", SILENT, odd=0),
 }
 
 
 class Net(nn.Module):
-    """Layers of one size, so that gloo pairs gathers of different units."""
+    """Layers of one size, so that gloo pairs gathers of different units, and units of others, where it aborts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.tower, self.spare = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor, kind: str = "") -> torch.Tensor:
         for i, layer in enumerate(reversed(self.layers) if kind == "other order" else self.layers):
             x = layer(x)
+            if i == 1 and kind != "skips a smaller unit":
+                x = x + self.narrow(x).mean()
+            if i == 1 and kind != "skips a larger unit":
+                x = x + self.wide(x).mean()
             if i == 1 and kind != "skips a unit":
                 x = x + (self.spare if kind == "other unit" else self.tower)(x)
         return x
@@ -110,6 +121,7 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     """Train as one rank; what is logged goes to the file of the rank."""
     output = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
+    faulthandler.disable()  # pytest's, which writes elsewhere when gloo aborts
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.basicConfig(format="%(created).2f %(message)s", stream=sys.stderr, force=True)
     torch.set_num_threads(1)
@@ -119,7 +131,7 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     if how == "script":
         os.environ["SHARDKIT_WATCH"] = str(after)
     spec = MeshSpec.hybrid(*mesh) if len(mesh) == 2 else MeshSpec.sharded(*mesh)
-    units = [by_name("layers.*"), by_name("tower"), by_name("spare")]
+    units = [by_name("layers.*"), by_name("tower"), by_name("spare"), by_name("wide"), by_name("narrow")]
     model = shard_model(Net(), units=units, mesh=build_mesh(spec))
     try:
         with watch(model, after=after, end=how == "end") if how != "script" else nullcontext():
@@ -144,40 +156,40 @@ def train(model: nn.Module, kind: str, rank: int, steps: int) -> None:
 
 
 class Outcome(NamedTuple):
-    """The first report on any rank, how long after the disagreement, and what each rank wrote."""
+    """The last report, how long after the disagreement it came, what each rank wrote, and each report's first line."""
 
     report: str
     seconds: float
     output: list[str]
+    logged: list[str]
 
 
 def run(kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tuple[int, ...] = (WORLD,)) -> Outcome:
-    """Run all ranks until the report comes, at most 60 s; then end them. With ``how="end"`` wait for them to end."""
+    """Run all ranks until the report comes, or to their end if ``how`` is "end" or "wait", at most 60 s."""
     context = get_context("forkserver")  # of forks.serve, which has imported torch
     args = [(kind, rank, folder, after, how, mesh) for rank in range(WORLD)]
     ranks = [context.Process(target=rank_of, args=each) for each in args]
     for each in ranks:
         each.start()
     until = time.monotonic() + 60
-    outcome = Outcome("", float("nan"), [])
     while time.monotonic() < until and any(each.is_alive() for each in ranks):
-        outcome = read(kind, folder)
-        if how != "end" and is_named(kind, outcome.report):
+        if how in ("with", "script") and is_named(kind, read(folder).report):
             break
         time.sleep(0.05)
     for each in ranks:
         each.kill()
         each.join()
-    return read(kind, folder) if how == "end" else outcome
+    return read(folder)
 
 
-def read(kind: str, folder: Path) -> Outcome:
-    """Read what the ranks wrote: the report that fits, since a busy machine also makes ranks late, or the first."""
+def read(folder: Path) -> Outcome:
+    """Read what the ranks wrote."""
     output = [file.read_text() if (file := folder / str(rank)).exists() else "" for rank in range(WORLD)]
     reports = re.findall(r"^(\d+\.\d+) (watch: .*(?:\n- .*)*)", "\n".join(output), re.MULTILINE)
     began = re.search(r"^(\d+\.\d+) bad", "\n".join(output), re.MULTILINE)
-    at, report = next((each for each in reports if is_named(kind, each[1])), reports[0] if reports else ("nan", ""))
-    return Outcome(report, float(at) - float(began[1]) if began else float("nan"), output)
+    at, report = reports[-1] if reports else ("nan", "")  # on a busy machine ranks may also be late before
+    seconds = float(at) - float(began[1]) if began else float("nan")
+    return Outcome(report, seconds, output, [text.splitlines()[0] for _, text in reports])
 
 
 def is_named(kind: str, report: str) -> bool:

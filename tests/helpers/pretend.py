@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pretend_ops import NAME, device, is_here, memory, register_operators
-from pretend_streams import Event, Stream, current_stream, poison, reset, synchronize, syncs, use
+from pretend_streams import Event, Stream, arrive, current_stream, poison, synchronize, syncs
 from torch import Tensor
 
 from shardkit._torch.worlds import fake_store
@@ -85,7 +85,6 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
         return _resize(storage, size)
     at = storage.data_ptr()
     if size == 0 and at in memory.host:
-        use("free", writes=[at])
         memory.freed.add(at)
         poison(memory.host[at][1])
     elif at in memory.freed and size == _nbytes(storage):
@@ -180,7 +179,8 @@ def _pretended() -> Iterator[None]:
             setattr(owner, name, replacement)
             stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
         _on = True
-        reset()
+        arrive()
+        syncs.clear()
         _reset_peak()
         try:
             yield
@@ -208,9 +208,8 @@ def pretend_accelerator() -> Iterator[PretendedAccelerator]:
     """Give this process, with its process group, an accelerator of type ``"pretend"`` inside the block. Local.
 
     Its tensors are plain tensors on that device in host memory, and operators compute as on the CPU. An operator on
-    tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN. An
-    operator raises if it uses memory that another stream uses, without having waited for it; a copy to pinned memory
-    reads as NaN until the host waits for it. A collective is complete when it is issued.
+    tensors of two devices raises, as on a GPU. Uninitialized memory, and memory that FSDP2 freed, reads as NaN; a copy
+    to pinned memory reads as NaN until the host waits. All streams are one.
 
     torch registers the name and the operators of such a device for the rest of the process, and some functions of torch
     are replaced inside of the block: use it in tests, in a process without another accelerator.

@@ -9,17 +9,16 @@ torch documents the Python backend only in its tests (``_setup_privateuseone_for
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from pretend_streams import allocated, copy_to_pinned, deliver, host_waits, poison, use
+from pretend_streams import arrive, copy_to_pinned, host_waits, poison
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardkit._torch.dispatch import no_torch_function, schema
+from shardkit._torch.dispatch import no_torch_function
 
 NAME = "pretend"
 
@@ -56,7 +55,6 @@ class _Memory:
         storage: Any = torch._C._construct_storage_from_data_pointer(at, device(), size)
         if size:
             self.host[at] = StorageWeakRef(storage), host
-            allocated(at)
             self._at_most += size
             if self._at_most > self.peak:
                 self.peak = max(self.peak, self.allocated())
@@ -80,7 +78,6 @@ class _Memory:
         self.pinned = {at: storage for at, storage in self.pinned.items() if not storage.expired()}
         if tensor.untyped_storage().nbytes():
             self.pinned[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
-            allocated(address(tensor))
         return tensor
 
 
@@ -105,11 +102,7 @@ def address(tensor: Tensor) -> int:
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the host memory, and return tensors of the device."""
     with no_torch_function():
-        tensors = _tensors((*args, *kwargs.values()))
-        _check_devices(op, tensors, (*args, *kwargs.values()))
-        if not op.is_view:  # a view touches no memory
-            written = tensors if op.namespace == "c10d" else _tensors(_written(op, args, kwargs))
-            use(op.name(), _addresses(tensors), _addresses(written))
+        _check_devices(op, (*args, *kwargs.values()))
         if op.name().partition(".")[0] in _WAITS:
             host_waits(op.name())
         below: dict[int, Tensor] = {}
@@ -151,23 +144,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for each in value for leaf in _tensors(each)] if type(value) in (list, tuple) else []
 
 
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return [address(each) for each in tensors if is_here(each)]
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operator writes to, by its schema, which collectives do not fill in."""
-    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _writes(op)]
-
-
-@functools.cache
-def _writes(op: Any) -> list[tuple[int, str]]:
-    arguments = [(at, each.name, each.alias_info) for at, each in enumerate(schema(op).arguments)]
-    return [(at, name) for at, name, alias in arguments if alias and alias.is_write]
-
-
-def _check_devices(op: Any, tensors: list[Tensor], direct: tuple[Any, ...]) -> None:
+def _check_devices(op: Any, direct: tuple[Any, ...]) -> None:
     """Raise as CUDA does: a CPU tensor may take part only as a scalar, and not in a list."""
+    tensors = _tensors(direct)
     odd = [each for each in tensors if each.device.type != NAME]
     if not odd or len(odd) == len(tensors) or op.name() in _CROSSES or op.namespace == "c10d":
         return
@@ -238,14 +217,13 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     with no_torch_function():
         outside = next((each for each in (source, target) if not is_here(each)), None)
         waits = outside is not None and not (non_blocking and memory.is_pinned(outside))
-        now = use("copy", *([address(each)] if is_here(each) or not waits else [] for each in (source, target)))
         if waits:
             host_waits("copy to the device" if is_here(target) else "copy to the host")
         elif outside is source:
-            deliver(address(source))
+            arrive()
         value, place = (memory.below(each) if is_here(each) else each for each in (source, target))
         if outside is target and not waits:
-            copy_to_pinned(now, place, value)
+            copy_to_pinned(place, value)
         else:
             place.copy_(value)
     return target
@@ -271,7 +249,6 @@ def _to_copy(
 
 def _item(tensor: Tensor) -> Any:
     with no_torch_function():
-        use("item", [address(tensor)])
         host_waits("item")
         return memory.below(tensor).item()
 

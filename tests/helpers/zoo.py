@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from zoo_entry import Entry
-from zoo_plain import PLAIN
+from zoo_odd import ODD
 from zoo_transformers import TRANSFORMERS
+from zoo_usual import USUAL
 
+PLAIN: dict[str, Entry] = {**USUAL, **ODD}
 ZOO: dict[str, Entry] = {**PLAIN, **TRANSFORMERS}

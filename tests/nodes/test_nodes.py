@@ -86,7 +86,7 @@ LINE = r".*\n(\[rank\d\]: )?- "
 LOST = {
     ("endless", 1): r"Timed out waiting 4000ms for (recv|send) operation to complete",  # not 30 minutes
     ("watched", 1): rf"watch: ranks? (2-3|[23]) silent for \d+ s[.;] {LINE}ranks? 0[^\n]*node_programs\.py:",
-    ("watched", 0): r"watch: the (process that holds the )?store of .* (has ended|does not answer)|silent for",
+    ("watched", 0): r"watch: the (process that holds the )?store of the process group (has ended|does not answer)",
 }
 
 

@@ -31,11 +31,9 @@ def config(tmp_path):
     return str(path)
 
 
-def test_what_fits_and_what_it_costs(config, tmp_path, capsys):
-    picture = tmp_path / "step.png"
-    options = ["--world", "16", "--budget", "1000KiB", "--batch", "2x64", "--plot", str(picture)]
+def test_what_fits_and_what_it_costs(config, capsys):
+    options = ["--world", "16", "--budget", "1000KiB", "--batch", "2x64"]
     assert main(["plan", config, *options]) == 0
-    assert picture.stat().st_size > 1000
     shown = capsys.readouterr().out
     assert re.search(r"peak 8\d\d\.\d KiB, \d+\.\d KiB free\n", shown)
     assert shown.startswith("fits 1000.0 KiB less 100.0 KiB reserved: ")

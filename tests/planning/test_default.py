@@ -10,6 +10,8 @@ from small_models import Block, Decoder
 from torch import Tensor
 
 from shardkit import MeshSpec, plan_model, shard_model
+from shardkit.planning.default import find_mlps
+from shardkit.planning.tree import ModelTree
 from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
@@ -182,3 +184,25 @@ def test_large_replicas_are_named_with_their_bytes(rows: int, warns: bool, caplo
     assert [("embed.weight is replicated: 73.2 MiB on every rank" in each) for each in caplog.messages] == [
         True
     ] * warns
+
+
+def test_which_modules_are_mlps() -> None:
+    class ConvMlp(nn.Conv2d):
+        """Mixes neighbors."""
+
+    class SparseMLP(nn.ModuleDict):
+        """Routes tokens to experts."""
+
+    class FeedForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = FeedForward.Mlp(4, 4)
+
+        class Mlp(nn.Linear):
+            pass
+
+    sparse = SparseMLP({"experts": nn.ModuleList([FeedForward()])})
+    found = nn.ModuleDict(
+        {"mlp": FeedForward.Mlp(4, 4), "conv": ConvMlp(2, 2, 1), "sparse": sparse, "feed": FeedForward()}
+    )
+    assert find_mlps(ModelTree(found)) == ["mlp", "feed"]

@@ -276,23 +276,9 @@ def test_scalers_accumulation_and_a_first_forward_in_inference_mode(ranks: RankP
     ranks.run(check_gradients)
 
 
-def check_streams() -> None:
+def check_pinned_memory() -> None:
     with pretend_accelerator() as accelerator:
-        there = torch.get_device_module("pretend")
-        main, side = there.current_stream(), there.Stream()
-        value = torch.ones(3, device="pretend")
-        with (
-            there.stream(side),
-            pytest.raises(RuntimeError, match=r"uses memory that .* has not waited for it"),
-        ):
-            value + 1
-        side.wait_stream(main)
-        with there.stream(side):
-            value.add_(1)
-            done = side.record_event()
-        with pytest.raises(RuntimeError, match=r"copy on stream \d+ uses memory that aten::add"):
-            value.clone()
-        main.wait_event(done)
+        value = torch.full((3,), 2.0, device="pretend")
         pinned = value.to("cpu", non_blocking=True)
         assert pinned.isnan().all(), "the host has not waited for the copy"
         assert value.to("cpu").tolist() == pinned.tolist() == [2, 2, 2]
@@ -301,12 +287,10 @@ def check_streams() -> None:
         assert accelerator.syncs == []
         torch.ones(3).to("pretend", non_blocking=True)
         assert accelerator.syncs == ["copy to the device"], "pageable memory is staged by the host"
-        with mock.patch.object(there.Stream, "wait_event"), pytest.raises(RuntimeError, match="waited"):
-            loss_of(sharded("device", "pretend"), "pretend").backward()  # FSDP2 without its waits
 
 
-def test_streams_have_an_order_and_pinned_memory_is_told_apart(ranks: RankPool) -> None:
-    ranks.run(check_streams)
+def test_pinned_memory_is_told_apart(ranks: RankPool) -> None:
+    ranks.run(check_pinned_memory)
 
 
 def check_demo(folder: str) -> None:

@@ -80,7 +80,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         mesh=mesh,
         reshard_after_forward=values["reshard_after_forward"] is not False,
         root_reshards=values["reshard_after_forward"] is True,  # None keeps the root gathered
-        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"], mesh),
+        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"]),
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
         vision_casts=False,
         offload=values["offload_policy"],
@@ -119,9 +119,8 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
     elif isinstance(value, str) and (match := _RANGE.match(value)):
         found = int(match[2]) - int(match[1] or 0)
     elif value is not None:
-        role.problem(
-            "device_mapping", f"must be a list, or list(range(0,8)), got {value!r}", "", "Use list(range(0,8))"
-        )
+        problem = f"must be a list, or list(range(0,8)), got {value!r}"
+        role.problem("device_mapping", problem, "Use list(range(0,8))")
     role.note("device_mapping", note_on_ranks("ranks in all", found, ranks.world_size))
     return ranks.world_size or found or None
 
@@ -131,9 +130,9 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
     size = -1 if section.raw("fsdp_size") == -1 else section.get("fsdp_size", NUMBER, 1)
     if size > 1 and (world is None or size < world):
         if world is None:
-            section.problem("fsdp_size", "needs a known number of ranks", "", "Give device_mapping, or --world 16")
+            section.problem("fsdp_size", "needs a known number of ranks", "Give device_mapping, or --world 16")
         elif world % size:
-            section.problem("fsdp_size", f"{size} does not divide {world} ranks", "", "Use a divisor")
+            section.problem("fsdp_size", f"{size} does not divide {world} ranks", "Use a divisor")
         else:
             mesh = MeshSpec.hybrid(world // size, size)
             section.note("fsdp_size", f"mapped: A mesh of {mesh.shape}: replicates, and shards over {size} ranks.")
@@ -157,7 +156,7 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
         return mesh
     if mesh is None or mesh.shard_size % size:
         of = "an unknown number of" if mesh is None else mesh.shard_size
-        section.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "", "Correct it")
+        section.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it")
         return mesh
     answer = "mapped: Split experts over the mesh's axis ep first; shard_model shards their modules on efsdp."
     section.note("ep_size", f"{answer} Each is in one parameter: a ModuleList of experts cannot be split.")
@@ -166,7 +165,7 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
     return MeshSpec((*mesh.shape[:-1], *shape), (*mesh.axis_names[:-1], *names), len(shape))
 
 
-def _wrap(policy: Reader, patched: bool, mesh: MeshSpec | None) -> Wrap:
+def _wrap(policy: Reader, patched: bool) -> Wrap:
     answer = "mapped: Not units, as in ROLL without apply_expert_patch."
     experts = policy.take(
         "moe_experts", Key(NAMES, "mapped: A unit of each {}, with may_skip=True." if patched else answer, ())
@@ -178,6 +177,5 @@ def _wrap(policy: Reader, patched: bool, mesh: MeshSpec | None) -> Wrap:
         classes=(*classes, *experts) if patched else classes,
         embeddings=values["wrap_embeddings"],
         head=values["wrap_lm_output"],
-        experts="efsdp" if mesh is not None and "ep" in mesh.axis_names else None,
         skipped=tuple(experts) if patched else (),
     )

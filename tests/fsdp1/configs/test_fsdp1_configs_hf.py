@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from small_models import Decoder
 
 from shardkit import MeshSpec
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import read_config
+from shardkit.fsdp1.configs import from_config, read_config
 from shardkit.fsdp1.configs.target import Precision, Ranks, Wrap
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -60,12 +61,12 @@ def test_units_by_size_are_refused_by_the_key_that_asks_for_them():
     assert support(old, "fsdp_min_num_params") == "refused"
 
 
-def test_units_that_are_named_without_auto_wrap_are_not_made():  # which was once answered "mapped"
+def test_units_that_are_named_without_auto_wrap_are_not_made():
     section = {"transformer_layer_cls_to_wrap": "A", "min_num_params": 100}
     reading = read({"fsdp": "full_shard", "fsdp_config": section})
     assert reading.target.wrap == Wrap("root")
     assert [note.support for note in reading.notes] == ["mapped", "noted", "noted", "noted"]
-    assert [note.argument for note in reading.notes][-1] == "fsdp_config.fsdp_auto_wrap_policy"
+    assert "the whole model is gathered at once" in reading.notes[-1].sentence
 
 
 def test_a_switch_is_version_2_and_words_are_version_1():
@@ -131,10 +132,10 @@ def test_pinned_memory_is_version_2s_to_turn_off():
     key = "fsdp_config.cpu_offload_pin_memory"
     for offloads in (True, False):
         section["offload_params"] = offloads
-        assert support(read(axolotl(fsdp_version=1, fsdp_config=section)), key) == "refused"
+        with pytest.raises(TranslationError, match=r"FSDP1 always pins offloaded parameters\. Set fsdp_version: 2"):
+            from_config(axolotl(fsdp_version=1, fsdp_config=section), Decoder(), world_size=16)
         reading = read(axolotl(fsdp_version=2, fsdp_config=section))
-        expected = ("mapped", False) if offloads else ("noted", None)
-        assert (support(reading, key), reading.target.pin_memory) == expected
+        assert (support(reading, key), reading.target.pin_memory) == ("mapped" if offloads else "noted", False)
 
 
 def test_the_sizes_of_axolotls_axes():

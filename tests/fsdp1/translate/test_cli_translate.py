@@ -43,7 +43,7 @@ def test_accelerates_file_of_version_2_is_the_default_and_yaml(capsys):
     notes = [line for line in out.splitlines() if line.startswith("# ")]
     assert len(notes) == 1 + len(keys)
     assert all(f" {key} " in line for key, line in zip(keys, notes[1:], strict=True))
-    assert "# accelerate (distributed_type, compute_environment, main_training_function and 1 more)" in notes[0]
+    assert notes[0] == "# accelerate"
 
 
 def test_torch_code_runs(capsys):
@@ -159,5 +159,5 @@ def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, mo
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
     assert run(FSDP1) == 1
-    assert "PyYAML is not installed. pip install pyyaml" in capsys.readouterr().err
+    assert "needs PyYAML, which is not installed. pip install pyyaml" in capsys.readouterr().err
     assert run(config_file(tmp_path, distributed_type="FSDP")) == 0
