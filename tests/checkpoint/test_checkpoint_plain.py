@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint.chunks import part_sum
-from shardkit.checkpoint.plain import decode, dumps, encode
 from shardkit.checkpoint.native import own_random_states, resume_random
+from shardkit.checkpoint.plain import decode, dumps, encode
 from shardkit.errors import CheckpointError
 
 # --- Plain data -----------------------------------------------------------------------------------------------------
