@@ -7,7 +7,6 @@ writes there, and values that are not tensors with ``weights_only``, since a pic
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import warnings
 from collections.abc import Iterable
@@ -24,12 +23,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardkit.checkpoint.agreement import on_each
 from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.read import within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, together
+from shardkit.ranks import Groups
 
 NAME = ".metadata"
 _ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
@@ -91,11 +91,8 @@ class DcpDirectory:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
         wanted = list(targets)
         while wanted:
-            batch: dict[str, Any] = {}
-            rest = []
-            for key, target in wanted:
-                if batch.setdefault(key, target) is not target:  # several tensors of one key
-                    rest.append((key, target))
+            batch: dict[str, Any] = dict(wanted)
+            wanted = [(key, target) for key, target in wanted if batch[key] is not target]  # several of one key
             reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
             try:
                 with warnings.catch_warnings():
@@ -103,7 +100,6 @@ class DcpDirectory:
                     load(batch, storage_reader=reader, planner=planner, no_dist=True)
             except (Exception, CheckpointException) as error:  # the latter is none of the former
                 raise self._damaged(str(error).strip().splitlines()[-1]) from error
-            wanted = rest
 
 
 def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
@@ -143,10 +139,9 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
             rule = "Nothing was saved; any earlier checkpoint is unchanged"
             raise CheckpointError(message("save_checkpoint", f"failed ({listing(reasons)})", rule, "")) from error
     rank = dist.get_rank(group) if groups else 0
-    with together(groups, CheckpointError):
-        own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
-        found = {file.name: entry_of(file) for file in own}
-    data = json.dumps({name: [entry.bytes, entry.head, entry.crc32] for name, entry in found.items()}).encode()
-    for each in all_gather_bytes(data, group) if groups else []:
-        found |= {name: FileEntry(*numbers) for name, numbers in json.loads(each).items()}
-    return found
+
+    def own() -> dict[str, Any]:
+        files = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
+        return {file.name: vars(entry_of(file)) for file in files}
+
+    return {n: FileEntry(**entry) for found in on_each(own, groups).values() for n, entry in found.items()}

@@ -41,10 +41,6 @@ class Safetensors:
             if key.startswith(f"{section}/")
         }
 
-    def describe(self, key: str) -> str:
-        """Return what must be equal on all ranks that read a tensor."""
-        return repr(self.located[key].entry)
-
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key, straight from the file. Local."""
         wanted = list(targets)

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import local_tensor
 from shardkit._torch.states import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, is_on_meta
-from shardkit.meta.shards import install, target_device
+from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
 from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.names import ModelState, is_extra, model_state
 

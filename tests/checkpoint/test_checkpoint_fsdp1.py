@@ -181,7 +181,7 @@ def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
     for arguments, said in [
         (["convert", str(written / "nothing"), str(tmp_path / "a")], "does not exist"),
         (["convert", str(written / "sharded"), str(tmp_path / "there.pt")], "there.pt exists"),
-        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its 7 parameters"),
+        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its parameters"),
     ]:
         assert main(arguments) == 1
         assert said in capsys.readouterr().err

@@ -103,25 +103,6 @@ def test_experts_and_replicas(p):
         check(nn.ModuleDict({"net": net, "expert": experts}), {"expert": name}, p, reduces)
 
 
-@pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
-def test_no_gradient_anywhere_on_several_meshes(p):
-    pair = DeviceMesh("cpu", [0, 1])
-    model = nn.ModuleDict({"net": sharded_net((4,), ignored=("gain",))})
-    if dist.get_rank() < 2:
-        model["expert"] = expert(pair, 2, [Shard(0)])
-        model.zero_grad()
-    assert clip_grad_norm_(model, 1.0, p).item() == 0.0
-
-
-@distributed(world_size=4, backend="gloo")
-def test_a_rank_in_no_mesh_has_a_norm_of_nothing():
-    alone = DeviceMesh("cpu", [0])
-    params = expert(alone, 2, [Shard(0)])
-    norm = clip_grad_norm_(params, math.inf)
-    assert (norm.item() > 0) is (dist.get_rank() == 0)
-
-
 @fake_world(4)
 def test_meshes_of_which_none_holds_all_ranks_are_refused():
     params = [*expert(DeviceMesh("cpu", [0, 1]), 2, [Shard(0)]), *expert(DeviceMesh("cpu", [0, 2]), 2, [Shard(0)])]

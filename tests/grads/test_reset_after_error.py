@@ -123,27 +123,6 @@ def check_next_steps(settings):
     assert dirty >= len(FAILURES), "there was nothing to reset"
 
 
-@distributed(world_size=2, backend="gloo")
-def test_grouped_modules_and_prefetching():
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net, failing = Net(), Failing()
-        net.narrow.register_forward_hook(failing)
-        fully_shard(net.blocks[0])
-        fully_shard([net.blocks[1], net.narrow], reshard_after_forward=True)
-        fully_shard(net)
-        net.set_modules_to_forward_prefetch([net.blocks[0], net.blocks[1]])
-        net.blocks[1].set_modules_to_backward_prefetch([net.blocks[0]])
-        nets.append((net, failing, torch.optim.SGD(net.parameters(), lr=0.1)))
-    (net, failing, optimizer), (twin, _, twins) = nets
-    for seed, where in enumerate(("forward", "backward")):
-        fail(net, failing, where, batches(seed, 1))
-        reset_after_error(net)
-        ids = batches(10 + seed, 2)
-        assert all(map(torch.equal, step(net, optimizer, ids), step(twin, twins, ids)))
-
-
 def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     with fake_world(4):
         both = nn.ModuleList([Net(), Net()])

