@@ -6,7 +6,7 @@ import atexit
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch.states import with_local
 from shardkit.checkpoint.directory import finish_deletions
-from shardkit.errors import message
 from shardkit.ranks import Groups
 from shardkit.shards import local_value
 
@@ -47,30 +46,26 @@ class SaveHandle:
                 checkpoint is unchanged.
             TimeoutError: the save is not done in time, and continues.
         """
-        if self._future is None:
-            return
-        if wait([self._future], timeout).not_done:
-            problem, rule = f"is not done after {timeout} s", "The save continues in the background"
-            raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
-        future, self._future = self._future, None
-        future.result()
+        if error := self.error(timeout):
+            self._future = None
+            raise error
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, and return its error, unless that has been raised. Local."""
+        return self._future.exception(timeout) if self._future is not None else None
 
 
-_pending: SaveHandle | None = None
+_pending = SaveHandle()
 
 
-def wait_pending() -> BaseException | None:
-    """Wait for the pending save, if any, and return its error, if that was not raised. Local."""
-    future = _pending._future if _pending is not None else None
-    return future.exception() if future is not None else None
+def wait_pending() -> None:
+    """Wait for the pending save, if any, whether it fails or not. Local."""
+    _pending.error()
 
 
 def finish_pending() -> None:
     """Wait for the pending save, if any, and for deletions; raise if the save failed. Local."""
-    global _pending
-    pending, _pending = _pending, None
-    if pending is not None:
-        pending.wait()
+    _pending.wait()
     finish_deletions()
 
 
@@ -86,7 +81,7 @@ def start_pending(write: Callable[[], None]) -> SaveHandle:
 @atexit.register
 def _report_unseen() -> None:
     """Log the error of a save that nobody waited for."""
-    if error := wait_pending():
+    if error := _pending.error():
         logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import errno
 import os
 import random
@@ -224,7 +223,7 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
-    concurrent.futures.wait([shardkit.checkpoint.asynchronous._pending._future], 60)
+    shardkit.checkpoint.asynchronous.wait_pending()
     shardkit.checkpoint.asynchronous._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
@@ -252,7 +251,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, gate):
     model = net(1.0)
     handle = save_checkpoint(tmp_path / "a", model, extra={"value": 1.0}, async_=True)
     assert not handle.done()
-    with pytest.raises(TimeoutError, match=r"not done after 0\.001 s"):
+    with pytest.raises(TimeoutError):
         handle.wait(0.001)
     with torch.no_grad():
         model.weight.fill_(7.0)
