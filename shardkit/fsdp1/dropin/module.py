@@ -62,6 +62,7 @@ _BY_NAME = "optim_state_dict gives state by name, and optim_state_dict_to_load b
 
 def _refusing(name: str, rule: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Raise Unavailable, which names the replacement."""
         raise Unavailable(message(name, "is not supported", rule, MEMBERS[name].fix()))
 
     return refuse
