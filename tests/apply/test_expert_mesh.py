@@ -62,9 +62,7 @@ def test_the_mesh_of_a_unit_is_compared_written_and_read() -> None:
     plan = expert_plan(ExpertNet(), spec(2, 4))
     data = json.loads(json.dumps(plan.to_dict()))
     assert ShardingPlan.from_dict(data) == plan
-    assert ShardingPlan.from_dict(data).digest() == plan.digest()
     everywhere = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, mesh=None) for unit in plan.units))
-    assert everywhere.digest() != plan.digest()
     assert "unit layers.0.experts: mesh: efsdp" in plan.diff(everywhere)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -35,13 +34,11 @@ from small_models import Block
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim.lr_scheduler import LambdaLR
 
 from shardkit import (
     GradScaler,
     accumulate,
     clip_grad_norm_,
-    full_params,
     full_state_dict,
     global_token_count,
     init_on_meta,
@@ -49,7 +46,6 @@ from shardkit import (
     load_pretrained,
     materialize,
     no_sync,
-    optimizer_in_backward,
     reset_after_error,
     save_checkpoint,
     scale_loss,
@@ -90,42 +86,6 @@ def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path):
     assert load_checkpoint(tmp_path / "step-2", *elsewhere) == {"step": 2}
     train(*elsewhere, range(2, 4), shard_gradients=True)
     assert_close(state_of(*elsewhere[:2]), plain)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_an_optimizer_in_backward_goes_on_from_its_checkpoint(tmp_path):
-    def start(mesh: tuple[int, ...], seed: int) -> tuple[Any, ...]:
-        model = on_meta(mesh)
-        materialize(model, seed=seed)
-        optimizer = optimizer_in_backward(model, functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True))
-        return model, optimizer, LambdaLR(optimizer, lambda epoch: 0.8**epoch)
-
-    def steps(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> None:
-        for step in steps:
-            ids, labels = batch(step, 0, dist.get_rank())
-            tokens = global_token_count((labels != -100).sum(), model)
-            scale_loss(summed_loss(model, ids, labels), tokens, model).backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-
-    run = start((4,), 0)
-    steps(*run, range(2))
-    handle = save_checkpoint(tmp_path / "step-2", *run, async_=True)
-    steps(*run, range(2, 4))
-    handle.wait()
-    end = state_of(*run[:2])
-    for mesh in ((4,), (2, 2)):
-        resumed = start(mesh, 1)
-        load_checkpoint(tmp_path / "step-2", *resumed)
-        assert resumed[2].get_last_lr() == [0.01 * 0.8**2]
-        steps(*resumed, range(2, 4))
-        found = state_of(*resumed[:2])
-        if mesh == (4,):
-            assert_equal(found, end)
-        for name, value in end.items():
-            torch.testing.assert_close(found[name], value, **CLOSE)
-    assert not torch.equal(end["embed.weight"], plain_start()["embed.weight"])
 
 
 # FSDP1's arguments.
@@ -212,25 +172,6 @@ def test_an_inf_on_one_rank_skips_the_step_of_all_and_training_goes_on(tmp_path)
 # State, in the middle of a step.
 
 
-@distributed(world_size=2, backend="gloo")
-def test_full_params_written_back_between_steps():
-    plain = Plain()
-    model = on_meta(reshard_after_forward=False)
-    materialize(model)
-    run = model, *local_adam(model)
-    train(*run, range(1))
-    with full_params(model, writeback=True):
-        model.layers[2].up.weight.data.mul_(0.5)
-        model.embed.weight.data[3] = 1
-    norms = train(*run, range(1, 3))
-    plain.train(range(1))
-    with torch.no_grad():
-        plain.model.layers[2].up.weight.mul_(0.5)
-        plain.model.embed.weight[3] = 1
-    torch.testing.assert_close(norms, plain.train(range(1, 3)), **CLOSE)
-    assert_close(state_of(*run[:2]), plain)
-
-
 @pytest.mark.parametrize("keep", [None, True])
 @distributed(world_size=2, backend="gloo")
 def test_state_is_read_between_two_micro_batches(tmp_path, keep):
@@ -252,25 +193,6 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
         finish(*run)
     plain.train(range(1 + len(READS)))
     assert_close(state_of(*run[:2]), plain)
-
-
-@distributed(world_size=2, backend="gloo")
-def test_state_is_read_between_forward_and_backward_and_after(tmp_path):
-    model, plain = on_meta(reshard_after_forward=False), Plain()
-    materialize(model)
-    run = model, *local_adam(model)
-    before = state_of(*run[:2])
-    for read in READS.values():
-        loss = summed_loss(model, *batch(0, 0, dist.get_rank()))
-        found = read(model, run[1], tmp_path)
-        loss.backward()
-        for each in (found, read(model, run[1], tmp_path)):
-            assert len(each) > 20
-            assert_equal(each, {name: before[name] for name in each})
-    (sum(summed_loss(plain.model, *batch(0, 0, rank)) for rank in range(2)) * len(READS) / 2).backward()
-    for name, param in plain.model.named_parameters():
-        if param.requires_grad:
-            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, **CLOSE)
 
 
 # After an error.
