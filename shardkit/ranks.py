@@ -1,7 +1,4 @@
-"""Exchange bytes, flags and errors between ranks.
-
-An error on one rank alone leaves the others waiting in a collective. So it is exchanged, and raised by all.
-"""
+"""Exchange bytes, flags and errors between ranks: an error on one alone would leave the others in a collective."""
 
 from __future__ import annotations
 
@@ -129,7 +126,7 @@ def agree(
     """Raise on every rank unless all have the same values; return whether this rank is the first. Collective.
 
     One all-reduce of three integers for each group; the values, which JSON must be able to write, are sent only if they
-    differ. Then every rank raises which arguments differ, on which ranks, and how.
+    differ.
     """
     rank = dist.get_rank() if groups else 0
     most, least, first = _highest([*_both_ways(values), -rank], groups)
@@ -200,10 +197,9 @@ def raise_together(
 
 @contextmanager
 def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
-    """Run a local body; when it raises on any rank, every rank raises, as :func:`raise_together` says.
+    """Run a body without collectives; when it raises on any rank, every rank raises, as :func:`raise_together` says.
 
-    The body must not contain collectives: a rank that raises before one would leave the others in it. With ``call``,
-    the public function that begins here, ranks that wait ``PATIENCE`` seconds for others log a warning.
+    With ``call``, the public function that begins here, ranks that wait ``PATIENCE`` seconds log a warning.
 
     Yields:
         a poll: ``own`` and ``same`` are for the body to set; after the context every rank knows ``any``.

@@ -18,7 +18,7 @@ from shardkit.checkpoint.source import Source, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.checkpoint.transfer import flush_directory, flush_files
 from shardkit.errors import CheckpointError, message
-from shardkit.state.names import is_extra
+from shardkit.state.model import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
 

@@ -25,7 +25,7 @@ from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
 from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.state.names import WRAPPERS, clean_name
+from shardkit.state.model import WRAPPERS, clean_name
 
 _FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
 USED = "_weight_conversions"  # the attribute in which transformers records the conversions of a load, to undo them

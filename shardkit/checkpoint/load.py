@@ -35,7 +35,7 @@ from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
+from shardkit.state.model import ModelState, is_extra, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
     group_names,

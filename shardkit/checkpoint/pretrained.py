@@ -41,8 +41,8 @@ from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, described, l
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, groups_of, together
 from shardkit.state.boxes import gather, model_group
-from shardkit.state.names import model_state
-from shardkit.state.place import Room, live_state
+from shardkit.state.load import Room, live_state
+from shardkit.state.model import model_state
 from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
 
 # The files that a save writes into a directory, including those of an earlier save of more files.

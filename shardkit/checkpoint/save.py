@@ -37,7 +37,7 @@ from shardkit.checkpoint.write import Layout, create_files, described, laid_out,
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.names import check_scales, first_names, model_state, trainable_state
+from shardkit.state.model import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
 
 STATE = "state.json"

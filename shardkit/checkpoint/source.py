@@ -24,9 +24,9 @@ from shardkit.checkpoint.format import Spec
 from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import local_value
-from shardkit.state.names import is_extra
+from shardkit.state.load import unwritten
+from shardkit.state.model import is_extra
 from shardkit.state.optimizer import renamed_state
-from shardkit.state.place import unwritten
 from shardkit.state.plan import LoadPlan, Request, check_ties, same_values
 
 # The keys under which programs save a model and an optimizer.
