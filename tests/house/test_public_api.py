@@ -120,10 +120,6 @@ def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, m
         assert printed == shown
 
 
-def test_code_stands_in_the_first_ten_lines_of_the_readme():
-    assert "```python" in (ROOT / "README.md").read_text().splitlines()[:10]
-
-
 def test_ci_runs_the_one_test_command_of_the_readme():
     extraction = next(line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("command="))
     script = f'{extraction}\nprintf %s "$command"'
