@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -214,7 +214,7 @@ def _ignored(decided: Decided, value: Any) -> tuple[Support, str]:
 
 
 # Where the value of an argument decides; only values other than the default get here.
-_BY_VALUE = {
+_BY_VALUE: dict[str, Callable[[Decided, Any], tuple[Support, str]]] = {
     "sharding_strategy": _strategy,
     "auto_wrap_policy": _policy,
     "backward_prefetch": lambda decided, value: ("noted", "FSDP2 prefetches in backward, like BACKWARD_PRE"),

@@ -57,7 +57,7 @@ def test_every_key_is_answered_for_once(name, data):
 def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
     modules = (accelerate, trainers, roll)
     names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
-    assert len(names) > 12
+    assert len(names) > 10
     for module, name in names:
         table = getattr(module, name)
         words = [word for words in table for word in words.split()]
