@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.checkpoint.agreement import world
 from shardkit.checkpoint.chunks import (
     Part,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import with_state_dict_metadata
+from shardkit._torch import with_state_dict_metadata
 from shardkit.ranks import groups_of, together
 from shardkit.state.boxes import ModelGroup, gather, model_group
 from shardkit.state.names import ModelState, check_scales, first_names, model_state, refuse_meta

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import named_sharded_parameters
-from shardkit._torch.states import state_dict_metadata
+from shardkit._torch import named_sharded_parameters, state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module
 
