@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from shardkit._torch.steps import by_device_and_dtype
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.shards import local_value
-from shardkit.state.names import model_state, refuse_meta
+from shardkit.state.model import model_state, refuse_meta
 
 Decay = float | Callable[[int], float] | None
 

@@ -18,8 +18,8 @@ from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
-from shardkit.state.load import Source, load_groups
-from shardkit.state.names import clean_name, parameter_names
+from shardkit.state.load import Source, load_groups, unwritten
+from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import (
     OTHERS,
     OptimizerState,
@@ -33,7 +33,6 @@ from shardkit.state.optimizer import (
     values_of,
     with_leaves,
 )
-from shardkit.state.place import unwritten
 from shardkit.state.plan import Spec, raise_listed
 
 logger = logging.getLogger("shardkit")

@@ -27,7 +27,7 @@ from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
-from shardkit.state.names import clean_name, parameter_names
+from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
 from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
 

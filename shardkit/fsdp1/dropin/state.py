@@ -42,8 +42,7 @@ from shardkit.fsdp1.dropin.record import (
 from shardkit.runtime.hooks import reshard
 from shardkit.shards import as_sharded, device_of, local_part
 from shardkit.state.full_params import full_params
-from shardkit.state.model import full_state_dict, sharded_state_dict
-from shardkit.state.names import clean_name, is_extra, live_tensors, wants_live
+from shardkit.state.model import clean_name, full_state_dict, is_extra, live_tensors, sharded_state_dict, wants_live
 
 # Of models and of optimizers.
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
