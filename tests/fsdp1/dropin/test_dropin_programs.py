@@ -1,8 +1,8 @@
 """Whole FSDP1 programs, as people write them, give the losses of torch's FSDP1 on the drop-in.
 
-The programs are in ``programs/``, each with habits of its own, most of them after public ones. None is changed but for the name of the package
-that it imports, or not at all, where its imports are redirected. Sums over two ranks have one order, so losses are
-equal bit by bit, with two exceptions, which are bounded below.
+The programs are in ``programs/``, most after public ones and each with habits of its own. None is changed but for the
+name of the package that it imports, or not at all, where its imports are redirected. Sums over two ranks have one
+order, so losses are equal bit by bit, with two exceptions, which are bounded below.
 """
 
 from __future__ import annotations
@@ -172,3 +172,4 @@ def test_a_program_resumes_from_its_own_sharded_checkpoint(name, tmp_path):
 def test_every_program_is_run():
     names = {path.stem for path in PROGRAMS.glob("*.py") if "def main(" in path.read_text()}
     assert names == {*VARIANTS, "t5_summarize"}
+    assert not any("shardkit" in (PROGRAMS / f"{name}.py").read_text() for name in names)
