@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.params import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
-from shardkit._torch import local_tensor
-from shardkit._torch.states import is_wrapper, offloaded_parameters, reread_sharded_parameters
+from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
+from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
 from shardkit.meta.replay import Final, Player
@@ -44,7 +43,7 @@ def materialize(
     *,
     init: Initializer | None = None,
 ) -> nn.Module:
-    """Give a sharded meta model the values of ordinary construction, bit for bit.
+    """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
     Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts that are
     attributes, gets this rank's part of the value that the same code would have computed without ``init_on_meta``.
@@ -66,9 +65,6 @@ def materialize(
     ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute. torch's
     default generator ends where ordinary construction leaves it, but without ``seed`` is left alone if someone drew
     from it or seeded it since.
-
-    Returns:
-        the model.
 
     Raises:
         ShardkitError: the model is not sharded, or not on meta; ranks have different seeds or constructions; values

@@ -106,7 +106,7 @@ def printed_and_shown(text: str) -> Iterator[tuple[str, str]]:
     [
         ("README.md", 1),
         ("docs/the-plan.md", 6),
-        ("docs/migrating-from-fsdp1.md", 4),
+        ("docs/migrating-from-fsdp1.md", 3),
     ],
 )
 def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, monkeypatch):
@@ -118,10 +118,6 @@ def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, m
     assert len(pairs) == outputs
     for printed, shown in pairs:
         assert printed == shown
-
-
-def test_code_stands_in_the_first_ten_lines_of_the_readme():
-    assert "```python" in (ROOT / "README.md").read_text().splitlines()[:10]
 
 
 def test_ci_runs_the_one_test_command_of_the_readme():

@@ -300,6 +300,6 @@ def check_drop_in(given: int | str | None) -> None:
             assert devices(model.state_dict().values()) == {"cpu"}
 
 
-@pytest.mark.parametrize("given", [0, "pretend", "pretend:0", None, "cpu"])
+@pytest.mark.parametrize("given", [0, None, "cpu"])
 def test_drop_in(ranks: RankPool, given: int | str | None) -> None:
     ranks.run(check_drop_in, given)

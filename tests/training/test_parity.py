@@ -73,6 +73,3 @@ def test_hsdp(name):
 @distributed(world_size=4, backend="gloo")
 def test_mean_over_ranks_that_all_count(name, mesh):
     parity.all_count(name, mesh)
-
-
-# The harness itself can fail.
