@@ -21,15 +21,16 @@ Batch = dict[str, Any]
 
 
 def kinds(seed: int) -> list[Batch]:
-    """Micro-batches: of odd length, padded on the left, on the right, and of three documents."""
+    """Micro-batches: of odd length, of odd length padded on the left, padded on the right, and of three documents."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 67, (4, 2, 16), generator=generator)
     labels = ids.clone()
     labels[:, :, : 3 + seed % 3] = -100
     batches: list[Batch] = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
     odd = {name: x[:, :13] for name, x in batches[0].items()}
+    batches[1] = {name: x[:, :15] for name, x in batches[1].items()}
     for batch, hidden in ((batches[1], slice(None, 5)), (batches[2], slice(10, None))):
-        batch["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, hidden] = 0
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     lengths = [5, 2, 8 + seed % 2]
