@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import signal
 import tempfile
 import time
 import warnings
@@ -121,28 +121,24 @@ def compared(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
 
 def ranks(world: int, body: Any) -> tuple[str, Any]:
     """Run ``body`` on ``world`` forks of this process; what the first returns, or how the first failed."""
+    fork = multiprocessing.get_context("fork")
+
+    def work(rank: int) -> None:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+            result = body()
+        except BaseException as error:
+            result = ("failed", f"{type(error).__name__}: {str(error)[:600]}")
+        Path(folder, str(rank)).write_text(json.dumps(result))
+        os._exit(0)
+
     with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(world):
-            pid = os.fork()
-            if pid:
-                pids.append(pid)
-                continue
-            try:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-                result = body()
-            except BaseException as error:
-                result = ("failed", f"{type(error).__name__}: {str(error)[:600]}")
-            Path(folder, str(rank)).write_text(json.dumps(result))
-            os._exit(0)
-        end = time.monotonic() + SECONDS
-        left = set(pids)
-        while left and time.monotonic() < end:
-            left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
-            time.sleep(0.02)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        processes = [fork.Process(target=work, args=(rank,)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SECONDS)
+            process.kill()
         results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]"))]
     failed = [result for result in results if result[0] == "failed"]
     return (failed or results or [("hangs", f"after {SECONDS} s")])[0]

@@ -30,15 +30,8 @@ from shardkit.testing import comm_counts, distributed, fake_world
 SIZE = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
 LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 SINKS = {"head_dim": 8, "num_local_experts": 4, "experts_implementation": "eager", **LOCAL}
-LONG = {
-    "original_max_position_embeddings": 13,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [8.0] * 4,
-    },
-}
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONG = {"original_max_position_embeddings": 13, "rope_parameters": ROPE}
 MODELS = {
     "Llama": {"num_key_value_heads": 2},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 5},
