@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
 }
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range, scheduler=None) -> list[float]:
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     """Losses of steps, each with its own tokens, the same on all ranks; one parameter gets its first gradient late."""
     losses = []
     for step in steps:
@@ -118,8 +118,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, scheduler=None) 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
         losses.append(loss.item())
     return losses
 
