@@ -42,16 +42,14 @@ def accumulate(
     ``shard_gradients=True``             k reduce-scatters              P / N x reduce_dtype of gradients
     ===================================  =============================  ==========================================
 
-    A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce after the last. If the body raises, gradients
-    are dropped; call :func:`reset_after_error` before the next forward. Between micro-batches no parameter may change,
-    and ``shardkit.zero_grad(model)`` abandons the step.
+    A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises, gradients are dropped; call
+    :func:`reset_after_error` before the next forward. ``shardkit.zero_grad(model)`` abandons a step.
 
     Args:
         model: an FSDP root, a part of one, or a module around several roots. Plain parameters accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
-        keep_unsharded: True gathers the parameters of each unit once for all micro-batches. False frees them after each
-            backward. None keeps those with ``reshard_after_forward=False`` (FSDP1's SHARD_GRAD_OP), which does not
-            raise the peak, since all of them are gathered at the end of each forward.
+        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none may change in
+            between. False frees them after each backward. None keeps those with ``reshard_after_forward=False``.
         shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between. If ranks use
             different parameters in them, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
 

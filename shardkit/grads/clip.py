@@ -47,8 +47,7 @@ def clip_grad_norm_(
             model: ``model.parameters()`` of a unit left unsharded yields parameters that have no gradients.
         max_norm: the largest norm allowed, >= 0; inf returns the norm without clipping.
         norm_type: p > 0 of the p-norm, or inf for the largest absolute value.
-        error_if_nonfinite: raise if the norm is nan or inf, on every rank, before any gradient is changed; otherwise
-            such a norm makes gradients nan or zero, as in torch.
+        error_if_nonfinite: raise on every rank for a norm of nan or inf, which otherwise makes gradients nan or zero.
         group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline stages: the norm is
             that of all their gradients, by one more all-reduce.
 
@@ -57,8 +56,7 @@ def clip_grad_norm_(
         float32 (float64 if any parameter is). Without any DTensor it is torch's own.
 
     Raises:
-        ShardkitError: an argument cannot be used, a mesh has ranks outside the largest one, parameters are stepped in
-            backward, or ``error_if_nonfinite``.
+        ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward, ``error_if_nonfinite``.
 
     Example:
         >>> norm = clip_grad_norm_(model, max_norm=1.0)

@@ -44,7 +44,7 @@ def materialize(
     *,
     init: Initializer | None = None,
 ) -> nn.Module:
-    """Give a sharded meta model the values of ordinary construction, bit for bit.
+    """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
     Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts that are
     attributes, gets this rank's part of the value that the same code would have computed without ``init_on_meta``.
@@ -66,9 +66,6 @@ def materialize(
     ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute. torch's
     default generator ends where ordinary construction leaves it, but without ``seed`` is left alone if someone drew
     from it or seeded it since.
-
-    Returns:
-        the model.
 
     Raises:
         ShardkitError: the model is not sharded, or not on meta; ranks have different seeds or constructions; values

@@ -24,8 +24,8 @@ def sharded_average(model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool
 
     It is ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, for shards, with the same names
     (``n_averaged``, ``module.<FQN>``), so each can load the other's full state. ``update_parameters(model)`` after
-    ``optimizer.step()`` adds the present weights; the first call copies them. ``with average.swapped(model):`` evaluates
-    or exports the average. ``save_checkpoint(path, average)`` saves it; ``load_checkpoint`` loads it into any world.
+    ``optimizer.step()`` adds the present weights; the first call copies them. ``with average.swapped(model):``
+    evaluates or exports the average. ``save_checkpoint(path, average)`` saves it, for ``load_checkpoint`` in any world.
 
     Args:
         model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which parameters train.

@@ -37,24 +37,25 @@ def save_and_load(root, source, targets):
     assert_equal(values_of(net, optimizer), values_of(*kept(plain)))
     for format in ("safetensors", "dcp"):
         save_checkpoint(root / format, net, optimizer, format=format)
-        for target in targets if format == "safetensors" else targets[1:3]:
+        for target in targets if format == "safetensors" else targets[:1]:
             other, stepped = spoiled(LAYOUTS[target])
             load_checkpoint(root / format, other, stepped)
             assert_plain_values(other, stepped, LAYOUTS[target])
-        other, stepped = spoiled(stage)
-        load_checkpoint(root / format, other, stepped, strict=False, group=stage_group())
-        assert_plain_values(other, stepped, stage)
+        if len(targets) > 1:
+            other, stepped = spoiled(stage)
+            load_checkpoint(root / format, other, stepped, strict=False, group=stage_group())
+            assert_plain_values(other, stepped, stage)
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
-    """The most divided layout loads into all; the others into themselves and two more.
+    """The most divided layout loads into all; the others into the next.
 
     All write the same tensors, which is compared, so what loads into a layout from one of them does from the others.
     """
-    names = [*LAYOUTS, *LAYOUTS]
-    everywhere = source == "expert_parallel"
-    save_and_load(tmp_path, source, list(LAYOUTS) if everywhere else names[names.index(source) :][:3])
+    names = list(LAYOUTS)
+    following = names[(names.index(source) + 1) % len(names)]
+    save_and_load(tmp_path, source, names if source == "expert_parallel" else [following])
     expected = values_of(*built(plain))
     on_disk = load_file(tmp_path / "safetensors" / "model.safetensors")
     assert_equal(on_disk, {name: value for name, value in expected.items() if name in on_disk})

@@ -111,18 +111,6 @@ def test_meshes_of_which_none_holds_all_ranks_are_refused():
 
 
 @fake_world(4)
-def test_one_all_reduce_of_one_number():
-    """FSDP, HSDP and DDP-like parts of one model are sums over the same ranks."""
-    nets = nn.ModuleList(sharded_net(shape) for shape in ((4,), (2, 2), (4, 1)))
-    for net in nets:
-        for param in net.parameters():
-            param.grad = param.detach()
-    with CommDebugMode() as comms:
-        clip_grad_norm_(nets, 1.0)
-    assert comms.get_total_counts() == 1
-
-
-@fake_world(4)
 def test_parameters_that_are_stepped_in_backward_are_refused():
     def hook(param):
         param.grad = None

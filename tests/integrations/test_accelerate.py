@@ -21,7 +21,8 @@ def loader() -> DataLoader:
     return DataLoader(rows(), batch_size=BATCH // dist.get_world_size())
 
 
-def trains_like_the_plain_loop(tmp_path):
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_it_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_accelerate")
     with torchrun():
         accelerator, model, losses = train(tiny(), loader(), tmp_path / "half", steps=2)
@@ -39,11 +40,6 @@ def trains_like_the_plain_loop(tmp_path):
         from safetensors.torch import load_file
 
         assert_same(load_file(tmp_path / "weights" / "model.safetensors"), expected)
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_on_2_ranks(tmp_path):
-    trains_like_the_plain_loop(tmp_path)
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)

@@ -28,7 +28,8 @@ def loader() -> DataLoader:
     return DataLoader(half, BATCH // dist.get_world_size(), sampler=DistributedSampler(half, shuffle=False))
 
 
-def lightning_trains_like_the_plain_loop(tmp_path):
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_lightning_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_lightning")
     with torchrun():
         trainer, module = train(tiny, loader(), tmp_path)
@@ -39,8 +40,3 @@ def lightning_trains_like_the_plain_loop(tmp_path):
         plain = plain_loop(4, rows_of=2 * BATCH)
         assert trainer.callback_metrics["loss"].item() == pytest.approx(plain.losses[-1], abs=1e-5)
         plain.assert_like(module, "model.")
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_lightning_on_2_ranks(tmp_path):
-    lightning_trains_like_the_plain_loop(tmp_path)

@@ -111,23 +111,17 @@ def test_adapters_made_afterwards_take_an_initializer():
 OTHER = torch.zeros(2, dtype=torch.bfloat16)
 OF_MODULES = [
     lambda m: m.to(device="cpu"),
-    lambda m: m.to(dtype=torch.bfloat16),
     lambda m: m.to("cpu", torch.bfloat16, True),
-    lambda m: m.to(torch.device("cpu"), non_blocking=True),
     lambda m: m.to(OTHER),
     lambda m: m.to(torch.ones(1, dtype=torch.float64)),
-    lambda m: m.to(None, torch.float64),
     lambda m: m.to("cpu", memory_format=torch.preserve_format),
     lambda m: m.to(m.weight.device).cpu().double(),
 ]
 OF_TENSORS = [
     lambda t: t.to("cpu"),
     lambda t: t.to("cpu", None, False, True),
-    lambda t: t.to(device=None, dtype=None),
     lambda t: t.to(torch.float64, False, True),
     lambda t: t.to(t, copy=True),
-    lambda t: t.to(tensor=OTHER),
-    lambda t: OTHER.to(t),
     lambda t: OTHER.to(t, copy=True) + t[:2],
     lambda t: t.to("cpu", copy=True, memory_format=torch.contiguous_format),
 ]

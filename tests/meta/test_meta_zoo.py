@@ -14,14 +14,12 @@ from zoo import ZOO
 from shardkit.meta import init_on_meta, materialize
 from shardkit.testing import fake_world
 
-# What each is here for: trunc_normal_ (ViT, ModernBERT), copies of it with own loops (Swin), storages made by
-# hand (RWKV), activations with parameters (Apertus), state-space initializers (Mamba, Jamba), experts, encoders
-# with sinusoids (Whisper, Pegasus), other attention (DeBERTa), composite models (CLIP), recurrent blocks.
+# What each is here for, beside the zoo: trunc_normal_ (ModernBERT), storages made by hand (RWKV), activations with
+# parameters (Apertus), state-space initializers (Mamba), experts, encoders with sinusoids (Pegasus), recurrent blocks.
 SPECIAL = [
-    "ViTForImageClassification", "ModernBertForMaskedLM", "ModernBertDecoderForCausalLM", "SwinModel",
-    "RwkvForCausalLM", "ApertusForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "DeepseekV3ForCausalLM",
-    "PegasusModel", "DebertaV2Model", "RecurrentGemmaForCausalLM", "Gemma3ForCausalLM", "BloomForCausalLM",
-    "FalconForCausalLM", "XLNetLMHeadModel", "CLIPModel", "BeitModel", "Wav2Vec2Model", "xLSTMForCausalLM",
+    "ModernBertDecoderForCausalLM", "RwkvForCausalLM", "ApertusForCausalLM", "Mamba2ForCausalLM",
+    "DeepseekV3ForCausalLM", "PegasusModel", "RecurrentGemmaForCausalLM", "Gemma3ForCausalLM", "BloomForCausalLM",
+    "XLNetLMHeadModel", "BeitModel", "xLSTMForCausalLM",
 ]  # fmt: skip
 
 

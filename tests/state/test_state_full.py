@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of as zoo_mesh
-from state_models import LAYOUTS, Net, assert_same_state, fsdp, seeded
+from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, seeded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ from shardkit.testing import distributed
 # Equal to the plain model's state.
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OTHERS)
 @distributed(world_size=4, backend="gloo")
 def test_it_is_the_state_of_the_plain_model(layout):
     expected = seeded(Net).state_dict()

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from state_models import LAYOUTS, Net, Odd, as_bytes, assert_same_state, columns, fsdp, hsdp, seeded
+from state_models import LAYOUTS, OTHERS, Net, Odd, as_bytes, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import Tensor, nn
 
 from shardkit import init_on_meta
@@ -38,7 +38,7 @@ def full_other_values(build=Net) -> dict[str, object]:
     return state
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OTHERS)
 @distributed(world_size=4, backend="gloo")
 def test_every_layout_gets_the_values_in_place(layout):
     model = LAYOUTS[layout](seeded(Net))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from state_models import LAYOUTS, Net, assert_same_state, fsdp, hsdp, mesh_of, seeded
+from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, mesh_of, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ def registry(model: nn.Module) -> list[tuple[str, int]]:
 # full_params.
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OTHERS)
 @distributed(world_size=4, backend="gloo")
 def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout):
     plain = seeded(Net)

@@ -59,7 +59,8 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
             found, own = full["state"][name][key], optimizer.state[param][key]
             assert (type(found), found.dtype) == (Tensor, torch.float32)
             assert torch.equal(local_value(distribute_tensor(found, own.device_mesh, own.placements)), values(own))
-    for mesh, made, used in (((4,), kind, False), ((2, 2), kind, True), ((4,), "adamw", False)):
+    ways = (((4,), kind, False), ((2, 2), kind, True), ((4,), "adamw", False))
+    for mesh, made, used in ways if kind == "AdamW8bit" else ways[:1]:
         other = build(mesh)
         makes = torch.optim.AdamW if made == "adamw" else getattr(torchao, kind)
         resumed, own = (makes(other.parameters(), lr=1e-2) for _ in range(2))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.testing import RankFailure, RankPool, pool
+from shardkit.testing import RankFailure, RankPool
 
 LIMIT = 2.0  # seconds for calls that hang on purpose
 ENOUGH = 60  # seconds for a process to end that has been told to
@@ -58,17 +58,9 @@ def destroy_group():
     dist.destroy_process_group()
 
 
-def make_group():
-    dist.new_group([0, 1])
-
-
 def test_results_come_in_the_order_of_ranks_with_all_arguments():
     with RankPool(4) as four:
         assert four.run(rank_and, 1, "two", key=[3]) == [(n, (1, "two"), {"key": [3]}) for n in range(4)]
-
-
-def test_a_large_argument_travels_to_a_function_of_any_module(pair):
-    assert pair.run(len, bytes(10_000_000)) == [10_000_000] * 2
 
 
 def test_every_call_starts_from_the_same_seeds_on_every_rank(pair):
@@ -102,15 +94,6 @@ def test_ranks_start_processes_as_a_program_does(pair):
 def test_a_call_that_destroys_its_group_does_not_harm_the_next(pair):
     pair.run(destroy_group)
     assert pair.run(dist.get_world_size) == [2, 2]
-
-
-def test_ranks_with_many_groups_are_replaced(pair, monkeypatch):
-    monkeypatch.setattr(pool, "MOST_GROUPS", 2)
-    before = pair.run(pid_of_rank)
-    pair.run(make_group)
-    assert pair.run(pid_of_rank) == before  # two groups: the pool's own and one more
-    pair.run(make_group)
-    assert set(pair.run(pid_of_rank)).isdisjoint(before)
 
 
 # --- RankPool: calls that fail --------------------------------------------------------------------------------------
@@ -203,9 +186,8 @@ def test_a_crashed_rank_is_shown_with_its_stack_and_last_words(pair):
     assert "last words" in text
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_exits_is_named_with_its_code(pair, code):
-    failure_of(pair, exit_on_rank_1, code, os._exit, title=f"rank 1 exited with code {code}")
+def test_a_rank_that_exits_is_named_with_its_code(pair):
+    failure_of(pair, exit_on_rank_1, 0, os._exit, title="rank 1 exited with code 0")
 
 
 def test_a_return_value_that_cannot_be_pickled_is_reported(pair):

@@ -44,17 +44,11 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     return lambda: caplog.text
 
 
-# 10: values.
-
-
 @distributed(world_size=2)
 def test_10_ranks_that_start_from_different_values():
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ShardkitError, match=r"embed.weight.*sync_module_states=True"):
         shard_model(Decoder())
-
-
-# 2, 5, 6, 7, 17, 45: optimizers.
 
 
 @distributed(world_size=2)
@@ -95,9 +89,6 @@ def test_17_ignored_parameters_that_train(said: Callable[[], str]) -> None:
         assert re.search(r"head.weight trains outside of all units.*All-reduce", said())
 
 
-# 16, 19, 31, 55: forwards.
-
-
 @distributed(world_size=2)
 def test_19_31_and_55_other_ways_into_a_model():
     model, plain = sharded(), Decoder()
@@ -107,9 +98,6 @@ def test_19_31_and_55_other_ways_into_a_model():
         assert torch.equal(model.embed(tokens()), hidden)  # a child first
         assert torch.equal(model(tokens()), plain(tokens()))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-# 22, 23, 38, 62: methods and arguments.
 
 
 def test_22_23_and_38_torch_raises() -> None:

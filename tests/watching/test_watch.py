@@ -1,6 +1,6 @@
 """watch: ranks that disagree, and ranks that are lost, are named with the call and the line.
 
-``python tests/helpers/sweep_disagreements.py`` runs every kind, within its time, on two meshes.
+``tests/helpers/disagreements.py`` runs every kind, within its time, on two meshes.
 """
 
 import importlib

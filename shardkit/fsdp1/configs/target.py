@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
+from shardkit.fsdp1.translate import translate_fsdp1
 from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
-from shardkit.fsdp1.translate.translate import translate_fsdp1
 from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
 from shardkit.planning.default import find_mlps
 from shardkit.planning.rules import Overrides, Rule, by_class, by_name

@@ -17,10 +17,10 @@ from shardkit.apply.mesh import ensure_process_group
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.record import Record, is_wrapper
+from shardkit.fsdp1.translate import translate
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
 from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
-from shardkit.fsdp1.translate.translate import translate
 from shardkit.runtime.hooks import install_hooks
 
 Wrap: TypeAlias = Callable[[nn.Module, Record], nn.Module]  # makes a wrapper around a module that is sharded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +39,6 @@ from shardkit.fsdp1.translate.strategy import RESHARDING
 from shardkit.replacements import ATTRIBUTES, MEMBERS
 from shardkit.shards import device_of
 
-_MIXED = "got mixed torch.Tensor and DTensor"  # torch's error where a sharded parameter meets a plain tensor
-
 # FSDP1's settings, which are never None.
 _OF_RECORD: dict[str, Callable[[Record], Any]] = {
     "process_group": lambda record: record.process_group,
@@ -62,6 +59,7 @@ _BY_NAME = "optim_state_dict gives state by name, and optim_state_dict_to_load b
 
 def _refusing(name: str, rule: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Raise Unavailable, which names the replacement."""
         raise Unavailable(message(name, "is not supported", rule, MEMBERS[name].fix()))
 
     return refuse
@@ -288,29 +286,10 @@ def _attribute(wrapper: nn.Module, module: object, name: str) -> Any:
     if name == "mixed_precision":
         return MixedPrecision() if in_full_precision(wrapper) else record.mixed_precision
     try:
-        found = getattr(module, name)
+        return getattr(module, name)
     except AttributeError:
         if name not in ATTRIBUTES:
             raise
         rule = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
         text = message(name, "is an internal of FSDP1", rule, ATTRIBUTES[name].fix())
         raise UnavailableAttribute(text) from None
-    return _method(name, found) if inspect.ismethod(found) and not hasattr(nn.Module, name) else found
-
-
-def _method(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of the user's model that says what to do where it computes with sharded parameters."""
-
-    @functools.wraps(found)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return found(*args, **kwargs)
-        except RuntimeError as error:
-            if _MIXED not in str(error) or isinstance(error, Unavailable):
-                raise
-            rule = "Parameters are gathered for the wrapped module's forward; other code sees this rank's shards"
-            fix = "Call it in FSDP.summon_full_params(model), or call "
-            fix += f'register_fsdp_forward_method(model.module, "{name}") after wrapping, on all ranks'
-            raise Unavailable(message(name, "uses parameters that are sharded", rule, fix)) from error
-
-    return method

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import (
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
 from shardkit.errors import ShardkitError, TranslationError, message
+from shardkit.fsdp1.translate import casts_inputs
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
-from shardkit.fsdp1.translate.translate import casts_inputs
 from shardkit.replacements import MEMBERS
 
 KEY = "_shardkit"

@@ -2,16 +2,13 @@
 
 import functools
 import inspect
-import itertools
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import MixedPrecision, StateDictType, fully_shard
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
@@ -151,45 +148,6 @@ def test_the_scaler_is_torchs_by_its_arguments_and_its_class():
     state = {"scale": 4.0, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3, "_growth_tracker": 0}
     assert scaler.state_dict() == TorchScaler("cpu", 4.0, 0.25, 8.0, 3).state_dict() == state
     assert ShardedGradScaler(enabled=False).scale(torch.ones(())) == 1
-
-
-def run_in_fp16(wrap_model, kind):
-    """Losses and scales of steps of which some overflow, on one rank only."""
-    torch.manual_seed(0)
-    model = wrap_model(
-        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
-        mixed_precision=MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = kind(device="cpu", init_scale=2.0**18, growth_interval=2)
-    seen = []
-    for step in range(6):
-        torch.manual_seed(10 * step + dist.get_rank())
-        inputs = torch.randn(4, 8)
-        outputs = model(inputs * torch.inf if step == dist.get_rank() == 1 else inputs)
-        loss = outputs.float().pow(2).mean()
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        seen.append((loss.item(), scaler.get_scale()))
-    return seen
-
-
-@distributed(world_size=2, backend="gloo")
-def test_the_scaler_grows_and_backs_off_as_under_fsdp1():
-    ours = run_in_fp16(FSDP, ShardedGradScaler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's FSDP1 says that it is deprecated
-        torchs = run_in_fp16(TorchFSDP, TorchScaler)
-    assert repr(ours) == repr(torchs)  # nan equals itself
-    steps = list(itertools.pairwise(scale for _, scale in ours))
-    assert any(after < before for before, after in steps)
-    assert any(after > before for before, after in steps)
 
 
 class Mixed(nn.Module):
