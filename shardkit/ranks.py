@@ -23,6 +23,7 @@ logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
+_FAILED = 1 << 62  # what a rank with a problem sends as its own
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -151,8 +152,8 @@ def _both_ways(value: Any) -> tuple[int, int]:
 class Poll:
     """What :func:`together` finds out about all ranks without another collective."""
 
-    own: bool = False  # a flag, set by this rank
-    any: bool = False  # whether any rank set its own; known after the context
+    own: int = 0  # a flag or a number of at most 62 bits, set by this rank
+    any: int = 0  # the highest of all ranks; known after the context
     same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
     fix: str = "Make them equal"  # what to do if it is not
 
@@ -180,11 +181,10 @@ def raise_together(
         raise problem
     poll = poll or Poll()
     with real_tensors():  # the caller may be in a FakeTensorMode
-        own = 2 if problem is not None else int(poll.own)
         same = {"call": call, **poll.same}
-        highest, most, least = _highest([own, *_both_ways(same)], groups)
-        poll.any = highest > 0
-        if highest < 2:
+        own = _FAILED if problem is not None else int(poll.own)
+        poll.any, most, least = _highest([own, *_both_ways(same)], groups)
+        if poll.any < _FAILED:
             if most != -least:
                 raise error(_unequal(same, groups, call, poll.fix))
             return

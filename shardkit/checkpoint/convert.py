@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardkit.checkpoint import random_state
+from shardkit.checkpoint import directory
+from shardkit.checkpoint.agreement import ranks_of
+from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
+from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
 from shardkit.checkpoint.source import Source, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.transfer import flush_directory, flush_files
 from shardkit.errors import CheckpointError, message
 from shardkit.state.model import is_extra
 
@@ -57,20 +57,20 @@ def convert_checkpoint(
     elif place.is_dir() or (place.exists() and not overwrite):
         rule = "A file is replaced only on request, and a directory never"
         raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
-    with ExitStack() as held:
-        source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
-        if isinstance(source, NativeCheckpoint):
-            source.verify([], 0, 1)
-        if source.contents.no_optimizer:
-            raise CheckpointError(source.contents.no_optimizer)
-        if kind == "full":
-            temporary = place.with_name(f".{place.name}.tmp")
-            torch.save(_tree(source), temporary)
-            flush_files([temporary])
-            os.replace(temporary, place)
-            flush_directory(place.parent)
-        else:
-            commit_checkpoint(place, kind, _content(source), [], replaces=overwrite)
+    source = open_checkpoint(Path(src), allow_pickle=allow_pickle)
+    if isinstance(source, NativeCheckpoint):
+        source.verify([])
+    if source.contents.no_optimizer:
+        raise CheckpointError(source.contents.no_optimizer)
+    if kind == "full":
+        temporary = place.with_name(f".{place.name}.tmp")
+        torch.save(_tree(source), temporary)
+        flush_files([temporary])
+        os.replace(temporary, place)
+        flush_directory(place.parent)
+    else:
+        target = Target(place, kind, ranks_of([]), directory.draw_token(), overwrite)
+        commit_checkpoint(target, _content(source), [])
 
 
 def _tree(source: Source) -> dict[str, Any]:
@@ -96,9 +96,10 @@ def _content(source: Source) -> Content:
     model = {name: value for name, value in contents.model.items() if is_stored(value) and not is_extra(name)}
     others = read_values(source, {name: value for name, value in contents.model.items() if name not in model})
     rest = {"model": others, "scheduler": contents.scheduler, "extra": contents.extra}
-    plain, beside = encode(rest | {"random": random_state.as_tensors(contents.random)}, "")
+    plain, beside = encode(rest, "")
     encoded, tensors = encode(read_values(source, optimizer), "")
-    plain |= {"optimizer": encoded, "ties": contents.ties}
+    states = {kind: [each.hex() for each in of_ranks] for kind, of_ranks in contents.random.items()}
+    plain |= {"optimizer": encoded, "ties": contents.ties, "random": states}
     about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
     return Content(read_values(source, model), tensors, beside, plain, **about)
 

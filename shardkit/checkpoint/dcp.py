@@ -28,10 +28,8 @@ from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.read import within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
-from shardkit.shards import local_value
 
 NAME = ".metadata"
 _ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
@@ -80,13 +78,11 @@ class DcpDirectory:
         where, fix = str(self._directory), "Load an earlier checkpoint, or copy this one again"
         return CheckpointError(message(where, f"is damaged: {problem}", "", fix))
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
         wanted = list(targets)
-        meter = Meter(progress, sum(local_value(target).nbytes for _, target in wanted))
         while wanted:
             batch: dict[str, Any] = dict(wanted)
-            done = sum(local_value(target).nbytes for target in batch.values())
             wanted = [(key, target) for key, target in wanted if batch[key] is not target]  # several of one key
             reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
             try:
@@ -95,7 +91,6 @@ class DcpDirectory:
                     load(batch, storage_reader=reader, planner=planner, no_dist=True)
             except (Exception, CheckpointException) as error:  # the latter is none of the former
                 raise self._damaged(str(error).strip().splitlines()[-1]) from error
-            meter.add(done)
 
 
 def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:

@@ -23,7 +23,6 @@ from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
 from shardkit.checkpoint.format import DTYPES, Spec
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
-from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.state.model import WRAPPERS, clean_name
 
@@ -176,21 +175,16 @@ class HubFiles:
         getattr(model, "_adjust_missing_and_unexpected_keys")(unexpected)  # noqa: B009  leaves out old buffers
         self.others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)}
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target: renamed tensors from this rank's own bytes, a group's as :meth:`Group.load`. Local."""
         wanted = dict(targets)
         parts = {name: part_of(target) for name, target in wanted.items()}
         jobs = [(self._found[self._renamed[name]], part) for name, part in parts.items() if name in self._renamed]
         groups = [(group, {n: parts[n] for n in group.targets if n in parts}) for group in self._groups]
-        first = sum(part.numel() * at.entry.dtype.itemsize for at, (part, _) in jobs)
-        total = first + sum(values.nbytes for _, own in groups for values, _ in own.values())
-        read_parts(jobs, None if progress is None else lambda done, _: progress(done, total))
-        meter = Meter(progress, total)
-        meter.add(first)
+        read_parts(jobs)
         for group, own in groups:
             if own:
                 group.load(own, self._read_full)
-                meter.add(sum(values.nbytes for values, _ in own.values()))
         torch.autograd.graph.increment_version(list(wanted.values()))
 
     def _read_full(self, source: str) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory, manifest
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
-from shardkit.checkpoint.chunks import full_box, refuse_subclasses
+from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
 from shardkit.checkpoint.format import File, Spec, lay_out
 from shardkit.checkpoint.hub import (
     USED,
@@ -33,11 +33,19 @@ from shardkit.checkpoint.hub import (
     unwrapped,
 )
 from shardkit.checkpoint.native import Safetensors
-from shardkit.checkpoint.owners import check_written, owned
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
-from shardkit.checkpoint.transfer import Progress, flush_files
-from shardkit.checkpoint.write import MAX_SHARD_SIZE, create_files, described, laid_out, write_parts, written_dtype
+from shardkit.checkpoint.write import (
+    MAX_SHARD_SIZE,
+    Written,
+    check_written,
+    create_files,
+    described,
+    laid_out,
+    owned,
+    write_parts,
+    written_dtype,
+)
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups, agree, groups_of, together
 from shardkit.state.boxes import gather, model_group
@@ -58,7 +66,6 @@ def load_pretrained(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    progress: Progress | None = None,
 ) -> IncompatibleKeys:
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
@@ -82,7 +89,6 @@ def load_pretrained(
         strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model;
             one name of a tied tensor is enough, and several must have equal values. False leaves names alone that only
             one side has, and takes the first of different values with a warning.
-        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when strict.
@@ -100,7 +106,7 @@ def load_pretrained(
     compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
     agree(compared, groups, "load_pretrained", CheckpointError)
     with together(groups, CheckpointError):
-        source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()], progress)
+        source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()])
         room.compute()
     room.install()
     if isinstance(source, HubFiles):
@@ -172,18 +178,21 @@ def save_pretrained(
     with together(groups, CheckpointError, call="save_pretrained") as poll:
         _check_place(place, overwrite)
         export = _export(model)
-        laid_out(export.sources, export.name, max_shard_size, None, dtype)  # checks that files can hold them
-        files = lay_out(export.specs(dtype), export.name, max_shard_size, {"format": "pt"})
+        laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
+        files = lay_out(export.specs(dtype), export.name, max_shard_size)
         poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": [each.name for each in files]}
         poll.same["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
-    with directory.temporary_directory(place, groups, lambda draft: create_files(draft, files)) as draft:
-        _write(draft.directory, files, export, groups)
+        poll.own = directory.draw_token()  # the highest is of all
+    is_first = own_rank() == ranks_of(groups)[0]
+    with directory.temporary_directory(place, poll.any, is_first=is_first) as draft:
+        _write(draft, files, export, groups)
         with together(groups, CheckpointError):
-            if draft.is_first:
-                export.write_configs(draft.directory, dtype)
-                flush_files(each for each in draft.directory.rglob("*") if each.is_file())
-                directory.carry_over(place, draft.directory, lambda name: _OURS.fullmatch(name) is not None)
-                directory.commit(place, draft.token, replace=True)
+            if is_first:
+                directory.clear_stale(place, poll.any)
+                export.write_configs(draft, dtype)
+                flush_files(each for each in draft.rglob("*") if each.is_file())
+                directory.carry_over(place, draft, lambda name: _OURS.fullmatch(name) is not None)
+                directory.commit(place, poll.any, replace=True)
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
@@ -270,8 +279,16 @@ def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> N
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
     ranks = ranks_of(groups)
     parts = [(export.renamed[n], part) for n, part in owned(export.sources, ranks).items() if n in export.renamed]
-    written = [*on_each(lambda: write_parts(place, files, parts), groups).values()]
-    made, problem = dict[str, Any](), None
+
+    def write_own() -> Written:
+        place.mkdir(parents=True, exist_ok=True)
+        if own_rank() == ranks[0]:
+            create_files(place, files)
+        return write_parts(place, files, parts)
+
+    written = [*on_each(write_own, groups).values()]
+    made: Written = {}
+    problem = None
     for turn, (group, names) in enumerate(export.groups):
         full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
         try:
@@ -280,7 +297,7 @@ def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> N
         except Exception as error:  # raised below: the other ranks gather on
             problem = problem or error
 
-    def finish() -> dict[str, Any]:
+    def finish() -> Written:
         if problem is not None:
             raise problem
         own = made.keys() | {name for name, _ in parts}
@@ -288,7 +305,9 @@ def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> N
         return made
 
     written += on_each(finish, groups).values()
-    check_written({name: spec.shape.numel() for name, spec in export.specs(None).items()}, written)
+    check_written(
+        {name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written]
+    )
 
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:

@@ -22,7 +22,6 @@ from shardkit._torch import local_tensor
 from shardkit.checkpoint.chunks import covers, full_box
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, box_at
 
@@ -78,9 +77,9 @@ class TorchFiles:
         self._chunks[key] = [(box, part.detach) for box, part in parts.items()]
         return Stored(next(iter(parts.values())).dtype, shape, key)
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Copy into each target its part of the tensor of its key. Local."""
-        fill(targets, self._chunks.__getitem__, progress)
+        fill(targets, self._chunks.__getitem__)
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:

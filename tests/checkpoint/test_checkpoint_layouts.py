@@ -24,7 +24,7 @@ from layouts_net import (
 from meshes import mesh_of
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, owners, save_checkpoint
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint, write
 from shardkit.checkpoint.chunks import covers
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -129,7 +129,7 @@ def test_pieces_that_nobody_writes_or_several_do_fail_the_save(layout, tmp_path)
     lies = {"lost": lambda _: dist.get_rank() != 3, "twice": lambda _: True}
     for name in lies if layout == "columns" else ("lost",):  # the others have no replicas
         said = r"elements written do not add up: .*layers\.0\.up\.weight \("
-        with mock.patch.object(owners, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
+        with mock.patch.object(write, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
             save_checkpoint(tmp_path / name, net)
     dist.barrier()  # rank 0 has removed what was written
     assert not any(tmp_path.iterdir())

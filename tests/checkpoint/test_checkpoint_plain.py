@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint.chunks import part_sum
+from shardkit.checkpoint.native import own_random_states, resume_random
 from shardkit.checkpoint.plain import decode, dumps, encode
-from shardkit.checkpoint.random_state import resume, states
 from shardkit.errors import CheckpointError
 
 # --- Plain data -----------------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def draws() -> tuple[float, float]:
 def seeded(seed: int) -> dict[str, bytes]:
     random.seed(seed)
     torch.manual_seed(seed)
-    return {kind: state for kind, state in states().items() if kind in ("python", "cpu")}
+    return {kind: state for kind, state in own_random_states().items() if kind in ("python", "cpu")}
 
 
 def test_random_generators_go_on_where_they_were_in_a_world_of_the_same_size():
     of_ranks = [seeded(seed) for seed in range(3)]
     expected = draws()  # of the last one
     saved = {kind: [each[kind] for each in of_ranks] for kind in ("python", "cpu")}
-    resume(saved, rank=2, world_size=3)
+    resume_random(saved, rank=2, world_size=3)
     assert draws() == expected
-    resume(saved, rank=0, world_size=3)
+    resume_random(saved, rank=0, world_size=3)
     assert draws() != expected
 
 
@@ -222,7 +222,7 @@ def test_in_another_world_ranks_differ_reproducibly_unless_all_were_the_same():
     saved = {kind: [seeded(seed)[kind] for seed in range(3)] for kind in ("python", "cpu")}
 
     def of_rank(rank: int, world_size: int) -> tuple[float, float]:
-        resume(saved, rank, world_size)
+        resume_random(saved, rank, world_size)
         return draws()
 
     assert len({of_rank(rank, 2) for rank in range(2)} | {of_rank(0, 4)}) == 3

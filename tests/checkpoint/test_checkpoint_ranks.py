@@ -174,7 +174,7 @@ def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(forma
     train(*state, steps=1)
     before = whole(*state)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    assert {"state.json", "state.safetensors"} < files.keys()
+    assert "state.safetensors" in files
     for name, entry in files.items():
         for at in (3, entry["bytes"] // 2, entry["bytes"] - 1):
             flip(path / name, at)
