@@ -35,9 +35,10 @@ def held(model: nn.Module, ranks: int) -> int:
     plan = plan_model(model, mesh=MeshSpec.sharded(ranks))
     total = sum(plan.specs[fqn].nbytes for fqn in plan.replicated)
     for unit in plan.units:
+        dims = dict(unit.shard_dims)
         for fqn in unit.params:
-            shape = list(plan.specs[fqn].shape)
-            shape[unit.dim_of(fqn)] = math.ceil(shape[unit.dim_of(fqn)] / ranks)
+            shape, dim = list(plan.specs[fqn].shape), dims.get(fqn, 0)
+            shape[dim] = math.ceil(shape[dim] / ranks)
             total += math.prod(shape) * plan.specs[fqn].dtype.itemsize
     return total
 

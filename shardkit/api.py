@@ -16,7 +16,7 @@ from shardkit.apply.shard import apply_decided, given_plan
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, message
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.planning.build import Request, Settings, build_plan, warn_of_replicas
+from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.rules import Rule, only_tiles, select
 from shardkit.planning.tree import ModelTree
 
@@ -134,7 +134,6 @@ def shard_model(
             request.check_not_given(memory_budget)
             return given_plan(model, plan, device_mesh)
         decided, tree = _decide(model, request)
-        warn_of_replicas(decided)
         if memory_budget is not None:
             decided = _within(memory_budget, model, decided, request)
         return decided, tree

@@ -1,7 +1,4 @@
-"""Exchange bytes, flags and errors between ranks.
-
-An error on one rank alone leaves the others waiting in a collective. So it is exchanged, and raised by all.
-"""
+"""Exchange bytes, flags and errors between ranks: an error on one alone would leave the others in a collective."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ logger = logging.getLogger("shardkit")
 
 PATIENCE = 60.0  # seconds that a rank waits for the others before it says so
 _MOST = 5  # differences of one argument that a message shows
+_FAILED = 1 << 62  # what a rank with a problem sends as its own
 
 _warned: set[str] = set()  # texts that this process has logged by warn_once
 listeners: list[Callable[[str], None]] = []  # of each ``watch`` that runs
@@ -129,7 +127,7 @@ def agree(
     """Raise on every rank unless all have the same values; return whether this rank is the first. Collective.
 
     One all-reduce of three integers for each group; the values, which JSON must be able to write, are sent only if they
-    differ. Then every rank raises which arguments differ, on which ranks, and how.
+    differ.
     """
     rank = dist.get_rank() if groups else 0
     most, least, first = _highest([*_both_ways(values), -rank], groups)
@@ -154,8 +152,8 @@ def _both_ways(value: Any) -> tuple[int, int]:
 class Poll:
     """What :func:`together` finds out about all ranks without another collective."""
 
-    own: bool = False  # a flag, set by this rank
-    any: bool = False  # whether any rank set its own; known after the context
+    own: int = 0  # a flag or a number of at most 62 bits, set by this rank
+    any: int = 0  # the highest of all ranks; known after the context
     same: Mapping[str, Any] = field(default_factory=dict)  # set by this rank; all ranks raise unless it is equal on all
     fix: str = "Make them equal"  # what to do if it is not
 
@@ -183,11 +181,10 @@ def raise_together(
         raise problem
     poll = poll or Poll()
     with real_tensors():  # the caller may be in a FakeTensorMode
-        own = 2 if problem is not None else int(poll.own)
         same = {"call": call, **poll.same}
-        highest, most, least = _highest([own, *_both_ways(same)], groups)
-        poll.any = highest > 0
-        if highest < 2:
+        own = _FAILED if problem is not None else int(poll.own)
+        poll.any, most, least = _highest([own, *_both_ways(same)], groups)
+        if poll.any < _FAILED:
             if most != -least:
                 raise error(_unequal(same, groups, call, poll.fix))
             return
@@ -200,10 +197,9 @@ def raise_together(
 
 @contextmanager
 def together(groups: Groups, error: type[ShardkitError] = ShardkitError, *, call: str | None = None) -> Iterator[Poll]:
-    """Run a local body; when it raises on any rank, every rank raises, as :func:`raise_together` says.
+    """Run a body without collectives; when it raises on any rank, every rank raises, as :func:`raise_together` says.
 
-    The body must not contain collectives: a rank that raises before one would leave the others in it. With ``call``,
-    the public function that begins here, ranks that wait ``PATIENCE`` seconds for others log a warning.
+    With ``call``, the public function that begins here, ranks that wait ``PATIENCE`` seconds log a warning.
 
     Yields:
         a poll: ``own`` and ``same`` are for the body to set; after the context every rank knows ``any``.

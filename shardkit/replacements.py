@@ -327,18 +327,20 @@ def private(path: str) -> Row:
 
 def tables() -> Iterator[str]:
     """Yield the tables of the docs page in Markdown, in order."""
-    for rows, title in ((ARGUMENTS, "Argument"), (STRATEGIES, "Strategy"), (FIELDS, "Field"), (OURS, "New argument")):
-        yield _table(f"{title} | Support | In FSDP2", {name: (row.support, row.sentence) for name, row in rows.items()})
-    texts = {
-        name: ": ".join(filter(None, (row.use and f"`{row.line()}`", row.sentence))) for name, row in MEMBERS.items()
-    }
+    yield _table("Argument | Support | In FSDP2", {name: row[:2] for name, row in ROWS.items()})
+    yield _table("Strategy | Support | In FSDP2", {name: row[:2] for name, row in STRATEGIES.items()})
+    uses = {name: ": ".join(filter(None, (row.use and f"`{row.line()}`", row[1]))) for name, row in MEMBERS.items()}
     yield _table(
-        "Of a wrapped model | Support | Instead", {name: (MEMBERS[name].support, texts[name]) for name in texts}
+        "Of a wrapped model | Support | Instead", {name: (row.support, uses[name]) for name, row in MEMBERS.items()}
     )
 
 
 def _table(header: str, rows: Mapping[str, tuple[str, str]]) -> str:
-    lines = [f"| `{name}` | {support} | {text} |" for name, (support, text) in rows.items()]
+    """Return a table with one line for names that have the same row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, row in rows.items():
+        names.setdefault(row, []).append(f"`{name}`")
+    lines = [f"| {', '.join(alike)} | {support} | {text} |" for (support, text), alike in names.items()]
     return "\n".join([f"| {header} |", "| --- | --- | --- |", *lines])
 
 

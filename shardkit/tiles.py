@@ -1,7 +1,6 @@
 """Compute a function of tokens in tiles, so that what it computes in between is alive for one tile at a time.
 
-Each tile is checkpointed: backward computes it again. All tiles are parts of one call of a module, so FSDP2 gathers and
-reduces nothing more often.
+Each tile is checkpointed: backward computes it again. All tiles are in one call of a module, so FSDP2 gathers it once.
 """
 
 from __future__ import annotations
@@ -120,10 +119,8 @@ def _check(module: nn.Module, forward: Callable[..., Any], tokens: Tokens, fqn: 
     rows = (*tokens.first.shape[: tokens.dim], 2 * half)
     rule = "A module with tiles= must compute each token alone, since each call gets one tile of tokens"
     if not isinstance(whole, Tensor) or whole.shape[:-1] != rows:
-        problem = (
-            f"returns {tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__} for {rows} tokens"
-        )
-        raise ShardkitError(message(fqn, problem, rule, _FIX))
+        returned = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+        raise ShardkitError(message(fqn, f"returns {returned} for {rows} tokens", rule, _FIX))
     largest = float(whole.abs().max())
     difference = float((whole.narrow(tokens.dim, half, half) - alone).abs().max())
     dtypes = [whole.dtype, *(param.dtype for param in module.parameters() if param.is_floating_point())]

@@ -1,7 +1,7 @@
 """The whole suite in several processes, as one that waits for its ranks leaves a core idle.
 
 ``pytest_runtestloop`` forks once everything is collected and imported. Each process takes one file after the other,
-those with ranks first: they take long, and what is short ends together. Each has pools of its own. The parent reports
+the longest and those with ranks first, as what is short ends together. Each has pools of its own. The parent reports
 all of it, a file at a time, as if it had run it. Only on Linux, where a fork before the first test is safe, and only
 for what is worth it: a few files run as ever.
 """
@@ -21,22 +21,27 @@ import pytest
 
 WORTH_IT = 10  # files, beside the first with ranks
 FORKS = min(os.cpu_count() or 1, 3)  # beside the parent: one process more than cores, as each waits at times
+LONGEST = {"test_torchrun", "test_dropin_programs", "test_parity", "test_examples"}  # begun first
 Group = list[pytest.Item]  # of one file
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the collected items; None leaves it to pytest."""
     groups = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
-    first, *others = sorted(range(len(groups)), key=lambda number: not _has_ranks(groups[number])) or [0]
+    first, *others = sorted(range(len(groups)), key=lambda number: _place(groups[number])) or [0]
     option = session.config.option
     if option.collectonly or option.usepdb or session.testsfailed or sys.platform != "linux" or os.cpu_count() == 1:
         return None
-    if len(others) < WORTH_IT or not _has_ranks(groups[first]):
+    if len(others) < WORTH_IT or not any(_has_ranks(group) for group in groups):
         return None
     # Made before the fork, so that only the parent cleans up; the fork ends without that.
     folder = Path(session.config._tmp_path_factory.mktemp("side_by_side"))
     _Several(session, groups, others, folder).run(first)
     return True
+
+
+def _place(group: Group) -> tuple[bool, bool]:
+    return group[0].path.stem not in LONGEST, not _has_ranks(group)
 
 
 def _has_ranks(group: Group) -> bool:

@@ -49,11 +49,8 @@ def facts_of(model: nn.Module, sync_module_states: bool) -> dict[str, str]:
 def check_same_start(model: nn.Module, ignored: Collection[str], groups: Groups, sync_module_states: bool) -> None:
     """Raise on every rank unless all start from the same values, or can receive the first rank's. Collective, pure.
 
-    A sample of each tensor is compared bit by bit, through one all-reduce of 16 bytes; ranks exchange the
-    digests only when something differs. Tensors on meta are left out. Ranks on other axes of the model's mesh, such as
-    a tensor-parallel one, are not compared.
-
-    ``ignored`` are FQNs of parameters that may differ between ranks; ``groups`` reach all ranks that shard.
+    A sample of each tensor is compared bit by bit, by one all-reduce of 16 bytes. Tensors on meta are left out, and
+    other axes of the model's mesh, such as a tensor-parallel one. ``ignored`` parameters may differ between ranks.
 
     Raises:
         PlanError: naming the first tensor that differs and the ranks, or tensors that are on meta on some ranks only.
@@ -84,12 +81,10 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
         digests = [None if digest is None else 0 for digest in digests]
     if all_equal(digests, groups):
         return None
-    by_rank = gather_by_rank(digests, groups)
-    columns = {fqn: {rank: column[at] for rank, column in by_rank.items()} for at, fqn in enumerate(states)}
-    if not sync_module_states:  # tensors that are on meta on some ranks are left out
-        columns = {
-            fqn: {rank: each for rank, each in column.items() if each is not None} for fqn, column in columns.items()
-        }
+    by_rank, columns = gather_by_rank(digests, groups), dict[str, dict[int, int | None]]()
+    for at, fqn in enumerate(states):
+        pairs = ((rank, column[at]) for rank, column in by_rank.items())
+        columns[fqn] = {rank: digest for rank, digest in pairs if sync_module_states or digest is not None}
     found = [fqn for fqn, column in columns.items() if len(set(column.values())) > 1]
     if not found:
         return None
@@ -111,18 +106,16 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
 def broadcast_from_first(states: Iterable[Tensor], groups: Groups, device: str) -> None:
     """Overwrite each tensor with that of the first rank of each group in turn, in place. Collective over ``groups``.
 
-    Args:
-        states: of the same shapes on all ranks; of a DTensor the local part. Copied to the device one at a time.
-        groups: those of a mesh's axes, the replicating one first.
-        device: the type of the mesh's device.
+    States have the same shapes on all ranks; of a DTensor it is the local part. ``groups`` are those of a mesh's axes,
+    the replicating one first, and ``device`` is the type of its device.
     """
     with torch.no_grad():
         for state in states:
             for part, group in product(_dense_parts(state), _copied(state, groups)):
                 if dist.get_world_size(group) == 1 or not part.numel() or part.is_meta:
                     continue
-                for dim, stride in enumerate(part.stride()):
-                    part = part if stride else part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
+                for dim in (dim for dim, stride in enumerate(part.stride()) if not stride):
+                    part = part.narrow(dim, 0, 1)  # an expanded dim has one element in memory
                 staged = part.to(device).resolve_conj().resolve_neg().contiguous()
                 source = dist.get_global_rank(group, 0) if group is not None else 0
                 dist.broadcast(staged.view(-1).view(torch.uint8), source, group=group)  # gloo supports few dtypes

@@ -53,8 +53,8 @@ def ensure_process_group() -> None:
 
 def _local_device(count: int) -> int:
     """Return the index of this rank's device among ``count`` visible ones; a launcher may show each rank its own."""
-    named = next((int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ), None)
-    return 0 if count == 1 else int(os.environ.get("RANK", 0)) % count if named is None else named
+    named = [int(os.environ[name]) for name in _LOCAL_RANKS.split() if name in os.environ]
+    return 0 if count == 1 else (*named, int(os.environ.get("RANK", 0)) % count)[0]
 
 
 def _destroy(made: weakref.ref[dist.ProcessGroup]) -> None:
@@ -151,8 +151,7 @@ def mesh_of_groups(spec: MeshSpec, groups: Sequence[dist.ProcessGroup], device: 
     if len(spec.shape) == 1:
         return DeviceMesh.from_group(groups[0], device, mesh_dim_names=spec.axis_names)
     if len(groups) == 1:  # the shard axis is this rank alone, so only this rank makes its group
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        groups = [groups[0], alone]
+        groups = [groups[0], dist.new_group([dist.get_rank()], use_local_synchronization=True)]
     replicate, shard = groups
     mine = json.dumps(dist.get_process_group_ranks(shard)).encode()
     table = [json.loads(row) for row in all_gather_bytes(mine, replicate)]

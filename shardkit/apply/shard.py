@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -22,11 +23,12 @@ from shardkit._torch import real_tensors, with_timeout_of_world
 from shardkit.apply.init_sync import broadcast_from_first, check_same_start, facts_of, states_of
 from shardkit.apply.mesh import build_mesh, check_mesh, ensure_process_group, unit_meshes
 from shardkit.apply.param_attrs import ParamAttrs
-from shardkit.apply.validate import check_fit, check_is_plan, check_made_for, check_unsharded
+from shardkit.apply.validate import check_fit, check_made_for, check_unsharded
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
+from shardkit.plan.data import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, together, warn_once
+from shardkit.ranks import Groups, device_type, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -59,7 +61,6 @@ def given_plan(
 
     ``apart`` are FQNs of modules that are sharded already on purpose, and whose parameters the plan ignores.
     """
-    check_is_plan(plan)
     tree = ModelTree(model)
     check_unsharded(tree, mesh if isinstance(mesh, DeviceMesh) else None, apart)
     check_made_for(tree, plan)
@@ -94,10 +95,6 @@ def apply_decided(
             broadcast_from_first(states, mesh.get_all_groups(), mesh.device_type)
     with replacing(model):
         carry_out(model, plan, mesh)
-    if _skips(plan):
-        from shardkit.apply.skipping import let_ranks_skip
-
-        let_ranks_skip(model, plan, mesh.get_all_groups())
     install_hooks(model, plan.forward_methods)
     _warn_and_refuse(model, plan)
     if setting := os.environ.get("SHARDKIT_WATCH"):
@@ -138,11 +135,7 @@ def _by_part(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def carry_out(
-    model: nn.Module,
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-    before: Callable[[ShardUnit], object] | None = None,
-    groups: Groups | None = None,
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, before: Callable[[ShardUnit], object] | None = None
 ) -> None:
     """Shard ``model`` as ``plan`` says, which is the same on all ranks. Collective; in place.
 
@@ -151,20 +144,18 @@ def carry_out(
         plan: checked against the model.
         mesh: of the plan's shape.
         before: called with each unit right before it is sharded; collective; may replace the unit's parameters.
-        groups: their ranks raise together; None is the mesh's, and with none of them the call is local.
 
     Raises:
         PlanError: on every rank: torch could not shard the model on one of them. It has to be built again.
     """
     meshes = unit_meshes(mesh, plan)
     attributes = ParamAttrs(model, plan)
-    groups = mesh.get_all_groups() if groups is None else groups
     # Ranks must not wait in a collective of ``before`` for one that failed.
     batches = [plan.units] if before is None else [(unit,) for unit in plan.units]
     for units in batches:
         if before is not None:
             before(units[0])
-        with together(groups, PlanError):
+        with together(mesh.get_all_groups(), PlanError):
             if units[0] is plan.units[0]:
                 _begin(model, plan)
             ignored = {model.get_parameter(fqn) for fqn in plan.unsharded}
@@ -179,16 +170,14 @@ def carry_out(
                 _finish(model, plan, meshes[None])
 
 
-def _skips(plan: ShardingPlan) -> bool:
-    return any(unit.may_skip for unit in plan.units)
-
-
 def _begin(model: nn.Module, plan: ShardingPlan) -> None:
     """Change the forwards that the plan asks for inside of checkpointing and compiling."""
-    if _skips(plan):
-        from shardkit.apply.skipping import wrap_callers
+    if any(unit.may_skip for unit in plan.units):
+        from shardkit.runtime.skippable import in_order
 
-        wrap_callers(model, plan)
+        for caller in callers(plan):
+            module = model.get_submodule(caller.modules[0])
+            module.forward = in_order(module)
     for fqn, number in plan.tiles:
         from shardkit.tiles import tiled
 
@@ -247,6 +236,8 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
         from shardkit.runtime.replicated import replicate
 
         replicate(model, plan.replicated, mesh)
+    if any(unit.may_skip for unit in plan.units):
+        _let_ranks_skip(model, plan, mesh.get_all_groups())
     if plan.prefetch:
         _prefetch(model, plan)
     for made in fsdp_units(model):
@@ -258,6 +249,21 @@ def _finish(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
             classes = ", ".join(type(model.get_submodule(fqn)).__name__ for fqn in unit.modules)
             text = re.escape(f"FSDP2-wrapped module ({classes}) returned a view")
             warnings.filterwarnings("ignore", text, UserWarning)
+
+
+def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> None:
+    from shardkit.runtime.skippable import SkippableUnit, watch_calls
+
+    inside = skippable(plan)
+    exchange = functools.partial(gather_by_rank, groups=groups)
+    made = {}
+    for unit in plan.units:
+        module: Any = model.get_submodule(unit.modules[0])
+        facts = (unit.may_skip, unit in inside, unit.checkpoint_activations)
+        made[unit] = SkippableUnit(unit.name, module, *facts, exchange)
+    for caller, called in callers(plan).items():
+        made[caller].calls.extend(made[each] for each in called)
+    watch_calls([made[caller] for caller in callers(plan)])
 
 
 def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:

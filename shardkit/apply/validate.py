@@ -12,16 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.plan import ShardingPlan
+from shardkit.plan import ParamSpec, ShardingPlan
 from shardkit.planning.build import method_problems
 from shardkit.planning.tree import ModelTree, assign, split_problem
-
-
-def check_is_plan(plan: object) -> None:
-    """Raise PlanError unless ``plan`` is a ShardingPlan; local."""
-    if not isinstance(plan, ShardingPlan):
-        fix = "Make one with plan_model, or read one with ShardingPlan.from_dict"
-        raise PlanError(message("plan", f"must be a ShardingPlan, got {type(plan).__name__}", "", fix))
 
 
 def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[str] = ()) -> None:
@@ -37,20 +30,15 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         problem = f"has no parameters to shard, a {type(tree.modules[0]).__name__}"
         problems.append(message("model", problem, "", "Pass the whole model"))
     inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
-    pairs = zip(tree.fqns, tree.modules, strict=True)
-    sharded = [fqn or "(root)" for fqn, m in pairs if isinstance(m, FSDPModule) and tree.places[fqn] not in inside]
-    if sharded:
+    entries = [entry for entry, module in enumerate(tree.modules) if isinstance(module, FSDPModule)]
+    if sharded := [tree.fqns[entry] or "(root)" for entry in entries if entry not in inside]:
         fix = "Shard it in one place only; to change the plan, build the model again"
         problems.append(message(listing(sharded, 6), "is sharded already", "A model is sharded once, by one plan", fix))
     # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
-    first = (mesh.mesh_dim_names or ())[:1] if mesh is not None else ()
+    first = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()
+    parallel = {fqn: _axes(param) for fqn, param in tree.params.items() if isinstance(param, DTensor)}
     skipped = {fqn for entry in inside for fqn in tree.owned[entry]}
-    found = [
-        fqn
-        for fqn, param in tree.params.items()
-        if isinstance(param, DTensor) and fqn not in skipped and (not first or first[0] in _axes(param))
-    ]
-    if found:
+    if found := [fqn for fqn, axes in parallel.items() if fqn not in skipped and first <= axes]:
         rule = "Parameters may be DTensors only on other axes of the mesh, as after tensor parallelism"
         fix = 'Pass the data-parallel sub-mesh of the mesh they are on, as in mesh=world_mesh["dp"], with the axis of '
         problems.append(message(listing(found, 6), "is a DTensor already", rule, fix + "experts if a rule shards them"))
@@ -62,6 +50,9 @@ def check_made_for(tree: ModelTree, plan: ShardingPlan) -> None:
 
     A plan that was made from ``tree`` needs no such check.
     """
+    if not isinstance(plan, ShardingPlan):
+        fix = "Make one with plan_model, or read one with ShardingPlan.from_dict"
+        raise PlanError(message("plan", f"must be a ShardingPlan, got {type(plan).__name__}", "", fix))
     plan.check()
     refuse(_split(tree, plan))
     refuse([*_other_params(tree, plan), *_other_modules(tree, plan)])
@@ -81,21 +72,18 @@ def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     mine = {spec.fqn: spec for spec in tree.specs()}
     for owner, fqns in (("plan", mine.keys() - plan.specs.keys()), ("model", plan.specs.keys() - mine.keys())):
         if fqns:
-            yield message(
-                "plan", f"is for another model: the {owner} has no parameter {listing(sorted(fqns))}", *_OTHER_MODEL
-            )
+            problem = f"is for another model: the {owner} has no parameter {listing(sorted(fqns))}"
+            yield message("plan", problem, *_OTHER_MODEL)
     for fqn in tree.params:
-        now, was = mine[fqn]._asdict(), plan.specs.get(fqn, mine[fqn])._asdict()
-        changed = [name for name in now if now[name] != was[name]]
-        if changed:
-            texts = [", ".join(f"{name} {spec[name]}" for name in changed) for spec in (now, was)]
+        now, was = mine[fqn], plan.specs.get(fqn, mine[fqn])
+        if changed := [name for name in ParamSpec.__annotations__ if getattr(now, name) != getattr(was, name)]:
+            texts = [", ".join(f"{name} {getattr(spec, name)}" for name in changed) for spec in (now, was)]
             yield message(fqn, f"has {texts[0]} in the model and {texts[1]} in the plan", *_OTHER_MODEL)
 
 
 def _other_modules(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    fqns = [fqn for unit in plan.units for fqn in unit.modules]
-    missing = [fqn for fqn in (*fqns, *(fqn for fqn, _ in plan.tiles)) if fqn not in tree.places]
-    if missing:
+    fqns = [*(fqn for unit in plan.units for fqn in unit.modules), *dict(plan.tiles)]
+    if missing := [fqn for fqn in fqns if fqn not in tree.places]:
         yield message("plan", f"is for another model: the model has no module {listing(missing)}", *_OTHER_MODEL)
     yield from _listed_twice(tree, plan)
 
@@ -111,10 +99,10 @@ def _listed_twice(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
 
 def _other_owners(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     units = [[tree.places[fqn] for fqn in unit.modules] for unit in plan.units]
-    ownership = assign(tree, units, plan.unsharded)
-    yield from (split_problem(tree, fqn) for fqn in ownership.split)
-    for unit, params in zip(plan.units, ownership.params, strict=True):
-        if not ownership.split and set(params) != set(unit.params):
+    owned, torn = assign(tree, units, set(plan.unsharded))
+    yield from (split_problem(tree, fqn) for fqn in torn)
+    for unit, params in zip(plan.units, owned, strict=True):
+        if not torn and set(params) != set(unit.params):
             problem = f"would own {listing(params, 6) or 'nothing'}, not {listing(unit.params, 6) or 'nothing'}"
             rule = "Each parameter belongs to the innermost unit around it"
             yield message(unit.name, problem, rule, "Make the plan with plan_model")
@@ -130,11 +118,11 @@ def _pinned(plan: ShardingPlan) -> Iterator[str]:
 
 def _same_memory(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Two parameters in the same memory train as one; sharding copies each, so their values would diverge."""
-    # Tensor subclasses, such as DTensors and quantized weights, have no memory of their own to look at.
-    plain = {fqn: param for fqn, param in tree.params.items() if type(param) is nn.Parameter and param.numel()}
     starts: dict[int, str] = {}
-    for fqn, param in plain.items():
-        first = starts.setdefault(param.data_ptr(), fqn) if fqn not in plan.ignored and not param.is_meta else fqn
+    for fqn, param in tree.params.items():
+        # Tensor subclasses, such as DTensors and quantized weights, have no memory of their own to look at.
+        has_memory = type(param) is nn.Parameter and param.numel() and not param.is_meta and fqn not in plan.ignored
+        first = starts.setdefault(param.data_ptr(), fqn) if has_memory else fqn
         if first != fqn:
             problem = f"is in the same memory as {first}, but is another Parameter"
             rule = "Sharding gives each parameter memory of its own, so their values would diverge"

@@ -3,9 +3,8 @@
 from shardkit.checkpoint.asynchronous import SaveHandle as SaveHandle
 from shardkit.checkpoint.convert import convert_checkpoint as convert_checkpoint
 from shardkit.checkpoint.directory import latest_checkpoint as latest_checkpoint
-from shardkit.checkpoint.export import save_pretrained as save_pretrained
 from shardkit.checkpoint.load import load_checkpoint as load_checkpoint
 from shardkit.checkpoint.pretrained import load_pretrained as load_pretrained
-from shardkit.checkpoint.read import read_tensors as read_tensors
+from shardkit.checkpoint.pretrained import save_pretrained as save_pretrained
 from shardkit.checkpoint.save import save_checkpoint as save_checkpoint
 from shardkit.checkpoint.write import write_tensors as write_tensors

@@ -27,10 +27,8 @@ def own_rank() -> int:
 
 
 def ranks_of(groups: Groups) -> list[int]:
-    """Return the global ranks that the groups reach, ascending. Local for one group, else collective."""
-    if not groups:
-        return [own_rank()]
-    return sorted(dist.get_process_group_ranks(groups[0])) if len(groups) == 1 else [*gather_by_rank(None, groups)]
+    """Return the global ranks of the one group, ascending, or this rank alone. Local."""
+    return sorted(dist.get_process_group_ranks(groups[0])) if groups else [own_rank()]
 
 
 def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:

@@ -6,16 +6,15 @@ import atexit
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import with_local
+from shardkit._torch import with_local
 from shardkit.checkpoint.directory import finish_deletions
-from shardkit.errors import message
 from shardkit.ranks import Groups
 from shardkit.shards import local_value
 
@@ -47,40 +46,26 @@ class SaveHandle:
                 checkpoint is unchanged.
             TimeoutError: the save is not done in time, and continues.
         """
-        if self._future is None:
-            return
-        if wait([self._future], timeout).not_done:
-            problem, rule = f"is not done after {timeout} s", "The save continues in the background"
-            raise TimeoutError(message("save_checkpoint", problem, rule, "Call wait() again"))
-        future, self._future = self._future, None
-        future.result()
+        if error := self.error(timeout):
+            self._future = None
+            raise error
 
-    def settle(self) -> None:
-        """Wait for the save, whether it fails or not. Local."""
-        if self._future is not None:
-            self._future.exception()
-
-    def report_unseen(self) -> None:
-        """Log the error of a save that nobody waited for."""
-        if self._future is not None and (error := self._future.exception()) is not None:
-            logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, and return its error, unless that has been raised. Local."""
+        return self._future.exception(timeout) if self._future is not None else None
 
 
-_pending: SaveHandle | None = None
+_pending = SaveHandle()
 
 
 def wait_pending() -> None:
     """Wait for the pending save, if any, whether it fails or not. Local."""
-    if _pending is not None:
-        _pending.settle()
+    _pending.error()
 
 
 def finish_pending() -> None:
     """Wait for the pending save, if any, and for deletions; raise if the save failed. Local."""
-    global _pending
-    pending, _pending = _pending, None
-    if pending is not None:
-        pending.wait()
+    _pending.wait()
     finish_deletions()
 
 
@@ -95,8 +80,9 @@ def start_pending(write: Callable[[], None]) -> SaveHandle:
 
 @atexit.register
 def _report_unseen() -> None:
-    if _pending is not None:
-        _pending.report_unseen()
+    """Log the error of a save that nobody waited for."""
+    if error := _pending.error():
+        logger.error("save_checkpoint: the last checkpoint was not saved: %s", error)
 
 
 # Of background saves: collectives of two threads on one group would be matched with each other.
@@ -118,35 +104,27 @@ def background_groups(groups: Groups) -> Groups:
     return [_groups[base]]
 
 
-class HostCopies:
-    """CPU memory for copies of a state, pinned for copies from an accelerator, and reused by later saves."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies in CPU memory; ties stay, and memory of names that are gone is freed. Local."""
-        first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-        made = {key: self._copy(name, tensors[name]) for key, name in first.items()}
-        if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-            torch.accelerator.synchronize()
-        for name in self._copies.keys() - set(first.values()):
-            del self._copies[name]
-        return {name: made[id(tensor)] for name, tensor in tensors.items()}
-
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        part, buffer = local_value(tensor), self._copies.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
-            pin = part.device.type not in ("cpu", "mps")
-            self._copies[name] = buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
-        buffer.copy_(part, non_blocking=True)
-        return with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer
+# CPU memory for copies of a model and its optimizer, by name: it lives as long as the model.
+_host_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
 
-_host_copies: weakref.WeakKeyDictionary[nn.Module, HostCopies] = weakref.WeakKeyDictionary()
+@torch.no_grad()
+def host_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy into CPU memory, which later saves reuse; ties stay, and memory of names that are gone is freed. Local."""
+    buffers = _host_copies.setdefault(model, {})
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    made = {key: _copy(tensors[name], name, buffers) for key, name in first.items()}
+    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
+        torch.accelerator.synchronize()
+    for name in buffers.keys() - set(first.values()):
+        del buffers[name]
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
-def copies_of(model: nn.Module) -> HostCopies:
-    """Return the memory for copies of a model, which lives as long as the model."""
-    return _host_copies.setdefault(model, HostCopies())
+def _copy(tensor: Tensor, name: str, buffers: dict[str, Tensor]) -> Tensor:
+    part, buffer = local_value(tensor), buffers.get(name)
+    if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
+        pin = part.device.type not in ("cpu", "mps")
+        buffers[name] = buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
+    buffer.copy_(part, non_blocking=True)
+    return with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer

@@ -1,10 +1,14 @@
-"""Chunks of a tensor: as runs of bytes in the full tensor, which a file has row by row, and their checksums."""
+"""Chunks of a tensor as runs of bytes, which files have row by row: where they lie, checksums, and moving them."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +21,9 @@ from shardkit.shards import Box, local_box, local_value
 
 Part: TypeAlias = "tuple[Tensor, Box]"  # a rank's part of a tensor, and its box in the full tensor
 
+STAGE = 1 << 24  # bytes of CPU memory through which other values go
 MASK = (1 << 64) - 1
+_AT_ONCE = 1 << 26  # bytes in one system call
 _WORD = 8  # bytes
 _SUMMED = 1 << 20  # bytes of an unaligned part that are summed at a time
 
@@ -104,9 +110,23 @@ def inside(part: Tensor, box: Box, block: Box) -> Tensor:
     return part
 
 
-def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are in CPU memory in the order of the file."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box]]:
+    """Yield a part block by block: the view of it, CPU memory of the file's dtype for its values, and its box. Local.
+
+    The memory is the view itself where it lies as in the file. Else it is a buffer, for the caller to copy.
+    """
+    values, box = part
+    on_cpu = values.device.type == "cpu"
+    if on_cpu and values.dtype == dtype and values.is_contiguous() and not values.is_conj() and not values.is_neg():
+        yield values, values, box
+        return
+    buffer = torch.empty(min(STAGE, values.numel() * dtype.itemsize), dtype=torch.uint8, pin_memory=not on_cpu)
+    for block in blocks(box, STAGE // dtype.itemsize):
+        view = inside(values, box, block)
+        yield view, buffer[: view.numel() * dtype.itemsize].view(dtype).view(view.shape), block
+
+
+# ---- checksums --------------------------------------------------------------------------------------------------
 
 
 def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
@@ -119,16 +139,16 @@ def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
     if part.numel() == 0:
         return 0
     runs, size = runs_of(box, shape), part.element_size()
-    starts = [start * size % _WORD for start in runs.starts]
-    is_aligned = runs.length * size % _WORD == 0 and not any(starts)
-    if not is_aligned and part.nbytes > _SUMMED:
+    lanes = [start * size % _WORD for start in runs.starts]  # the bytes of a word at which runs start
+    is_ragged = runs.length * size % _WORD != 0 or any(lanes)
+    if is_ragged and part.nbytes > _SUMMED:
         return sum(part_sum(inside(part, box, cut), cut, shape) for cut in blocks(box, _SUMMED // size)) & MASK
     data = part.detach().resolve_conj().resolve_neg().contiguous().view(-1).unsqueeze(-1).view(torch.uint8)
-    if is_aligned:
+    if not is_ragged:
         return word_sum(data.flatten())
-    rows, lanes, total = data.view(len(starts), -1), torch.tensor(starts), 0
-    for lane in set(starts):  # the runs that start at the same byte of a word, padded to words
-        chosen = rows[(lanes == lane).to(rows.device)]
+    rows, total = data.view(len(lanes), -1), 0
+    for lane in set(lanes):
+        chosen = rows[(torch.tensor(lanes) == lane).to(rows.device)]
         total += word_sum(torch.nn.functional.pad(chosen, (lane, -(lane + rows.shape[1]) % _WORD)).flatten())
     return total & MASK
 
@@ -138,3 +158,53 @@ def word_sum(data: Tensor) -> int:
     if data.storage_offset() % _WORD or data.data_ptr() % _WORD:
         data = data.clone()
     return int(data.view(torch.int64).sum()) & MASK
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file, yield its descriptor, and close it."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, to read and to write. Valid while the tensor lives."""
+    assert not has_own_dispatch(type(tensor)), "a wrapper has no memory: its data_ptr() is 0"
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def write_all(descriptor: int, data: memoryview, start: int) -> None:
+    """Write all of the data at ``start`` bytes into the file."""
+    while data:
+        count = os.pwrite(descriptor, data[:_AT_ONCE], start)
+        data, start = data[count:], start + count
+
+
+def read_all(descriptor: int, data: memoryview, start: int) -> None:
+    """Fill the memory from ``start`` bytes into the file; raise OSError if the file ends before that."""
+    while data:
+        count = os.preadv(descriptor, [data[:_AT_ONCE]], start)
+        if count == 0:
+            raise OSError(f"the file ends at byte {start:,}, {len(data):,} too early")
+        data, start = data[count:], start + count
+
+
+def flush_files(paths: Iterable[Path]) -> None:
+    """Flush files to the disk, including what other processes of this machine wrote. Local."""
+    for path in paths:
+        with opened(path, os.O_RDWR) as descriptor:
+            os.fsync(descriptor)
+
+
+def flush_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk. Local; some network file systems refuse, and do not need it."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor, contextlib.suppress(OSError):
+        os.fsync(descriptor)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from shardkit.checkpoint import directory, random_state
+from shardkit.checkpoint import directory
+from shardkit.checkpoint.agreement import ranks_of
+from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
 from shardkit.checkpoint.plain import encode
-from shardkit.checkpoint.save import Content, check_destination, commit_checkpoint
-from shardkit.checkpoint.source import Source, by_name, is_stored, read_values
+from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
+from shardkit.checkpoint.source import Source, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
-from shardkit.checkpoint.transfer import flush_directory, flush_files
 from shardkit.errors import CheckpointError, message
-from shardkit.state.names import is_extra
+from shardkit.state.model import is_extra
 
 KINDS = ("safetensors", "dcp", "full")
-Names: TypeAlias = dict[str, dict[str, Any]]  # the tensors of each group of files, by name
 
 
 def convert_checkpoint(
@@ -51,28 +50,31 @@ def convert_checkpoint(
     """
     place = Path(dst).absolute()
     kind = to or ("full" if place.suffix in SUFFIXES else "safetensors")
-    replaces = overwrite
     if kind not in KINDS:
         raise CheckpointError(message("to", f"must be one of {', '.join(KINDS)}, got {to!r}", "", ""))
     if kind != "full":
-        replaces = check_destination(place, kind, overwrite, None)
+        overwrite = check_destination(place, kind, overwrite, None)
     elif place.is_dir() or (place.exists() and not overwrite):
         rule = "A file is replaced only on request, and a directory never"
         raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
-    with ExitStack() as held:
-        source = open_checkpoint(Path(src), held, allow_pickle=allow_pickle)
-        if isinstance(source, NativeCheckpoint):
-            source.verify([], 0, 1)
-        if source.contents.no_optimizer:
-            raise CheckpointError(source.contents.no_optimizer)
-        if kind == "full":
-            _save_full(_tree(source), place)
-        else:
-            commit_checkpoint(place, kind, _content(source), [], replaces=replaces)
+    source = open_checkpoint(Path(src), allow_pickle=allow_pickle)
+    if isinstance(source, NativeCheckpoint):
+        source.verify([])
+    if source.contents.no_optimizer:
+        raise CheckpointError(source.contents.no_optimizer)
+    if kind == "full":
+        temporary = place.with_name(f".{place.name}.tmp")
+        torch.save(_tree(source), temporary)
+        flush_files([temporary])
+        os.replace(temporary, place)
+        flush_directory(place.parent)
+    else:
+        target = Target(place, kind, ranks_of([]), directory.draw_token(), overwrite)
+        commit_checkpoint(target, _content(source), [])
 
 
 def _tree(source: Source) -> dict[str, Any]:
-    """Return the checkpoint as nested dicts of full tensors, like FSDP1's FULL_STATE_DICT; ties are one object."""
+    """Return the checkpoint as nested dicts of full tensors; ties are one object."""
     contents = source.contents
     found: dict[str, Any] = {"model": read_values(source, contents.model)}
     for name, first in contents.ties.items():
@@ -83,43 +85,23 @@ def _tree(source: Source) -> dict[str, Any]:
     return found | {name: value for name, value in beside.items() if value is not None}
 
 
-def _save_full(tree: dict[str, Any], place: Path) -> None:
-    temporary = directory.sibling_path(place, "tmp", directory.new_token())
-    try:
-        torch.save(tree, temporary)
-        flush_files([temporary])
-        os.replace(temporary, place)
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush_directory(place.parent)
-
-
 def _content(source: Source) -> Content:
     """Return the checkpoint as ``save_checkpoint`` collects one, with full tensors."""
-    contents = source.contents
-    model = {name: value for name, value in contents.model.items() if is_stored(value) and not is_extra(name)}
-    others, other_tensors = encode(
-        read_values(source, {name: value for name, value in contents.model.items() if name not in model}), "model"
-    )
-    optimizer, tensors = encode(read_values(source, _named(contents.optimizer, list(model))), "")
-    rest, rest_tensors = encode({"scheduler": contents.scheduler, "extra": contents.extra}, "")
-    states, state_tensors = encode(random_state.as_tensors(contents.random), "random")
-    plain = {"model": others, "optimizer": optimizer, **rest, "random": states, "ties": contents.ties}
-    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
-    beside = other_tensors | rest_tensors | state_tensors
-    return Content(read_values(source, model), tensors, beside, plain, **about)
-
-
-def _named(optimizer: dict[str, Any] | None, names: list[str]) -> dict[str, Any] | None:
-    if optimizer is None:
-        return None
-    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-    if any(type(number) is int for number in numbers) and len(numbers) != len(names):
-        problem = f"numbers its {len(numbers)} parameters, and the model has {len(names)} tensors"
-        rule = "Without the model, numbers can be resolved only if each of its tensors is a parameter"
+    contents, optimizer = source.contents, source.contents.optimizer
+    groups = [] if optimizer is None else optimizer["param_groups"]
+    if any(type(name) is int for group in groups for name in group["params"]):
+        rule = "Numbers count the parameters of a model"
         fix = "Load it into the model with load_checkpoint, and save that"
-        raise CheckpointError(message("optimizer", problem, rule, fix))
-    return by_name(optimizer, names)
+        raise CheckpointError(message("optimizer", "numbers its parameters", rule, fix))
+    model = {name: value for name, value in contents.model.items() if is_stored(value) and not is_extra(name)}
+    others = read_values(source, {name: value for name, value in contents.model.items() if name not in model})
+    rest = {"model": others, "scheduler": contents.scheduler, "extra": contents.extra}
+    plain, beside = encode(rest, "")
+    encoded, tensors = encode(read_values(source, optimizer), "")
+    states = {kind: [each.hex() for each in of_ranks] for kind, of_ranks in contents.random.items()}
+    plain |= {"optimizer": encoded, "ties": contents.ties, "random": states}
+    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
+    return Content(read_values(source, model), tensors, beside, plain, **about)
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -127,12 +109,8 @@ def _named(optimizer: dict[str, Any] | None, names: list[str]) -> dict[str, Any]
 
 def add_parser(commands: Any) -> Any:
     """Add the parser of the command to ``commands``, which ``ArgumentParser.add_subparsers`` returned."""
-    parser = commands.add_parser(
-        "convert",
-        help="convert a checkpoint to another format",
-        description="Read a checkpoint of any kind that shardkit knows (its own, DCP directories such as FSDP1's "
-        "sharded ones, files of torch.save, safetensors) and write it as another, in one process.",
-    )
+    about = "Read any checkpoint that shardkit.load_checkpoint reads, and write it in another format, in one process."
+    parser = commands.add_parser("convert", help="convert a checkpoint to another format", description=about)
     parser.add_argument("src", metavar="SRC", help="a checkpoint: directory or file")
     parser.add_argument("dst", metavar="DST", help="where to write: a directory, or a file for --to full")
     kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"

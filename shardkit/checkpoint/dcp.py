@@ -7,7 +7,6 @@ writes there, and values that are not tensors with ``weights_only``, since a pic
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import warnings
 from collections.abc import Iterable
@@ -24,14 +23,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardkit.checkpoint.agreement import on_each
 from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.manifest import FileEntry, entry_of
 from shardkit.checkpoint.read import within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, all_gather_bytes, together
-from shardkit.shards import local_value
+from shardkit.ranks import Groups
 
 NAME = ".metadata"
 _ALONE = "torch.distributed is (disabled|unavailable)"  # what torch says of a save or load in one process
@@ -48,16 +46,7 @@ _ADMITTED = {
 
 
 class DcpDirectory:
-    """A DCP directory as a source.
-
-    Args:
-        directory: has a ``.metadata``.
-        allow_pickle: unpickle other objects than plain data, which can run code.
-
-    Raises:
-        CheckpointError: the chunks of a tensor do not fill it, or the metadata names files elsewhere. What unpickling
-            raises passes through.
-    """
+    """A DCP directory as a source."""
 
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
@@ -89,17 +78,12 @@ class DcpDirectory:
         where, fix = str(self._directory), "Load an earlier checkpoint, or copy this one again"
         return CheckpointError(message(where, f"is damaged: {problem}", "", fix))
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key; a DTensor reads only the chunks it has a part of. Local."""
         wanted = list(targets)
-        meter = Meter(progress, sum(local_value(target).nbytes for _, target in wanted))
         while wanted:
-            batch: dict[str, Any] = {}
-            rest = []
-            for key, target in wanted:
-                if batch.setdefault(key, target) is not target:  # several tensors of one key
-                    rest.append((key, target))
-            done = sum(local_value(target).nbytes for target in batch.values())
+            batch: dict[str, Any] = dict(wanted)
+            wanted = [(key, target) for key, target in wanted if batch[key] is not target]  # several of one key
             reader, planner = FileSystemReader(self._directory), DefaultLoadPlanner(flatten_state_dict=False)
             try:
                 with warnings.catch_warnings():
@@ -107,8 +91,6 @@ class DcpDirectory:
                     load(batch, storage_reader=reader, planner=planner, no_dist=True)
             except (Exception, CheckpointException) as error:  # the latter is none of the former
                 raise self._damaged(str(error).strip().splitlines()[-1]) from error
-            meter.add(done)
-            wanted = rest
 
 
 def _nested(leaves: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
@@ -133,11 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, FileEntry]:
-    """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``.
-
-    ``dcp.load`` of the same nested dicts reads them. torch needs numpy to send plans between ranks as pickles. Across
-    ranks it gathers errors and raises on all ranks.
-    """
+    """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``."""
     group = groups[0] if groups else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
@@ -148,10 +126,9 @@ def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, Fi
             rule = "Nothing was saved; any earlier checkpoint is unchanged"
             raise CheckpointError(message("save_checkpoint", f"failed ({listing(reasons)})", rule, "")) from error
     rank = dist.get_rank(group) if groups else 0
-    with together(groups, CheckpointError):
-        own = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
-        found = {file.name: entry_of(file) for file in own}
-    data = json.dumps({name: [entry.bytes, entry.head, entry.crc32] for name, entry in found.items()}).encode()
-    for each in all_gather_bytes(data, group) if groups else []:
-        found |= {name: FileEntry(*numbers) for name, numbers in json.loads(each).items()}
-    return found
+
+    def own() -> dict[str, Any]:
+        files = sorted(directory.glob(f"__{rank}_*")) + ([directory / NAME] if rank == 0 else [])
+        return {file.name: vars(entry_of(file)) for file in files}
+
+    return {n: FileEntry(**entry) for found in on_each(own, groups).values() for n, entry in found.items()}

@@ -2,10 +2,9 @@
 
 During a save, these may be next to ``runs/step-100``::
 
-    .step-100.tmp-<token>        a checkpoint that is being written
-    .step-100.tmp-<token>.lock   locked by the first rank; the system unlocks it when that dies
-    .step-100.old-<token>        a checkpoint that is being replaced: between two renames, and until it is deleted
-    .step-100.gone-<token>       a checkpoint that is being deleted
+    .step-100.tmp-<token>   a checkpoint that is being written
+    .step-100.old-<token>   a checkpoint that is being replaced: between two renames, and until it is deleted
+    .step-100.gone-<token>  a checkpoint that is being deleted
 
 So a directory with the checkpoint's name is always complete, even if its writers were killed.
 """
@@ -13,85 +12,51 @@ So a directory with the checkpoint's name is always complete, even if its writer
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from shardkit.checkpoint import manifest
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of
-from shardkit.checkpoint.transfer import flush_directory, flush_files, opened
+from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
-from shardkit.ranks import Groups
 
-_SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-(?P<token>[0-9a-f]{16})(?P<lock>\.lock)?$")
+_SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{16}(\.lock)?$")  # locks until version 0.1
+_DAY = 24 * 60 * 60  # seconds
 _deletions: list[threading.Thread] = []
 
 
-def new_token() -> str:
-    """Return a random token, by which the siblings of one save differ from those of others."""
-    return secrets.token_hex(8)
+def draw_token() -> int:
+    """Return a random number, by which siblings of saves differ. Local."""
+    return secrets.randbits(62)
 
 
-def sibling_path(path: Path, kind: str, token: str) -> Path:
+def sibling_path(path: Path, kind: str, token: int) -> Path:
     """Return the sibling of ``path`` that is written (``"tmp"``), replaced (``"old"``) or deleted (``"gone"``)."""
-    return path.with_name(f".{path.name}.{kind}-{token}")
-
-
-def lock_of(path: Path, token: str) -> Path:
-    """Return the lock file of a save, which exists before its temporary directory does."""
-    return path.with_name(f".{path.name}.tmp-{token}.lock")
+    return path.with_name(f".{path.name}.{kind}-{token:016x}")
 
 
 # ---- write: all ranks -------------------------------------------------------------------------------------------
 
 
-class Draft(NamedTuple):
-    """A directory that is being written; the first rank passes its token to :func:`commit`."""
-
-    directory: Path
-    token: str
-    is_first: bool
-
-
 @contextmanager
-def temporary_directory(path: Path, groups: Groups, prepare: Callable[[Path], None] | None = None) -> Iterator[Draft]:
-    """Make a directory beside ``path`` for all ranks to fill; delete it if any fails. Collective over ``groups``.
-
-    The first rank calls ``prepare`` with it before the others see it.
+def temporary_directory(path: Path, token: int, *, is_first: bool) -> Iterator[Path]:
+    """Yield a directory beside ``path`` for all ranks to make and to fill; the first deletes it if any fails. Local.
 
     Raises:
-        CheckpointError: on every rank, with the reason of each rank that failed.
+        CheckpointError: for whatever else was raised inside.
     """
-    token, is_first = new_token(), False
-
-    def make() -> str:
-        if is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            clear_stale(path.parent)
-            held.enter_context(locked(lock_of(path, token), create=True))
-            sibling_path(path, "tmp", token).mkdir()
-            if prepare is not None:
-                prepare(sibling_path(path, "tmp", token))
-        return token
-
+    temporary = sibling_path(path, "tmp", token)
     try:
-        with ExitStack() as held:
-            first = ranks_of(groups)[0]
-            is_first = own_rank() == first
-            token = on_each(make, groups)[first]
-            yield Draft(sibling_path(path, "tmp", token), token, is_first)
+        yield temporary
     except BaseException as error:
         if is_first:
-            shutil.rmtree(sibling_path(path, "tmp", token), ignore_errors=True)
-            if not sibling_path(path, "tmp", token).exists():
-                _unlink(lock_of(path, token))
+            shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, Exception) and not isinstance(error, ShardkitError):
             # From the disk, in a process alone; or from a rank that died, or a group that was destroyed.
             rule = "A checkpoint is complete on all ranks or does not appear; any earlier checkpoint is unchanged"
@@ -101,7 +66,7 @@ def temporary_directory(path: Path, groups: Groups, prepare: Callable[[Path], No
         raise
 
 
-def commit(path: Path, token: str, *, replace: bool = False, keep: int | None = None) -> None:
+def commit(path: Path, token: int, *, replace: bool = False, keep: int | None = None) -> None:
     """Rename the temporary directory, whose files are flushed, to ``path``. Local: the first rank calls it, last.
 
     With ``replace``, an existing directory is renamed away first, and deleted in a thread afterwards, as are the
@@ -125,7 +90,6 @@ def commit(path: Path, token: str, *, replace: bool = False, keep: int | None = 
     gone = sibling_path(path, "gone", token)  # which, unlike the other, nobody restores when it is half deleted
     with contextlib.suppress(OSError):
         os.rename(old, gone)
-    _unlink(lock_of(path, token))
 
     def delete() -> None:
         shutil.rmtree(gone, ignore_errors=True)  # files that are not ours were carried over
@@ -171,38 +135,7 @@ def _link(source: str | Path, target: str | Path) -> None:
             flush_files([Path(target)])
 
 
-def _unlink(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()
-
-
-# ---- lock, find and clear ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def locked(file: Path, *, create: bool = False) -> Iterator[None]:
-    """Hold the file's shared lock, where the file system has locks; it also ends with the process. Local."""
-    while True:
-        with opened(file, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) as descriptor:
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Else it was deleted after it was opened and before it was locked.
-            if not create or (file.exists() and os.path.samestat(os.stat(file), os.fstat(descriptor))):
-                yield
-                return
-
-
-@contextmanager
-def _if_unused(file: Path) -> Iterator[bool]:
-    """Yield whether no process holds the file's lock, and keep others from taking it; False if that is unknown."""
-    with ExitStack() as held:
-        try:
-            descriptor = held.enter_context(opened(file, os.O_RDWR))  # NFS needs write access for exclusive locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_unused = True
-        except OSError as error:
-            is_unused = isinstance(error, FileNotFoundError)
-        yield is_unused
+# ---- find and clear ---------------------------------------------------------------------------------------------
 
 
 def find(path: Path) -> Path:
@@ -228,23 +161,25 @@ def _siblings(parent: Path) -> list[tuple[Path, re.Match[str]]]:
     return [(each, match) for each in found if (match := _SIBLING.match(each.name))]
 
 
-def clear_stale(parent: Path) -> None:
-    """Delete what killed saves left in ``parent``, and restore what they were replacing. Local, best effort.
+def clear_stale(path: Path, token: int) -> None:
+    """Delete what killed saves left beside ``path``, and restore what they were replacing. Local, best effort.
 
-    Leaves alone what belongs to a save whose lock a process holds, or whose lock cannot be tested.
+    Leaves alone what this save writes, by its ``token``, and what another save may be writing: it has another name than
+    ``path``, and was made or renamed within a day.
     """
-    for sibling, match in _siblings(parent):
-        place = parent / match["name"]
-        lock = lock_of(place, match["token"])
-        with _if_unused(lock) as unused, contextlib.suppress(OSError):
-            if not unused:
+    for sibling, match in _siblings(path.parent):
+        place = path.with_name(match["name"])
+        with contextlib.suppress(OSError):
+            is_recent = time.time() - os.lstat(sibling).st_ctime < _DAY
+            is_in_use = place != path and match["kind"] != "gone" and is_recent
+            if is_in_use or sibling.name.endswith(f"-{token:016x}"):
                 continue
             if match["kind"] == "old" and not place.exists():
                 os.rename(sibling, place)
-            elif sibling == lock or sibling.is_symlink():
-                sibling.unlink()
-            else:
+            elif sibling.is_dir() and not sibling.is_symlink():
                 shutil.rmtree(sibling, ignore_errors=True)
+            else:
+                sibling.unlink()
 
 
 # ---- rotate -----------------------------------------------------------------------------------------------------
@@ -274,8 +209,8 @@ def rotate(path: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` complete checkpoints of the family of ``path``. Local.
 
     A family are siblings whose names differ only in numbers, so ``best`` survives the rotation of ``step-100``.
-    ``path`` itself is never deleted, nor a checkpoint that is being loaded, since loading holds its lock, nor one with
-    files that shardkit did not write. Damaged checkpoints are neither counted nor deleted, and links are only counted.
+    ``path`` itself is never deleted, nor one with files that shardkit did not write. Damaged checkpoints are neither
+    counted nor deleted, and links are only counted.
     """
 
     def family(name: str) -> str:
@@ -283,10 +218,9 @@ def rotate(path: Path, keep: int) -> None:
 
     found = [each for each in _complete_checkpoints(path.parent) if family(each.name) == family(path.name)]
     for each in found[: max(len(found) - keep, 0)]:
-        gone = sibling_path(each, "gone", new_token())
-        # Another process may rotate too.
-        with _if_unused(each / manifest.NAME) as unused, contextlib.suppress(OSError, CheckpointError):
+        gone = sibling_path(each, "gone", draw_token())
+        with contextlib.suppress(OSError, CheckpointError):  # another process may rotate too
             is_ours = not each.is_symlink() and set(os.listdir(each)) <= manifest.written_files(each)
-            if unused and is_ours and each != path:
+            if is_ours and each != path:
                 os.rename(each, gone)
         shutil.rmtree(gone, ignore_errors=True)

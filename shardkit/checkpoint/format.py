@@ -47,7 +47,6 @@ MAX_HEADER = 100_000_000  # bytes; the reference's limit
 METADATA = "__metadata__"
 INDEX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
-_PICKLES = (b"PK\x03\x04", b"\x80")  # first bytes of zip files and pickles; no header has the length that they encode
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,52 @@ class Entry(Spec):
     start: int
 
 
-def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
-    """Return the bytes before the first tensor of a file with these tensors, and where each one starts. Pure.
+@dataclass(frozen=True)
+class File:
+    """A safetensors file, or an index."""
+
+    name: str
+    head: bytes  # everything before the first tensor; the whole text of an index
+    tensors: dict[str, Entry]
+    bytes: int  # of the whole file
+
+
+def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int) -> list[File]:
+    """Assign tensors to files, in order, as transformers does; the index of several files comes last. Pure.
+
+    A file is closed before it would exceed ``max_shard_size``, so a larger tensor has a file to itself. Without
+    tensors there is one file, with a header alone.
+    """
+    shares: list[dict[str, Spec]] = [{}]
+    filled = 0
+    for tensor, spec in tensors.items():
+        if shares[-1] and filled + spec.bytes > max_shard_size:
+            shares.append({})
+            filled = 0
+        shares[-1][tensor] = spec
+        filled += spec.bytes
+    if len(shares) == 1:
+        return [build_file(name + SUFFIX, shares[0])]
+    names = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
+    weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
+    total = {"total_size": sum(spec.bytes for spec in tensors.values())}
+    index = (json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n").encode()
+    return [*map(build_file, names, shares), File(name + INDEX, index, {}, len(index))]
+
+
+def build_file(name: str, tensors: Mapping[str, Spec]) -> File:
+    """Return the header of a file with these tensors, and where each one starts. Pure.
 
     Raises:
         CheckpointError: the header would exceed the format's limit.
     """
-    names = sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
-    table: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    order = sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}  # which transformers requires
     end = 0
-    for name in names:
-        spec, start = tensors[name], end
+    for each in order:
+        spec, start = tensors[each], end
         end += spec.bytes
-        table[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        table[each] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
@@ -77,8 +109,11 @@ def build_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> tu
         rule = f"A safetensors header has at most {MAX_HEADER:,} bytes"
         raise CheckpointError(message("tensors", problem, rule, "Pass a smaller max_shard_size, for more files"))
     begin = LENGTH + len(text)
-    entries = {n: Entry(tensors[n].dtype, tensors[n].shape, begin + table[n]["data_offsets"][0]) for n in names}
-    return len(text).to_bytes(LENGTH, "little") + text, entries
+    entries = {n: Entry(tensors[n].dtype, tensors[n].shape, begin + table[n]["data_offsets"][0]) for n in order}
+    return File(name, len(text).to_bytes(LENGTH, "little") + text, entries, begin + end)
+
+
+# ---- what anyone wrote --------------------------------------------------------------------------------------------
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
@@ -87,14 +122,10 @@ def header_length(first: bytes, file_bytes: int) -> int:
     Raises:
         ValueError: these are not the first bytes of a safetensors file of ``file_bytes`` bytes.
     """
-    if len(first) < LENGTH:
-        raise ValueError(f"it has {file_bytes} bytes, and the length of the header alone takes {LENGTH}")
     length = int.from_bytes(first[:LENGTH], "little")
-    if length > MAX_HEADER and first.startswith(_PICKLES):
-        raise ValueError("it is a pickle, as written by torch.save, and unpickling can run code")
     if length > MAX_HEADER:
         raise ValueError(f"its header claims {length:,} bytes, and at most {MAX_HEADER:,} are allowed")
-    if LENGTH + length > file_bytes:
+    if len(first) < LENGTH or LENGTH + length > file_bytes:
         raise ValueError(f"its header claims {length:,} bytes, and the file has {file_bytes:,}: it is truncated")
     return length
 
@@ -114,10 +145,9 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
     """
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
-    table = strict_json(text)
+    table = parse_json(text)
     metadata = table.pop(METADATA, None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict | None) or not all(isinstance(value, str) for value in (metadata or {}).values()):
         raise ValueError(f"{METADATA} does not map names to strings")
     end = begin = LENGTH + len(text)
     entries = {}
@@ -149,54 +179,9 @@ def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
     return Spec(DTYPES[dtype], torch.Size(shape)), (offsets[0], offsets[1])
 
 
-def strict_json(text: bytes) -> Any:
-    """Parse JSON, without Python's extensions. Pure; raises ValueError for anything else."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
+def parse_json(text: bytes) -> Any:
+    """Parse JSON in UTF-8. Pure; raises ValueError for anything else."""
     try:
-        return json.loads(text.decode("utf-8"), parse_constant=refuse)
+        return json.loads(text.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-# ---- which tensor goes into which file ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class File:
-    """A safetensors file, or an index."""
-
-    name: str
-    head: bytes  # everything before the first tensor; the whole text of an index
-    tensors: dict[str, Entry]
-    bytes: int  # of the whole file
-
-
-def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int, metadata: Mapping[str, str]) -> list[File]:
-    """Assign tensors to files, in order, as transformers does; the index of several files comes last. Pure.
-
-    A file is closed before it would exceed ``max_shard_size``, so a larger tensor has a file to itself. Without
-    tensors there is one file, with a header alone.
-    """
-    shares: list[dict[str, Spec]] = [{}]
-    filled = 0
-    for tensor, spec in tensors.items():
-        if shares[-1] and filled + spec.bytes > max_shard_size:
-            shares.append({})
-            filled = 0
-        shares[-1][tensor] = spec
-        filled += spec.bytes
-    several = [f"{name}-{number:05d}-of-{len(shares):05d}{SUFFIX}" for number in range(1, len(shares) + 1)]
-    names = several if len(shares) > 1 else [name + SUFFIX]
-    files = []
-    for file, share in zip(names, shares, strict=True):
-        head, entries = build_header(share, metadata)
-        files.append(File(file, head, entries, len(head) + sum(spec.bytes for spec in share.values())))
-    if len(files) > 1:
-        weight_map = {tensor: file for file, share in zip(names, shares, strict=True) for tensor in share}
-        total = {"total_size": sum(spec.bytes for spec in tensors.values())}
-        index = (json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n").encode()
-        files.append(File(name + INDEX, index, {}, len(index)))
-    return files

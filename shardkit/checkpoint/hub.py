@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,25 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardkit.checkpoint import manifest
 from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
 from shardkit.checkpoint.format import DTYPES, Spec
 from shardkit.checkpoint.read import Located, read_parts
 from shardkit.checkpoint.source import Contents, Stored
-from shardkit.checkpoint.transfer import Meter, Progress
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.state.names import WRAPPERS, clean_name
-
-logger = logging.getLogger("shardkit")
+from shardkit.state.model import WRAPPERS, clean_name
 
 _FLOAT8 = {dtype for dtype in DTYPES.values() if dtype.is_floating_point and dtype.itemsize == 1}
 USED = "_weight_conversions"  # the attribute in which transformers records the conversions of a load, to undo them
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether transformers 5 would convert weights for this model."""
-    core = _transformers("core_model_loading")
-    return core is not None and isinstance(unwrapped(model), sys.modules["transformers"].PreTrainedModel)
+    """Whether transformers 5 would convert weights for this model; with transformers 4 names are those of the files."""
+    found = sys.modules.get("transformers")
+    is_new = found is not None and not found.__version__.startswith("4.")
+    return is_new and isinstance(unwrapped(model), found.PreTrainedModel)  # type: ignore[union-attr]
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -60,11 +56,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _transformers(module: str) -> Any:
-    """Return a module of transformers 5, if the program has imported transformers; else None."""
-    try:
-        return importlib.import_module(f"transformers.{module}") if "transformers" in sys.modules else None
-    except ImportError:  # transformers 4, whose models have the names of their files
-        return None
+    return importlib.import_module(f"transformers.{module}")
 
 
 class _Unsharded:
@@ -95,114 +87,64 @@ class Group:
     sources: list[tuple[str, str]] = field(default_factory=list)  # names, each with the converter's pattern, in order
     targets: dict[str, Tensor] = field(default_factory=dict)  # on meta, by name
 
-    def convert(self, read: Callable[[str], Tensor], rows: range | None = None, name: str = "") -> dict[str, Tensor]:
-        """Convert the sources that ``read`` returns; only those of a range of rows, if it :attr:`stacks` them."""
-        one = copy.deepcopy(self.converter)
-        name = name or next(iter(self.targets))
-        for source, pattern in self._of_rows(rows):
-            one.add_tensor(name, source, pattern, read(source))
+    def convert(self, name: str, read: Callable[[str], Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
+        """Convert what ``read`` returns to a first target ``name``; ``rows`` are those of stacked sources."""
+        one, by_pattern = copy.deepcopy(self.converter), dict[str, list[str]]()
+        for source, pattern in self.sources:
+            by_pattern.setdefault(pattern, []).append(source)
+        for pattern, sources in by_pattern.items():
+            for source in sources[rows]:
+                one.add_tensor(name, source, pattern, read(source))
         made = one.convert(name, model=self.model, config=self.model.config)
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
-    def find_targets(self, name: str, specs: Mapping[str, Spec]) -> None:
-        """Convert tensors on meta to find what this returns; ``name`` is the first. In place."""
-        self.targets = self.convert(
-            lambda s: torch.empty(specs[s].shape, dtype=specs[s].dtype, device="meta"), name=name
-        )
-
-    def _of_rows(self, rows: range | None) -> list[tuple[str, str]]:
-        by_pattern: dict[str, list[tuple[str, str]]] = {}
-        for each in self.sources:
-            by_pattern.setdefault(each[1], []).append(each)
-        chosen = (own if rows is None else own[rows.start : rows.stop] for own in by_pattern.values())
-        return [each for own in chosen for each in own]
-
-    @property
-    def stacks(self) -> bool:
-        """Whether each row of the targets comes from sources of its own, such as one expert."""
+    def load(self, parts: Mapping[str, Part], read: Callable[[str], Tensor]) -> None:
+        """Fill parts of the targets. Local; where sources are stacked, only this rank's rows of them are read."""
         first, *others = self.converter.operations
         core = _transformers("core_model_loading")
         is_stack = isinstance(first, core.MergeModulelist) and first.dim == 0
-        return is_stack and all(isinstance(op, core.Concatenate) and op.dim > 0 for op in others)
-
-    @property
-    def unstacks(self) -> bool:
-        """Whether each row of the sources becomes targets of its own."""
-        *others, last = self.converter.operations
-        is_split = isinstance(last, _transformers("core_model_loading").SplitModulelist) and last.dim == 0
-        return is_split and all(getattr(op, "dim", 0) > 0 for op in others)
-
-    def rows_of(self, parts: Mapping[str, Part]) -> range | None:
-        """Return the rows that all parts have, to convert them alone; None where all sources are needed."""
-        rows = {box[0] for _, box in parts.values()}
-        if not self.stacks or len(rows) > 1:
-            return None
-        ((start, count),) = rows
-        return range(start, start + count)
-
-    def load(self, parts: Mapping[str, Part], read: Callable[[str], Tensor]) -> None:
-        """Fill parts of the targets. Local; one conversion in memory."""
-        rows = self.rows_of(parts)
-        if rows is not None and not rows:
+        is_stack = is_stack and all(isinstance(op, core.Concatenate) and op.dim > 0 for op in others)
+        rows = {box[0] for _, box in parts.values()} if is_stack else set()
+        start, count = rows.pop() if len(rows) == 1 else (0, sys.maxsize)
+        if not count:
             return
-        made = self.convert(read, rows)
+        made = self.convert(next(iter(self.targets)), read, slice(start, start + count))
         for name, (values, box) in parts.items():
             lies = full_box(made[name].shape)
-            lies = lies if rows is None else ((rows.start, len(rows)), *lies[1:])
             if values.numel():
-                values.copy_(inside(made[name], lies, box))
+                values.copy_(inside(made[name], ((start, count), *lies[1:]) if start else lies, box))
 
 
-def _grouped(converters: list[Any], named: Iterable[tuple[str, str, str]], model: Any) -> dict[str, Group]:
-    """Return groups by their first target, of tensors with that and the converter's pattern."""
+def _grouped(
+    converters: list[Any], named: Iterable[tuple[str, str, str]], model: Any, specs: Mapping[str, Spec]
+) -> list[Group]:
+    """Return groups of tensors with the same first target and the converter of the same pattern."""
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     groups: dict[str, Group] = {}
     for name, target, pattern in named:
         groups.setdefault(target, Group(by_pattern[pattern], model)).sources.append((name, pattern))
-    return groups
+    for target, group in groups.items():
+        group.targets = group.convert(
+            target, lambda s: torch.empty(specs[s].shape, dtype=specs[s].dtype, device="meta")
+        )
+    return list(groups.values())
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-def check_files(found: Mapping[str, Located], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise for float8 weights with scales that the model does not have, and for an adapter's files. Local."""
-    scales = [(name, f"{name}{end}") for name in found for end in ("_scale_inv", "_scale")]
-    scaled = [
-        f"{name} ({found[name].entry.dtype}, with {scale})"
-        for name, scale in scales
-        if found[name].entry.dtype in _FLOAT8 and scale in found and scale not in tensors
-    ]
-    if scaled:
+def check_float8(found: Mapping[str, Located], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise for float8 weights with scales that the model does not have. Local."""
+    scaled = [name for name, at in found.items() if at.entry.dtype in _FLOAT8]
+    ends = ("_scale_inv", "_scale")
+    if scaled := [n for n in scaled if any(n + end in found and n + end not in tensors for end in ends)]:
         rule = "load_pretrained does not apply the scales of quantized weights"
         fix = "Load it with transformers and FineGrainedFP8Config(dequantize=True), and save that"
-        raise CheckpointError(message(where, f"is quantized: {listing(scaled, 3)}", rule, fix))
-    beside = {at.file.parent / "adapter_config.json" for at in found.values()}
-    if found.keys().isdisjoint(tensors) and any(file.is_file() for file in beside):
-        rule = "load_pretrained reads the weights of a whole model"
-        fix = "Load the base model, then peft's load_adapter"
-        raise CheckpointError(message(where, f"has the files of an adapter: {listing(found, 3)}", rule, fix))
-
-
-def converted(model: nn.Module, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> HubFiles | None:
-    """Return the files of a transformers model as a source; None for other models and checkpoints of ours. Local."""
-    directories = {at.file.parent for at in found.values()}
-    if not is_pretrained(model) or any((each / manifest.NAME).is_file() for each in directories):
-        return None
-    return HubFiles(unwrapped(model), tensors, found)
+        raise CheckpointError(message(where, f"has float8 weights with scales: {listing(scaled, 3)}", rule, fix))
 
 
 class HubFiles:
-    """The files of a transformers model as a source, converted to the names of the model.
-
-    Args:
-        model: of transformers 5.
-        tensors: its state, by name.
-        found: the tensors of the files.
-
-    Raises:
-        CheckpointError: a conversion fails on the shapes in the files.
-    """
+    """The files ``found`` of a transformers model as a source, by the names of the model's ``tensors``."""
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor], found: Mapping[str, Located]) -> None:
         core, self._found = _transformers("core_model_loading"), found
@@ -212,55 +154,37 @@ class HubFiles:
         prefix = model.base_model_prefix
         self._renamed: dict[str, str] = {}  # names in the files, by names in the model
         grouped: list[tuple[str, str, str]] = []
+        lost: set[str] = set()
         for name in sorted(found, key=core.dot_natural_key):
             new, pattern = core.rename_source_key(name, renamings, converters, prefix, tensors)
             if new not in tensors and name in tensors:
                 new, pattern = core.rename_source_key(name, [], [], prefix, tensors)
-            if pattern is None:
+            if new not in tensors:
+                lost.add(new)
+            elif pattern is None:
                 self._renamed[new] = name
             else:
                 grouped.append((name, new, pattern))
-        self._specs: dict[str, Spec] = {name: at.entry for name, at in found.items()}
-        groups = _grouped(converters, grouped, model)
-        self._groups = [self._checked(name, group) for name, group in groups.items() if name in tensors]
-        lost = [new for new in groups if new not in tensors]
+        entries = {name: at.entry for name, at in found.items()}
+        self._groups = _grouped(converters, grouped, model, entries)
         self.used = [each for each in mapping if each.was_used()]  # for the save that undoes them
-        specs = {new: self._specs[name] for new, name in self._renamed.items() if new in tensors}
-        specs |= {n: Spec(t.dtype, t.shape) for group in self._groups for n, t in group.targets.items()}
+        specs: dict[str, Any] = {new: entries[name] for new, name in self._renamed.items()}
+        specs |= {name: tensor for group in self._groups for name, tensor in group.targets.items()}
         self.contents = Contents({name: Stored(each.dtype, each.shape, name) for name, each in specs.items()})
-        lost += [new for new in self._renamed if new not in tensors]
-        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=set(lost))
+        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=lost)
         getattr(model, "_adjust_missing_and_unexpected_keys")(unexpected)  # noqa: B009  leaves out old buffers
         self.others = {name: Spec(torch.uint8, torch.Size([0])) for name in sorted(unexpected.unexpected_keys)}
 
-    def _checked(self, name: str, group: Group) -> Group:
-        try:
-            group.find_targets(name, self._specs)
-        except Exception as error:  # whatever a conversion raises
-            rule = "The files must match transformers' conversions for the model; nothing was changed"
-            problem = f"cannot be converted from {listing((each for each, _ in group.sources), 3)} ({error})"
-            raise CheckpointError(message(name, problem, rule, "Fetch the files again, or pass key_map=")) from error
-        return group
-
-    def describe(self, key: str) -> str:
-        """Return what must be equal on all ranks that read a tensor."""
-        return repr(self._specs[self._renamed[key]] if key in self._renamed else self.contents.model[key])
-
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target: renamed tensors from this rank's own bytes, a group's as :meth:`Group.load`. Local."""
         wanted = dict(targets)
         parts = {name: part_of(target) for name, target in wanted.items()}
         jobs = [(self._found[self._renamed[name]], part) for name, part in parts.items() if name in self._renamed]
         groups = [(group, {n: parts[n] for n in group.targets if n in parts}) for group in self._groups]
-        first = sum(part.numel() * at.entry.dtype.itemsize for at, (part, _) in jobs)
-        total = first + sum(values.nbytes for _, own in groups for values, _ in own.values())
-        read_parts(jobs, None if progress is None else lambda done, _: progress(done, total))
-        meter = Meter(progress, total)
-        meter.add(first)
+        read_parts(jobs)
         for group, own in groups:
             if own:
                 group.load(own, self._read_full)
-                meter.add(sum(values.nbytes for values, _ in own.values()))
         torch.autograd.graph.increment_version(list(wanted.values()))
 
     def _read_full(self, source: str) -> Tensor:
@@ -274,12 +198,7 @@ class HubFiles:
 
 
 def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[tuple[Group, dict[str, str]]]]:
-    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of their targets. Local.
-
-    Args:
-        model: of transformers 5, unwrapped.
-        tensors: what to save, by the model's names.
-    """
+    """Return the hub's name of each tensor that is renamed, and groups with the hub's names of their targets. Local."""
     core, mapping = _transformers("core_model_loading"), getattr(model, USED, None)
     if mapping is None:  # not loaded from files, which might have had a prefix
         found = _transformers("conversion_mapping").get_model_conversion_mapping(_Unsharded(model), add_legacy=False)
@@ -296,11 +215,8 @@ def plan_save(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str]
         else:
             grouped.append((name, new, pattern))
     specs = {name: Spec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    groups: list[tuple[Group, dict[str, str]]] = []
-    for name, group in _grouped(converters, grouped, model).items():
-        group.find_targets(name, specs)
-        groups.append((group, {each: core.apply_renamings(each, renamings) for each in group.targets}))
-    return renamed, groups
+    groups = _grouped(converters, grouped, model, specs)
+    return renamed, [(each, {name: core.apply_renamings(name, renamings) for name in each.targets}) for each in groups]
 
 
 def described_config(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -317,9 +233,4 @@ def config_text(model: nn.Module) -> str:
     model = unwrapped(model)
     if is_adapted(model) or not callable(getattr(vars(model).get("config"), "to_json_string", None)):
         return ""
-    try:
-        return str(described_config(model).to_json_string())
-    except Exception as error:  # any object may be called config, and must not stop the save
-        problem, rule = f"cannot be written ({type(error).__name__}: {error})", "config.json is left out"
-        logger.warning(message("model.config", problem, rule, "Save it with config.save_pretrained"))
-        return ""
+    return str(described_config(model).to_json_string())

@@ -6,8 +6,7 @@ import logging
 import operator
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -21,21 +20,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
-from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import world
+from shardkit.checkpoint import dcp, directory, manifest
+from shardkit.checkpoint.agreement import own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import finish_pending, wait_pending
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.native import NativeCheckpoint, Safetensors
+from shardkit.checkpoint.native import NativeCheckpoint, Safetensors, resume_random
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
-from shardkit.checkpoint.transfer import ProgressLine
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.names import ModelState, is_extra, model_state, parameter_names, trainable_state
+from shardkit.state.model import ModelState, is_extra, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
     group_names,
@@ -75,29 +73,22 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint into a model, its optimizer and its scheduler, in place, in any world and on any mesh.
 
-    **Collective**: every rank of the world, or of ``group``, calls it. Each rank reads the bytes of its own shards;
-    ranks exchange only digests, and whether one of them failed. The kind of checkpoint is recognized by its files: a
-    checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``, such as FSDP1's
-    SHARDED_STATE_DICT; a file of ``torch.save``, such as FSDP1's FULL_STATE_DICT, with the optimizer's state by FQN or
-    by number; a directory of such files from each rank (``*_rank_0.pt``), such as verl's, of DTensors, FSDP1's
-    ShardedTensors or its LOCAL_STATE_DICT; a safetensors file, its index, or a directory of either.
+    **Collective**: every rank of the world, or of ``group``, calls it, and reads the bytes of its own shards. ``path``
+    may be a checkpoint of :func:`save_checkpoint`; a directory of ``torch.distributed.checkpoint``; a file of
+    ``torch.save``, or a directory of such files from each rank (``*_rank_0.pt``); a safetensors file, its index, or a
+    directory of either. ``docs/checkpoints.md`` lists what FSDP1 and others write.
 
-    Quantized optimizer state, such as torchao's, is quantized from its saved values by the optimizer's own class: each
-    value moves by at most one rounding.
-
-    With as many ranks as saved, each rank gets its own random generators back. With another number, a generator that
-    was equal on all ranks continues, and others are seeded by rank: different on each rank, and reproducible. The
-    generator of an accelerator is skipped where there is no accelerator of that kind.
+    With as many ranks as saved, each gets its own random generators back. Else a generator that was equal on all ranks
+    continues, and others are seeded by rank, reproducibly.
 
     Args:
-        path: what :func:`save_checkpoint` was given, or as above.
-        model: sharded or plain; its parameters and buffers are overwritten. Not on meta: materialize it first.
+        path: of the checkpoint.
+        model: sharded or plain, with values (materialize it first); they are overwritten.
         optimizer: one, or several of different parameters; they need not have stepped.
         scheduler: anything with ``load_state_dict``.
-        key_map: from names in the checkpoint to the model's, also for the optimizer's state; see
-            :func:`shardkit.checkpoint.read_tensors`.
-        strict: raise for names of parameters and buffers that only one side has, and for different values of one tied
-            tensor. False leaves such names alone, and takes the first value with a warning.
+        key_map: from names in the checkpoint to the model's, for model and optimizer, as for :func:`load_pretrained`.
+        strict: raise for names that only one side has, and for different values of one tied tensor. False leaves such
+            names alone, and takes the first value with a warning.
         cast: convert floating-point tensors of the model to their dtype in the model; else other dtypes are an error.
         random: restore the random generators, if the checkpoint has them.
         verify: read everything once before anything is changed, and compare checksums, if the checkpoint has them.
@@ -110,52 +101,73 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank: the checkpoint is damaged, of no known kind, or does not fit, with all
-            differences listed at once. Nothing was changed, unless the disk failed while values were read.
-
-    Example:
-        >>> step = load_checkpoint("runs/step-100", model, optimizer, scheduler)["step"]
+            differences at once. Nothing was changed, unless the disk failed while values were read.
     """
     wait_pending()
-    groups = world(group)
-    rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if groups else (0, 1)
-    with ExitStack() as held:
-        with together(groups, CheckpointError, call="load_checkpoint") as poll:
-            finish_pending()  # here, since a rank whose program has waited does not raise
-            shapes = {name: param.shape for param, name in parameter_names(model).items()}
-            source = open_checkpoint(Path(path), held, allow_pickle=allow_pickle, shapes=shapes)
-            request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
-            contents = source.contents
-            _check_present(contents, optimizer, scheduler, request)
-            targets, others, check = _model_targets(source, _wanted(contents, model, request, rank), request)
-            load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
-            compared = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
-            poll.same = compared | {"what is at path": _described(contents)}
-        if verify and isinstance(source, NativeCheckpoint):
-            source.verify(groups, rank, world_size)
-        with together(groups, CheckpointError), torch.no_grad():
-            check()
-            progress = ProgressLine("load")
-            source.read([*targets, *(load.targets if load is not None else [])], progress)
-            progress.close()
-            if others:
-                model.load_state_dict(others, strict=False)
-            if load is not None:
-                load.apply()
-            if scheduler is not None:
-                scheduler.load_state_dict(contents.scheduler)
-            if random:
-                random_state.resume(contents.random, rank, world_size)
-    return contents.extra
+    groups, ranks = world(group), ranks_of(world(group))
+    with together(groups, CheckpointError, call="load_checkpoint") as poll:
+        finish_pending()  # here, since a rank whose program has waited does not raise
+        request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
+        load = _plan(model, optimizer, scheduler, request, allow_pickle, ranks)
+        same = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
+        poll.same = same | {"what is at path": _described(load.source.contents)}
+    if verify and isinstance(load.source, NativeCheckpoint):
+        load.source.verify(groups)
+    with together(groups, CheckpointError):
+        load.run(model, scheduler)
+        if random:
+            resume_random(load.source.contents.random, ranks.index(own_rank()), len(ranks))
+    return load.source.contents.extra
+
+
+@dataclass
+class _Load:
+    """What is read, and where it goes."""
+
+    source: Source
+    targets: list[tuple[str, Tensor]]  # of the model, with keys
+    others: dict[str, Any]  # of the model: values that are not tensors
+    check: Callable[[], None]  # reads ties
+    optimizer: _OptimizerLoad | None
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, scheduler: Any) -> None:
+        """Read everything into its place. Local."""
+        self.check()
+        self.source.read([*self.targets, *(self.optimizer.targets if self.optimizer is not None else [])])
+        if self.others:
+            model.load_state_dict(self.others, strict=False)
+        if self.optimizer is not None:
+            self.optimizer.apply()
+        if scheduler is not None:
+            scheduler.load_state_dict(self.source.contents.scheduler)
+
+
+def _plan(
+    model: nn.Module, optimizer: Any, scheduler: Any, request: Request, allow_pickle: bool, ranks: Sequence[int]
+) -> _Load:
+    """Open a checkpoint, and match it with model, optimizer and scheduler. Local; changes nothing."""
+    shapes = {name: param.shape for param, name in parameter_names(model).items()}
+    source = open_checkpoint(Path(request.where), allow_pickle=allow_pickle, shapes=shapes)
+    contents = source.contents
+    if optimizer is not None and contents.no_optimizer:
+        raise CheckpointError(contents.no_optimizer)
+    pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
+    if absent := [name for name, (given, saved) in pairs.items() if given is not None and saved is None]:
+        raise CheckpointError(message(request.where, f"has no {' and no '.join(absent)}", "", "Leave the argument out"))
+    wanted = _wanted(contents, model, request, own_rank() == ranks[0])
+    targets, others, check = _model_targets(source, wanted, request)
+    load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
+    return _Load(source, targets, others, check, load)
 
 
 def open_checkpoint(
-    path: Path, held: ExitStack, *, allow_pickle: bool = False, shapes: Mapping[str, torch.Size] | None = None
+    path: Path, *, allow_pickle: bool = False, shapes: Mapping[str, torch.Size] | None = None
 ) -> Source:
     """Open a checkpoint, of the kind that its files show. Local.
 
     Args:
         path: of the checkpoint.
-        held: gets the lock that keeps a checkpoint of shardkit from being rotated away.
         allow_pickle: as for :func:`load_checkpoint`.
         shapes: of the model's parameters, if there is a model; FSDP1's flat parameters have no shapes of their own.
 
@@ -163,7 +175,7 @@ def open_checkpoint(
         CheckpointError: it is of no known kind, or damaged.
     """
     try:
-        return _opened(directory.find(path), held, allow_pickle, shapes)
+        return _opened(directory.find(path), allow_pickle, shapes)
     except CheckpointError:
         raise
     except Exception as error:  # anything may be in foreign files
@@ -175,9 +187,8 @@ def open_checkpoint(
         raise CheckpointError(message(str(path), f"cannot be read ({reason})", rule, fix)) from error
 
 
-def _opened(path: Path, held: ExitStack, allow_pickle: bool, shapes: Mapping[str, torch.Size] | None) -> Source:
+def _opened(path: Path, allow_pickle: bool, shapes: Mapping[str, torch.Size] | None) -> Source:
     if (path / manifest.NAME).is_file():
-        held.enter_context(directory.locked(path / manifest.NAME))
         return NativeCheckpoint(path, allow_pickle=allow_pickle)
     if (path / dcp.NAME).is_file():
         return DcpDirectory(path, allow_pickle=allow_pickle)
@@ -196,14 +207,6 @@ def _opened(path: Path, held: ExitStack, allow_pickle: bool, shapes: Mapping[str
     raise CheckpointError(message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix))
 
 
-def _check_present(contents: Contents, optimizer: Any, scheduler: Any, request: Request) -> None:
-    if optimizer is not None and contents.no_optimizer:
-        raise CheckpointError(contents.no_optimizer)
-    pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
-    if absent := [name for name, (given, saved) in pairs.items() if given is not None and saved is None]:
-        raise CheckpointError(message(request.where, f"has no {' and no '.join(absent)}", "", "Leave the argument out"))
-
-
 def _described(contents: Contents) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
     model = {name: repr(value) for name, value in contents.model.items() if is_stored(value)}
@@ -214,7 +217,7 @@ def _described(contents: Contents) -> dict[str, Any]:
 # ---- models ----------------------------------------------------------------------------------------------------
 
 
-def _wanted(contents: Contents, model: nn.Module, request: Request, rank: int) -> ModelState:
+def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bool) -> ModelState:
     """Return the state to load: all of the model's, or with ``trainable_only`` what trains now or was saved."""
     state = model_state(model)
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
@@ -224,7 +227,7 @@ def _wanted(contents: Contents, model: nn.Module, request: Request, rank: int) -
         return state
     trains, there = trainable_state(state), {rename(name, request.key_map) for name in contents.model}
     wanted = {n: t for n, t in state.tensors.items() if n in trains.tensors or n in there}
-    if rank == 0:
+    if is_first:
         text = "%s was saved with trainable_only=True: %d frozen tensors are left unchanged"
         logger.warning(text, request.where, len(state.tensors) - len(wanted))
     return replace(state, tensors=wanted, others=trains.others)

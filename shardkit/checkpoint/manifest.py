@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
 import time
 import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardkit.checkpoint.format import File
 from shardkit.errors import CheckpointError, listing, message
 
 NAME = "manifest.json"
-VERSION = 1
+VERSIONS = (1, 2)  # that are read; version 1 had "state" in a file of its own
 CONFIG = "config.json"  # the model's, for other programs; users may edit it, so it has no checks
 FORMATS = ("safetensors", "dcp")
 WAY = "Load an earlier checkpoint: latest_checkpoint() of the directory above returns the newest complete one"
@@ -34,11 +37,6 @@ class FileEntry:
     crc32: int
     sums: dict[str, int] = field(default_factory=dict)  # of a safetensors file, the checksum of each tensor
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for other types, as in a file that was changed."""
-        if not all(type(n) is int for n in (self.bytes, self.head, self.crc32)) or not isinstance(self.sums, dict):
-            raise ValueError("an entry is sizes and checksums")
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -51,12 +49,13 @@ class Manifest:
     created: int = field(default_factory=time.time_ns)  # when it was complete, in nanoseconds since 1970
     torch: str = torch.__version__  # the version that saved
     trainable_only: bool = False  # whether frozen parameters were left out
-    layout: str = ""  # in checkpoints of before, a digest
+    state: Any = None  # everything that is not a tensor, encoded
+    layout: str = ""  # in version 1, a digest
 
     def to_bytes(self) -> bytes:
         """Return it as JSON; the last entry is a digest of the others."""
         files = {name: vars(entry) for name, entry in sorted(self.files.items())}
-        body = {"shardkit_checkpoint": VERSION, **vars(self), "files": files}
+        body = {"shardkit_checkpoint": VERSIONS[-1], **vars(self), "files": files}
         return json.dumps(body | {"digest": _digest(body)}, indent=1).encode()
 
 
@@ -77,8 +76,8 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(file.read_bytes())
         if body.pop("digest") != _digest(body):
             raise ValueError("its digest does not match its contents")
-        if (version := body.pop("shardkit_checkpoint")) != VERSION:
-            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}: upgrade")
+        if (version := body.pop("shardkit_checkpoint")) not in VERSIONS:
+            raise ValueError(f"it has version {version}, and this shardkit reads versions {VERSIONS}: upgrade")
         found = Manifest(**body | {"files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
         if bad := [n for n in found.files if os.path.basename(n) != n or n in ("", ".", "..", NAME) or "\0" in n]:
             raise ValueError(f"{bad[0]!r} is not the name of a file beside it")
@@ -102,17 +101,17 @@ def written_files(directory: Path) -> set[str]:
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Raise unless every file is there in its size; reads no contents. Local."""
-    problems = []
-    for name, entry in manifest.files.items():
-        try:
+
+    def is_whole(name: str, size: int) -> bool:
+        with contextlib.suppress(OSError):
             found = os.lstat(directory / name)  # a link might lead anywhere
-            size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        except OSError:
-            size = None
-        if name != CONFIG and size != entry.bytes:
-            problems.append(f"{name} ({'no file' if size is None else f'{size:,} bytes'} instead of {entry.bytes:,})")
-    if problems:
-        raise CheckpointError(message(str(directory), f"has damaged files: {listing(problems)}", "", WAY))
+            return stat.S_ISREG(found.st_mode) and found.st_size == size
+        return False
+
+    files = [(name, entry.bytes) for name, entry in manifest.files.items() if name != CONFIG]
+    if damaged := [name for name, size in files if not is_whole(name, size)]:
+        problem = f"has damaged files: {listing(damaged)}"
+        raise CheckpointError(message(str(directory), problem, "They are missing, or of another size", WAY))
 
 
 def created_if_whole(directory: Path) -> int | None:
@@ -125,10 +124,20 @@ def created_if_whole(directory: Path) -> int | None:
     return manifest.created
 
 
-def entry_of(file: Path, sums: dict[str, int] | None = None) -> FileEntry:
+def entry_of(file: Path) -> FileEntry:
     """Return the entry of a file, after reading all of it. Local."""
     size = file.stat().st_size
-    return FileEntry(size, size, crc32_of(file, size), sums or {})
+    return FileEntry(size, size, crc32_of(file, size))
+
+
+def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
+    """Return the entries of safetensors files, given the checksums of their tensors."""
+    return {
+        file.name: FileEntry(
+            file.bytes, len(file.head), zlib.crc32(file.head), {name: sums.get(name, 0) for name in file.tensors}
+        )
+        for file in files
+    }
 
 
 def crc32_of(file: Path, head: int) -> int:

@@ -1,30 +1,29 @@
-"""Safetensors files as a source, and checkpoints of shardkit: directories with a manifest."""
+"""Safetensors files as a source; checkpoints of shardkit, which have a manifest; and random generators in them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardkit.checkpoint.agreement import on_each
-from shardkit.checkpoint.chunks import MASK, part_of, word_sum
+from shardkit._torch.dispatch import accelerator_state, default_generator
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of
+from shardkit.checkpoint.chunks import MASK, STAGE, opened, part_of, raw, read_all, word_sum
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX
 from shardkit.checkpoint.manifest import CONFIG, WAY, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.source import Contents, Stored
-from shardkit.checkpoint.transfer import Progress, opened, raw, read_all
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
-
-STATE = "state.json"
-_SUMMED = 1 << 24  # bytes of a file that are summed at a time
 
 
 class Safetensors:
@@ -42,14 +41,10 @@ class Safetensors:
             if key.startswith(f"{section}/")
         }
 
-    def describe(self, key: str) -> str:
-        """Return what must be equal on all ranks that read a tensor."""
-        return repr(self.located[key].entry)
-
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key, straight from the file. Local."""
         wanted = list(targets)
-        read_parts([(self.located[key], part_of(tensor)) for key, tensor in wanted], progress)
+        read_parts([(self.located[key], part_of(tensor)) for key, tensor in wanted])
         torch.autograd.graph.increment_version([tensor for _, tensor in wanted])
 
 
@@ -60,17 +55,14 @@ class NativeCheckpoint(Safetensors):
         self._directory = directory
         self.manifest: Manifest = read_manifest(directory)
         check_sizes(directory, self.manifest)
-        # Headers, indexes and the state, which are small; the tensors are left to verify().
+        # Headers and indexes, which are small; the tensors are left to verify().
         self._check_crc32([name for name in sorted(self.manifest.files) if not name.endswith(".distcp")])
         super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
         self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
             self._dcp = DcpDirectory(directory, allow_pickle=allow_pickle)
             self.contents = self._dcp.contents
-        try:
-            self._read_state()
-        except (OSError, TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-            raise self._refused(f"{STATE} cannot be read ({type(error).__name__}: {error})") from None
+        self._read_state()
 
     def _section(self, name: str) -> dict[str, Located]:
         for file in (name + SUFFIX, name + INDEX):
@@ -84,19 +76,19 @@ class NativeCheckpoint(Safetensors):
         return {}
 
     def _read_state(self) -> None:
-        """Add the values of ``state.json`` to the contents."""
-        contents, stored = self.contents, self.stored("state")
-        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in stored.items()}
-        super().read((stored[name].key, tensor) for name, tensor in tensors.items())
-        if STATE not in self.manifest.files:
-            raise ValueError("the manifest does not list it")
-        state: dict[str, Any] = json.loads((self._directory / STATE).read_bytes())
+        """Add to the contents what is not a tensor, and the small tensors."""
+        contents, rest, state = self.contents, self.stored("state"), self.manifest.state
+        if state is None:  # version 1
+            if "state.json" not in self.manifest.files:
+                raise self._refused("the manifest does not list state.json")
+            state = json.loads((self._directory / "state.json").read_bytes())
+        tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
+        super().read((rest[name].key, tensor) for name, tensor in tensors.items())
         if self._dcp is None:
             contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
-        random = decode(state["random"], tensors)
-        contents.random = {kind: [bytes(each.tolist()) for each in of_ranks] for kind, of_ranks in random.items()}
+        contents.random = random_states(decode(state["random"], tensors))
         ties = state.get("ties", {})  # the first saves did not write it
         contents.ties = {name: first for name, first in ties.items() if first in contents.model}
         contents.quantized = bool(state.get("quantized"))
@@ -107,20 +99,21 @@ class NativeCheckpoint(Safetensors):
     def _refused(self, problem: str) -> CheckpointError:
         return CheckpointError(message(str(self._directory), f"is damaged: {problem}", "", WAY))
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key. Local."""
-        if self._dcp is not None:
-            self._dcp.read(targets, progress)
+        if self._dcp is None:
+            super().read(targets)
         else:
-            super().read(targets, progress)
+            self._dcp.read(targets)
 
-    def verify(self, groups: Groups, rank: int, world_size: int) -> None:
+    def verify(self, groups: Groups) -> None:
         """Read every byte once, each rank its share, and raise if a checksum is wrong. Collective over ``groups``."""
-        files = self.manifest.files
+        files, ranks = self.manifest.files, ranks_of(groups)
+        rank = ranks.index(own_rank())
 
         def own() -> dict[str, int]:
-            self._check_crc32([name for name in sorted(files) if name.endswith(".distcp")][rank::world_size])
-            return self._own_sums(rank, world_size)
+            self._check_crc32([name for name in sorted(files) if name.endswith(".distcp")][rank :: len(ranks)])
+            return self._own_sums(rank, len(ranks))
 
         found: dict[str, int] = {}
         for of_rank in on_each(own, groups).values():
@@ -138,7 +131,7 @@ class NativeCheckpoint(Safetensors):
 
     def _own_sums(self, rank: int, world_size: int) -> dict[str, int]:
         """Return what this rank's share of each tensor adds to its checksum."""
-        buffer, sums = torch.empty(_SUMMED, dtype=torch.uint8), {}
+        buffer, sums = torch.empty(STAGE, dtype=torch.uint8), {}
         for key, at in self.located.items():
             share = -(-at.entry.bytes // (8 * world_size)) * 8  # whole words
             stop, total = min(share * (rank + 1), at.entry.bytes), 0
@@ -150,3 +143,47 @@ class NativeCheckpoint(Safetensors):
                     total += word_sum(buffer[: count + -count % 8])
             sums[f"{at.file.name}: {key.partition('/')[2]}"] = total & MASK
         return sums
+
+
+# ---- random generators: Python's, torch's on the CPU, and the accelerator's ---------------------------------------
+
+
+def own_random_states() -> dict[str, bytes]:
+    """Return the states of this process's generators, by kind; the accelerator's if it has been used. Local, pure."""
+    found = {"python": json.dumps(random.getstate()).encode(), "cpu": bytes(torch.get_rng_state().tolist())}
+    accelerator, state = torch.accelerator.current_accelerator(), accelerator_state()
+    return found if accelerator is None or state is None else found | {accelerator.type: bytes(state.tolist())}
+
+
+def random_states(saved: Mapping[str, Iterable[str | Tensor]]) -> dict[str, list[bytes]]:
+    """Return the states of all ranks, by kind, from a checkpoint's text; version 1 had tensors."""
+    return {
+        kind: [bytes.fromhex(each) if isinstance(each, str) else bytes(each.tolist()) for each in of_ranks]
+        for kind, of_ranks in saved.items()
+    }
+
+
+def resume_random(saved: Mapping[str, Sequence[bytes]], rank: int, world_size: int) -> None:
+    """Set this rank's generators from those of all ranks that saved. Local.
+
+    If all ranks had the same state, every rank gets it. Else, in a world of the same size each rank gets its own; in
+    any other world each is seeded by its rank and rank 0's state: different on each rank, and the same whenever this
+    checkpoint is loaded into a world of this size. The state of an absent accelerator is skipped.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    for kind, of_ranks in saved.items():
+        state = of_ranks[rank if len(of_ranks) == world_size else 0]
+        digest = hashlib.sha256(state + f"{kind} {rank} of {world_size}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") >> 1
+        is_seeded = len(set(of_ranks)) > 1 and len(of_ranks) != world_size
+        if kind == "python" and is_seeded:
+            random.seed(seed)
+        elif kind == "python":
+            version, internal, gauss = json.loads(state)
+            random.setstate((version, tuple(internal), gauss))
+        elif kind == "cpu" or (accelerator is not None and accelerator.type == kind):
+            generator = torch.default_generator if kind == "cpu" else default_generator(torch.device(kind))
+            if is_seeded:
+                generator.manual_seed(seed)
+            else:
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

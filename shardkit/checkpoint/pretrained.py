@@ -1,24 +1,62 @@
-"""load_pretrained: load weights from safetensors files into a model; each rank reads only its own bytes."""
+"""load_pretrained and save_pretrained: weights in the hub's layout; each rank reads and writes its own bytes."""
 
 from __future__ import annotations
 
+import copy
 import os
+import re
+import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint.chunks import refuse_subclasses
-from shardkit.checkpoint.hub import USED, HubFiles, check_files, converted, unwrapped
+from shardkit.checkpoint import directory, manifest
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
+from shardkit.checkpoint.format import File, Spec, lay_out
+from shardkit.checkpoint.hub import (
+    USED,
+    Group,
+    HubFiles,
+    check_float8,
+    described_config,
+    is_adapted,
+    is_pretrained,
+    plain_class,
+    plan_save,
+    unwrapped,
+)
 from shardkit.checkpoint.native import Safetensors
 from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
-from shardkit.checkpoint.transfer import Progress
-from shardkit.errors import CheckpointError, message
-from shardkit.ranks import agree, groups_of, together
-from shardkit.state.place import Room, live_state
+from shardkit.checkpoint.write import (
+    MAX_SHARD_SIZE,
+    Written,
+    check_written,
+    create_files,
+    described,
+    laid_out,
+    owned,
+    write_parts,
+    written_dtype,
+)
+from shardkit.errors import CheckpointError, listing, message
+from shardkit.ranks import Groups, agree, groups_of, together
+from shardkit.state.boxes import gather, model_group
+from shardkit.state.load import Room, live_state
+from shardkit.state.model import model_state
 from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
+
+# The files that a save writes into a directory, including those of an earlier save of more files.
+_OURS = re.compile(
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
+)
 
 
 def load_pretrained(
@@ -28,22 +66,16 @@ def load_pretrained(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    progress: Progress | None = None,
 ) -> IncompatibleKeys:
     """Load a model's weights from safetensors files: those of Hugging Face, of ``save_checkpoint``, or any other.
 
-    Each rank reads the bytes of its own shards, straight into them, so no rank ever holds the model or a full tensor.
-    For a model of transformers 5, the conversions of its ``from_pretrained`` apply, such as fusing experts that are
-    separate in the files; what they do besides stacking, splitting and transposing is computed in memory, one tensor
-    at a time. No conversions apply with ``key_map``, nor to files of ``save_checkpoint``.
+    Each rank reads the bytes of its own shards, straight into them. For a model of transformers 5 the conversions of
+    its ``from_pretrained`` apply, one group of tensors at a time, except with ``key_map`` and to files of
+    ``save_checkpoint``. In place, and parameters stay the same objects; **collective** over the ranks of the model's
+    meshes, local for a plain model.
 
-    Parameters stay the same objects. In place; **collective** over the ranks of the model's meshes, which exchange
-    one digest; local for a plain model.
-
-    A model on meta, sharded or not, is materialized: parameters and persistent buffers get the values in the files, on
-    the device of their mesh (the CPU if offloaded). Other meta tensors, such as non-persistent buffers, get the values
-    that the construction computes, recorded by ``init_on_meta``, or else by the model's own initializers, as with
-    ``materialize``.
+    On meta, parameters and persistent buffers get the values in the files; other tensors the values of the
+    construction, recorded by ``init_on_meta``, or else of the model's own initializers.
 
     Args:
         model: plain, or sharded by any ``fully_shard`` calls, on meta or with values.
@@ -51,36 +83,30 @@ def load_pretrained(
             snapshot of the hub.
         key_map: from names in the files to FQNs of the model: a function (None leaves the tensor out), a dict of whole
             names, or pairs of a regular expression and its replacement, of which the first match is applied, such as
-            ``[("^transformer\\\\.", "model.")]``.
-        dtype: the new dtype of floating-point parameters and buffers that are loaded; None keeps the model's. Values
-            are converted while they are read, 16 MiB at a time. A new dtype takes new memory, so pass it before the
-            first forward, and before the optimizer is built.
-        strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model.
-            One name of a tied tensor is enough; if the files have several, their values must be equal. False leaves
-            names alone that only one side has, and takes the first of different values with a warning.
-        progress: called on each rank with the bytes it has read, and its total, every 64 MiB.
+            ``[("^transformer\\.", "model.")]``.
+        dtype: the new dtype of floating-point parameters and buffers that are loaded; None keeps the model's. It takes
+            new memory, so pass it before the first forward, and before the optimizer is built.
+        strict: every parameter and persistent buffer must be in the files, and every tensor in the files in the model;
+            one name of a tied tensor is enough, and several must have equal values. False leaves names alone that only
+            one side has, and takes the first of different values with a warning.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``; both empty when strict.
 
     Raises:
-        CheckpointError: on every rank, with nothing changed: files are missing or break a rule of their format; names,
-            shapes or dtypes do not fit (all are listed); or ranks see different files. Also if the disk fails while
-            values are read: then a model that had values may have some of the new ones.
-        ShardkitError: on every rank: neither the files nor the construction have a value for some meta tensors, or
-            hooks on the model's ``state_dict()`` replace tensors.
+        CheckpointError: on every rank: files break a rule of their format; names, shapes or dtypes do not fit (all are
+            listed); or ranks see different files. Nothing was changed, unless the disk failed while values were read.
+        ShardkitError: on every rank: a meta tensor would get no value, or hooks on ``state_dict()`` replace tensors.
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
     with together(groups, CheckpointError, call="load_pretrained"):
-        load = _plan(model, path, dtype, request)
-    source, plan, room = load.source, load.plan, load.room
-    keys = {name: source.contents.model[file_name].key for name, file_name in plan.copies.items()}
-    read = {name: source.describe(key) for name, key in keys.items()}
+        source, plan, tensors, room = _plan_load(model, dtype, request)
+    read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
     compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
     agree(compared, groups, "load_pretrained", CheckpointError)
     with together(groups, CheckpointError):
-        source.read([(key, room.of(load.tensors[name])) for name, key in keys.items()], progress)
+        source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()])
         room.compute()
     room.install()
     if isinstance(source, HubFiles):
@@ -88,27 +114,210 @@ def load_pretrained(
     return plan.keys
 
 
-class _Load(NamedTuple):
-    source: Safetensors | HubFiles
-    plan: LoadPlan
-    tensors: Mapping[str, Tensor]  # the model's
-    room: Room  # the memory to read into
-
-
-def _plan(model: nn.Module, path: str | os.PathLike[str], dtype: torch.dtype | None, request: Request) -> _Load:
-    """Plan what to read into the model's own tensors, which may change their dtype. Local."""
+def _plan_load(
+    model: nn.Module, dtype: torch.dtype | None, request: Request
+) -> tuple[Safetensors | HubFiles, LoadPlan, Mapping[str, Tensor], Room]:
+    """Plan what to read into the model's own tensors, which may change their dtype, and make room for it. Local."""
     if dtype is not None and not dtype.is_floating_point:
-        problem = f"must be a floating-point dtype, got {dtype}"
-        raise CheckpointError(message("dtype", problem, "", "Use torch.bfloat16, for example"))
-    tensors = live_state(model).tensors
-    files = locate(path)
+        raise CheckpointError(message("dtype", f"must be a floating-point dtype, got {dtype}", "", ""))
+    tensors, files = live_state(model).tensors, locate(request.where)
+    source: Safetensors | HubFiles = Safetensors({"model": files})
+    offered = dict(source.contents.model)
     if request.key_map is None:
-        check_files(files, tensors, request.where)
-    hub = converted(model, tensors, files) if request.key_map is None else None
-    source: Safetensors | HubFiles = Safetensors({"model": files}) if hub is None else hub
-    offered = source.contents.model | ({} if hub is None else hub.others)
+        check_float8(files, tensors, request.where)
+        is_ours = any((each / manifest.NAME).is_file() for each in {at.file.parent for at in files.values()})
+        if is_pretrained(model) and not is_ours:
+            source = HubFiles(unwrapped(model), tensors, files)
+            offered = source.contents.model | source.others
     dtypes = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in tensors.items()}
     plan = plan_load(tensors, offered, request, dtypes)
     refuse_subclasses({name: tensors[name] for name in plan.copies})
     check_stored_ties(source, plan, tensors, request)
-    return _Load(source, plan, tensors, Room(model, tensors, {name: dtypes[name] for name in plan.copies}))
+    return source, plan, tensors, Room(model, tensors, {name: dtypes[name] for name in plan.copies})
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model of transformers 5 or peft as its own ``save_pretrained`` does, for ``from_pretrained`` and others.
+
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model. The directory
+    gets ``model.safetensors`` in the hub's names, with the conversions of ``from_pretrained`` undone, or several files
+    with ``model.safetensors.index.json``; ``config.json`` and ``generation_config.json``; for a peft model
+    ``adapter_model.safetensors`` and ``adapter_config.json``. Each rank writes its own bytes; those converted
+    together, such as the experts of a layer, are gathered and written by the ranks in turn. The directory is renamed
+    into its place when all ranks have succeeded; other files in it stay.
+
+    Args:
+        model: plain, or sharded by any ``fully_shard`` calls.
+        path: the directory.
+        max_shard_size: bytes of tensors in a file; a larger tensor has a file to itself.
+        dtype: convert floating-point tensors to this dtype while writing, such as ``torch.bfloat16``; None keeps
+            theirs.
+        overwrite: replace the model that is there.
+        group: the ranks that hold the model; None: all.
+
+    Raises:
+        CheckpointError: on every rank, with existing files unchanged: it is another kind of model, a tensor cannot be
+            saved, a model or a checkpoint is there, ranks pass different arguments, or writing failed on some rank.
+
+    Example:
+        >>> save_pretrained(model, "out", dtype=torch.bfloat16)
+        >>> AutoModelForCausalLM.from_pretrained("out")
+    """
+    place, groups = Path(path).absolute(), world(group)
+    with together(groups, CheckpointError, call="save_pretrained") as poll:
+        _check_place(place, overwrite)
+        export = _export(model)
+        laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
+        files = lay_out(export.specs(dtype), export.name, max_shard_size)
+        poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": [each.name for each in files]}
+        poll.same["model"] = {name: described(tensor) for name, tensor in export.sources.items()}
+        poll.own = directory.draw_token()  # the highest is of all
+    is_first = own_rank() == ranks_of(groups)[0]
+    with directory.temporary_directory(place, poll.any, is_first=is_first) as draft:
+        _write(draft, files, export, groups)
+        with together(groups, CheckpointError):
+            if is_first:
+                directory.clear_stale(place, poll.any)
+                export.write_configs(draft, dtype)
+                flush_files(each for each in draft.rglob("*") if each.is_file())
+                directory.carry_over(place, draft, lambda name: _OURS.fullmatch(name) is not None)
+                directory.commit(place, poll.any, replace=True)
+
+
+def _check_place(place: Path, overwrite: bool) -> None:
+    if (place / manifest.NAME).exists():
+        rule = "A model is never written into a checkpoint, whose manifest lists all of its files"
+        problem = f"must not be a checkpoint, and {place} is one"
+        raise CheckpointError(message("path", problem, rule, "Use another path"))
+    there = sorted(each.name for each in place.iterdir() if _OURS.fullmatch(each.name)) if place.exists() else []
+    if there and not overwrite:
+        rule, fix = "A model is replaced only on request", "Use another path, or pass overwrite=True"
+        raise CheckpointError(message(str(place), f"has {listing(there)}", rule, fix))
+
+
+class _Export(NamedTuple):
+    """A model in the hub's layout."""
+
+    name: str  # the start of the names of its files
+    model: Any  # unwrapped
+    sources: dict[str, Tensor]  # by the model's names
+    renamed: dict[str, str]  # the hub's names of those that are written as they are
+    groups: list[tuple[Group, dict[str, str]]]  # of those that are converted, with the hub's names
+
+    def specs(self, dtype: torch.dtype | None) -> dict[str, Spec]:
+        """Return what the files hold, by the hub's names."""
+        tensors = {new: self.sources[name] for name, new in self.renamed.items()}
+        tensors |= {new: group.targets[name] for group, names in self.groups for name, new in names.items()}
+        return {name: Spec(written_dtype(tensor, dtype), tensor.shape) for name, tensor in tensors.items()}
+
+    def write_configs(self, place: Path, dtype: torch.dtype | None) -> None:
+        """Write the JSON files that tell how to build the model. Local."""
+        model = self.model
+        if self.name == "adapter_model":
+            config, base = copy.copy(next(iter(model.peft_config.values()))), model.get_base_model()
+            config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+            config.inference_mode = True
+            auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
+            config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
+            return
+        config = described_config(model, dtype or model.dtype)
+        config.save_pretrained(place)
+        if model.can_generate():
+            model.generation_config.save_pretrained(place)
+        if model.is_remote_code():
+            sys.modules["transformers"].dynamic_module_utils.custom_object_save(model, place, config=config)
+
+
+def _export(model: nn.Module) -> _Export:
+    """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
+    bare: Any = unwrapped(model)
+    tensors = model_state(model).tensors
+    if is_adapted(model):
+        return _export_adapter(bare, tensors)
+    if not is_pretrained(model) or getattr(bare, "_hf_peft_config_loaded", False):
+        problem = f"must be of transformers 5, or of peft, got {plain_class(bare).__name__}"
+        raise CheckpointError(message("model", problem, "", "Use save_checkpoint"))
+    if getattr(bare, "hf_quantizer", None) is not None:
+        rule, fix = "Only transformers knows the layout of its weights", "Save the parameters that train, with peft"
+        raise CheckpointError(message("model", "is quantized by transformers", rule, fix))
+    tied = getattr(bare, "all_tied_weights_keys", None) or {}  # names that transformers ties to others, which are kept
+    kept_first = sorted(tensors, key=lambda name: name in tied)
+    first = {id(tensors[name]): name for name in reversed(kept_first)}
+    ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
+    sources = {name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored}
+    return _Export("model", bare, sources, *plan_save(bare, sources))
+
+
+def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Export:
+    """Find by stand-ins on meta which tensors peft saves, and by which names."""
+    if len(model.peft_config) != 1:
+        problem = f"must have one adapter, and has {', '.join(model.peft_config)}"
+        raise CheckpointError(message("model", problem, "A directory holds one", "Delete all but one, and save"))
+    ((adapter, config),) = model.peft_config.items()
+    if config.is_prompt_learning:
+        fix = "Call model.save_pretrained inside `with full_params(model):`"
+        raise CheckpointError(message("model", "learns prompts", "peft computes what it saves of them", fix))
+    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    names = {id(each): name for name, each in stand_ins.items()}
+    saved = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
+    renamed = {names[id(each)]: new for new, each in saved.items()}
+    return _Export("adapter_model", model, {name: tensors[name] for name in renamed}, renamed, [])
+
+
+def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> None:
+    """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
+    ranks = ranks_of(groups)
+    parts = [(export.renamed[n], part) for n, part in owned(export.sources, ranks).items() if n in export.renamed]
+
+    def write_own() -> Written:
+        place.mkdir(parents=True, exist_ok=True)
+        if own_rank() == ranks[0]:
+            create_files(place, files)
+        return write_parts(place, files, parts)
+
+    written = [*on_each(write_own, groups).values()]
+    made: Written = {}
+    problem = None
+    for turn, (group, names) in enumerate(export.groups):
+        full = _gathered({name: export.sources[name] for name, _ in group.sources}, turn, ranks)
+        try:
+            values = group.convert(next(iter(names)), full.__getitem__).items() if full is not None else ()
+            made |= write_parts(place, files, [(names[n], (value, full_box(value.shape))) for n, value in values])
+        except Exception as error:  # raised below: the other ranks gather on
+            problem = problem or error
+
+    def finish() -> Written:
+        if problem is not None:
+            raise problem
+        own = made.keys() | {name for name, _ in parts}
+        flush_files(place / file.name for file in files if not file.tensors.keys().isdisjoint(own))
+        return made
+
+    written += on_each(finish, groups).values()
+    check_written(
+        {name: spec.shape.numel() for name, spec in export.specs(None).items()}, [{"": each} for each in written]
+    )
+
+
+def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:
+    """Return full tensors on the CPU of the rank whose turn it is, and None on the others. Collective."""
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # every rank has them
+        full = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        return full if own_rank() == ranks[turn % len(ranks)] else None
+    on = model_group(tensors.values())
+    first = turn % len(on.ranks)
+    on = replace(on, ranks=on.ranks[first:] + on.ranks[:first])
+    full = dict(gather(tensors.items(), on, device=torch.device("cpu")))
+    # Of slices of a mesh, each with the full tensors, the one with the lowest rank writes.
+    return full if on.is_root and ranks[0] in on.ranks else None

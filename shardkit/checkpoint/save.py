@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch.states import with_local
-from shardkit.checkpoint import dcp, directory, manifest, random_state
-from shardkit.checkpoint.agreement import on_each, ranks_of, world
+from shardkit._torch import with_local
+from shardkit.checkpoint import dcp, directory, manifest
+from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
-    copies_of,
     finish_pending,
+    host_copies,
     start_pending,
     wait_pending,
 )
-from shardkit.checkpoint.chunks import part_of, refuse_subclasses
-from shardkit.checkpoint.format import File
+from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
 from shardkit.checkpoint.hub import config_text
-from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest
-from shardkit.checkpoint.owners import check_copies, check_written, copies
-from shardkit.checkpoint.plain import decode, dumps, encode, leaves_of
-from shardkit.checkpoint.transfer import ProgressLine, flush_files
-from shardkit.checkpoint.write import Layout, create_files, described, laid_out, write_own, write_parts
+from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest, entries_of, entry_of
+from shardkit.checkpoint.native import own_random_states
+from shardkit.checkpoint.plain import decode, encode, leaves_of
+from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.names import check_scales, first_names, model_state, trainable_state
+from shardkit.state.model import check_scales, first_names, model_state, trainable_state
 from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,6 @@ class Content:
     optimizer: dict[str, Tensor]  # by path in the state
     rest: dict[str, Tensor]  # of the scheduler and of extra; the first rank writes them
     plain: dict[str, Any]  # everything else, encoded
-    layouts: dict[str, Layout] = field(default_factory=dict)  # of safetensors files: model and optimizer
     random: dict[str, str] = field(default_factory=dict)  # this rank's generators
     quantized: bool = False  # whether optimizer state is quantized on this rank
     meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
@@ -85,69 +79,51 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Save a model, its optimizer and the rest of the training state into the directory ``path``, atomically.
 
-    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model. All ranks must
-    see the same file system. Nothing is gathered: each rank writes its own bytes, and the save fails unless together
-    they wrote every element once. The files are written into a hidden directory beside ``path`` and flushed, and the
-    directory is renamed when all ranks have succeeded. So ``path`` is complete whenever the processes were killed, and
-    an earlier checkpoint stays until then.
-
-    The directory has ``model.safetensors`` (above 5 GB several files with an index, as on Hugging Face), which
-    ``safetensors.torch.load_file`` and ``from_pretrained`` read; ``optimizer.safetensors``; ``state.safetensors`` and
-    ``state.json`` with the rest; ``config.json`` if the model has a transformers ``config``; and ``manifest.json`` with
-    sizes and checksums. None of them is a pickle. With ``format="dcp"`` model and optimizer are in DCP files, for
-    ``torch.distributed.checkpoint.load``.
-
-    The random generators of Python and torch are saved for every rank. Quantized optimizer state, such as torchao's, is
-    saved as its values.
+    **Collective**: every rank of the world, or of ``group``, calls it with its shards of the same model, and sees the
+    same file system. Each rank writes its own bytes; nothing is gathered, and nothing is pickled. An earlier checkpoint
+    at ``path`` stays until the new one is complete and on the disk, whenever processes are killed. The random
+    generators of every rank are saved too. ``docs/checkpoints.md`` has the files.
 
     Args:
         path: the directory of this one checkpoint, such as ``runs/step-100``.
         model: plain, or sharded by any ``fully_shard`` calls.
-        optimizer: one, or several of different parameters.
+        optimizer: one, or several of different parameters; quantized state is saved as its values.
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
-        extra: plain data and plain tensors, such as ``{"step": 100}``; rank 0's is saved, and ``load_checkpoint``
-            returns it.
-        format: ``"safetensors"`` or ``"dcp"``.
-        async_: return as soon as the state is copied to CPU memory (as much as this rank's shards, reused by the next
-            save), and write it in a thread.
-        overwrite: replace the files that shardkit wrote if there is a checkpoint at ``path``; they are deleted in a
-            thread, for which the next save or load waits. Other files in the directory are carried over; it is an error
-            if the save needs the name of one.
-        keep: after the save, likewise, delete all but the newest ``keep`` checkpoints beside this one whose names
-            differ from its own only in numbers; never one that is being loaded, or has files of others.
-        trainable_only: leave out frozen parameters, such as the base of an adapter: save only parameters with
-            ``requires_grad``, the buffers and extra state of the modules that hold them directly, and their optimizer
-            state. Frozen parameters are neither read nor copied, and :func:`load_checkpoint` leaves them unchanged.
-        group: the ranks that hold the model; None: all. Ranks that hold different models, such as pipeline stages,
-            pass one group for each model, and each group its own ``path``, such as ``runs/stage-0/step-100``.
+        extra: plain data and plain tensors of rank 0, such as ``{"step": 100}``, which ``load_checkpoint`` returns.
+        format: ``"safetensors"``, or ``"dcp"`` for ``torch.distributed.checkpoint.load``.
+        async_: return when the state is copied to CPU memory, which the next save reuses, and write it in a thread.
+        overwrite: replace a checkpoint at ``path``. Files of yours in it are carried over.
+        keep: then delete, in a thread, all but the newest ``keep`` checkpoints beside it whose names differ only in
+            numbers; never one with files of yours.
+        trainable_only: leave out frozen parameters, and buffers and extra state of modules without trainable ones.
+        group: the ranks that hold the model; None: all. Pipeline stages pass one group and one ``path`` each.
 
     Returns:
         a handle; :meth:`SaveHandle.wait` returns when the checkpoint is complete, at once without ``async_``.
 
     Raises:
-        CheckpointError: on every rank: something cannot be saved (nothing is written), ranks pass different arguments
-            or models (listed by rank), or writing failed on some rank (with its reason), now or in the previous
-            background save. An earlier checkpoint is unchanged.
-
-    Example:
-        >>> save_checkpoint(f"runs/step-{step}", model, optimizer, scheduler, extra={"step": step}, keep=3)
+        CheckpointError: on every rank, with any earlier checkpoint unchanged: something cannot be saved, ranks pass
+            different arguments or models, or writing failed on some rank, now or in the previous background save.
     """
     wait_pending()
-    place, groups = Path(path).absolute(), world(group)
+    place, groups, ranks = Path(path).absolute(), world(group), ranks_of(world(group))
     with together(groups, CheckpointError, call="save_checkpoint") as poll:
         finish_pending()  # here, since a rank whose program has waited does not raise
         replaces = check_destination(place, format, overwrite, keep)
-        content = _collected(model, optimizer, scheduler, extra, format, trainable_only)
-        options = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
-        poll.same = options | {"trainable_only": trainable_only} | content.compared()
+        content = _collected(model, optimizer, scheduler, extra, trainable_only)
+        _layouts(content, format, ranks)  # all of it is checked now
+        same = {"path": str(place), "format": format, "async_": async_, "overwrite": overwrite, "keep": keep}
+        poll.same = same | {"trainable_only": trainable_only} | content.compared()
         poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
+        poll.own = directory.draw_token()  # the highest is of all
         content = _staged(content, model) if async_ else content
-    write = partial(commit_checkpoint, place, format, content, replaces=replaces, keep=keep)
-    if not async_:
-        write(groups)
-        return SaveHandle()
-    background = background_groups(groups)
-    return start_pending(lambda: write(background))
+    groups = background_groups(groups) if async_ else groups
+    target = Target(place, format, ranks, poll.any, replaces, keep)
+    write = partial(commit_checkpoint, target, content, groups)
+    if async_:
+        return start_pending(write)
+    write()
+    return SaveHandle()
 
 
 # ---- what is saved ----------------------------------------------------------------------------------------------
@@ -170,9 +146,7 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
     return True
 
 
-def _collected(
-    model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, format: str, trainable_only: bool
-) -> Content:
+def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, trainable_only: bool) -> Content:
     """Collect the current state, as live tensors. Local."""
     state = model_state(model)
     named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
@@ -191,24 +165,32 @@ def _collected(
     refuse_subclasses(state.tensors | moments)
     found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
     ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
-    content = Content(
+    return Content(
         model=dict(state.tensors),
         optimizer=moments,
         rest={name: tensor.detach() for name, tensor in (rest | beside_tensors).items()},
         plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
         quantized=any(map(is_quantized, tensors.values())),
-        random={kind: each.hex() for kind, each in random_state.states().items()},
+        random={kind: each.hex() for kind, each in own_random_states().items()},
         meshes=[{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found],
         trainable_only=trainable_only,
         config="" if trainable_only else config_text(model),
     )
-    laid_out(content.rest, "state")  # all of it is checked now
-    return replace(content, layouts=_layouts(content, format))
 
 
-def _layouts(content: Content, format: str) -> dict[str, Layout]:
-    sections = {"model": content.model, "optimizer": content.optimizer} if format == "safetensors" else {}
-    return {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
+def _layouts(content: Content, format: str, ranks: Sequence[int]) -> dict[str, Layout]:
+    """Return what is written as safetensors, by the names of files; for DCP also what is only summed. Local, pure.
+
+    Raises:
+        CheckpointError: safetensors cannot hold a tensor.
+    """
+    sections = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
+    layouts = dict[str, Layout]()
+    if format == "dcp":
+        tensors = [*sections.pop("model").items(), *sections.pop("optimizer").items()]
+        on_slices = [(n, t) for n, t in tensors if isinstance(t, DTensor) and t.device_mesh.size() < len(ranks)]
+        layouts[""] = Layout(dict(on_slices), [])
+    return layouts | {key: laid_out(part, key) for key, part in sections.items() if part or key == "model"}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -221,93 +203,74 @@ def _staged(content: Content, model: nn.Module) -> Content:
     """Return it with copies in CPU memory. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
     flat = {f"{key}/{name}": tensor for key, part in sections.items() for name, tensor in part.items()}
-    made = copies_of(model).copy(flat)
+    made = host_copies(model, flat)
     copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
-    laid = content.layouts.items()
-    layouts = {key: Layout({name: copied[key][name] for name in old.tensors}, old.files) for key, old in laid}
-    return replace(content, layouts=layouts, **copied)
+    return replace(content, **copied)
 
 
 # ---- how it is written ------------------------------------------------------------------------------------------
 
 
-def commit_checkpoint(
-    path: Path,
-    format: str,
-    content: Content,
-    groups: Groups,
-    *,
-    replaces: bool = False,
-    keep: int | None = None,
-) -> None:
-    """Write everything into a temporary directory, and rename it to ``path``. Collective over ``groups``.
+class Target(NamedTuple):
+    """Where a save writes."""
 
-    Ranks wait for each other three times: when the first has made the files, when all have written and flushed their
-    parts, and when it has written the rest, flushed and renamed.
+    path: Path
+    format: str
+    ranks: Sequence[int]  # global, ascending
+    token: int
+    replaces: bool  # whether it may replace a checkpoint that is there
+    keep: int | None = None
+
+
+def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
+    """Write everything into a temporary directory, and rename it. Collective over ``groups``.
+
+    Ranks wait for each other twice: when all have written and flushed their parts, and when the first has written the
+    manifest, flushed and renamed.
     """
-    layouts = content.layouts or _layouts(content, format)  # a conversion has none yet
-
-    def prepare(place: Path) -> None:
-        create_files(place, [file for layout in layouts.values() for file in layout.files])
+    path, format, ranks, token, replaces, keep = target
+    layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
+    is_first = own_rank() == ranks[0]
 
     def write() -> dict[str, Any]:
-        report: dict[str, Any] = {"random": content.random, "quantized": content.quantized, "written": {}}
-        for section, layout in layouts.items():
-            progress = ProgressLine(f"save {section}")
-            report["written"][section] = write_own(draft.directory, layout, ranks, progress, flush=True)
-            progress.close()
-        return report | {"copies": copies(content.model | content.optimizer, ranks)}
+        if is_first:
+            directory.clear_stale(path, token)
+        draft.mkdir(parents=True, exist_ok=True)
+        written = {key: write_own(draft, layout, ranks) for key, layout in layouts.items()}
+        return {"random": content.random, "quantized": content.quantized, "written": written}
 
-    files = dict[str, FileEntry]()
-    with directory.temporary_directory(path, groups, prepare) as draft:
-        ranks = ranks_of(groups)
+    with directory.temporary_directory(path, token, is_first=is_first) as draft:
         if format == "dcp":
-            files = dcp.write(draft.directory, _dcp_tree(content), groups)
-        reports = on_each(write, groups)
+            files = dcp.write(draft, _dcp_tree(content), groups)
+        reports = on_each(write, groups).values()
         with together(groups, CheckpointError):
-            if draft.is_first:
-                check_copies(each["copies"] for each in reports.values())
-                for section, layout in layouts.items():
-                    sizes = {name: tensor.numel() for name, tensor in layout.tensors.items()}
-                    sums = check_written(sizes, (each["written"][section] for each in reports.values()))
-                    files |= entries_of(layout.files, sums)
-                by_rank = dist.get_process_group_ranks(groups[0]) if groups else ranks
-                rest = _write_rest(path, draft.directory, content, [reports[rank] for rank in by_rank])
-                about = (format, len(ranks), content.meshes, files | rest)
-                found = Manifest(*about, trainable_only=content.trainable_only)
-                (draft.directory / manifest.NAME).write_bytes(found.to_bytes())
-                flush_files(draft.directory / name for name in (*rest, manifest.NAME))
-                directory.commit(path, draft.token, replace=replaces, keep=keep)
+            if not is_first:
+                return
+            for key, layout in layouts.items():
+                sizes = {name: tensor.numel() for name, tensor in layout.tensors.items()} if layout.files else {}
+                files |= entries_of(
+                    layout.files, check_written(sizes, (each["written"].get(key, {}) for each in reports))
+                )
+            _write_manifest(path, draft, content, Manifest(format, len(ranks), content.meshes, files), list(reports))
+            directory.commit(path, token, replace=replaces, keep=keep)
 
 
-def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
-    """Return the manifest's entries of safetensors files, given the checksums of their tensors."""
-    return {
-        file.name: FileEntry(
-            file.bytes, len(file.head), zlib.crc32(file.head), {name: sums.get(name, 0) for name in file.tensors}
-        )
-        for file in files
-    }
-
-
-def _write_rest(path: Path, temporary: Path, content: Content, reports: list[dict[str, Any]]) -> dict[str, FileEntry]:
-    """Write the first rank's state, and carry over files of others from ``path``. Local; not flushed."""
+def _write_manifest(
+    path: Path, draft: Path, content: Content, found: Manifest, reports: Sequence[Mapping[str, Any]]
+) -> None:
+    """Carry over files of others from ``path``, and write what is not a tensor, flushed. Local."""
     kinds = [kind for kind in reports[0]["random"] if all(kind in each["random"] for each in reports)]
-    random = {kind: [bytes.fromhex(each["random"][kind]) for each in reports] for kind in kinds}
-    encoded, tensors = encode(random_state.as_tensors(random), "random")
-    plain = {"random": encoded, "quantized": any(each["quantized"] for each in reports)} | content.plain
-    layout = laid_out(content.rest | tensors, "state")
-    create_files(temporary, layout.files)
-    parts = ((name, part_of(tensor)) for name, tensor in layout.tensors.items())
-    sums = {name: total for name, (_, total) in write_parts(temporary, layout.files, parts).items()}
-    small, old = {STATE: dumps(plain)}, manifest.written_files(path)
-    directory.carry_over(path, temporary, lambda name: name in old)
-    if content.config and not (temporary / manifest.CONFIG).exists():
-        small[manifest.CONFIG] = content.config.encode()
-    for name, data in small.items():
-        with open(temporary / name, "xb") as file:
-            file.write(data)
-    return entries_of(layout.files, sums) | {name: manifest.entry_of(temporary / name) for name in small}
+    random = {kind: [each["random"][kind] for each in reports] for kind in kinds}
+    state = {"random": random, "quantized": any(each["quantized"] for each in reports)} | content.plain
+    old, files, written = manifest.written_files(path), dict(found.files), [manifest.NAME]
+    directory.carry_over(path, draft, lambda name: name in old)
+    if content.config and not (draft / manifest.CONFIG).exists():
+        (draft / manifest.CONFIG).write_bytes(content.config.encode())
+        files[manifest.CONFIG] = entry_of(draft / manifest.CONFIG)
+        written.append(manifest.CONFIG)
+    found = replace(found, files=files, state=state, trainable_only=content.trainable_only)
+    (draft / manifest.NAME).write_bytes(found.to_bytes())
+    flush_files(draft / name for name in written)
 
 
 def _dcp_tree(content: Content) -> dict[str, Any]:

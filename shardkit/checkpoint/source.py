@@ -4,7 +4,7 @@ Each kind of file is a class with these two members (:class:`Source`), used by `
 
 - ``contents``, a :class:`Contents`: everything that is not a tensor, and a :class:`Stored` (dtype, shape, key) for each
   tensor. It is complete when the source is opened, and its tensors are not read yet.
-- ``read(targets, progress)``: fill each ``(key, tensor)``. A DTensor gets this rank's part, found by its own mesh; a
+- ``read(targets)``: fill each ``(key, tensor)``. A DTensor gets this rank's part, found by its own mesh; a
   plain tensor gets all. Values are converted to the dtype of the target. Local: the ranks read independently.
 
 ``contents_of(tree)`` makes the contents from the nested dicts of foreign files.
@@ -21,12 +21,11 @@ from torch import Tensor
 
 from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint.format import Spec
-from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import local_value
-from shardkit.state.names import is_extra
+from shardkit.state.load import unwritten
+from shardkit.state.model import is_extra
 from shardkit.state.optimizer import renamed_state
-from shardkit.state.place import unwritten
 from shardkit.state.plan import LoadPlan, Request, check_ties, same_values
 
 # The keys under which programs save a model and an optimizer.
@@ -65,7 +64,7 @@ class Source(Protocol):
 
     contents: Contents
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key: the local part of a DTensor, or all of a plain tensor."""
 
 

@@ -7,7 +7,6 @@ LOCAL_STATE_DICT (flat parameters). All files are mapped, so each rank of any wo
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ from shardkit._torch import local_tensor
 from shardkit.checkpoint.chunks import covers, full_box
 from shardkit.checkpoint.read import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
-from shardkit.checkpoint.transfer import Progress
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, box_at
 
@@ -39,15 +37,8 @@ _Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # the state dict of each rank
 class TorchFiles:
     """Open files of ``torch.save``. Reading needs neither the world that wrote them nor a process group.
 
-    Args:
-        path: for messages.
-        sets: the files of each rank, by the start of their names, as from :func:`rank_files`; a lone file under "".
-        shapes: of the model's parameters, in order, for FSDP1's flat parameters; None if they are not known.
-        allow_pickle: unpickle other objects than tensors and plain data, which can run code.
-
-    Raises:
-        CheckpointError: the pieces of a tensor do not fill it, or flat parameters do not fit the model. What torch
-            raises for a file that it cannot read passes through.
+    ``sets`` are the files of all ranks, by the start of their names, as from :func:`rank_files`; a lone file is under
+    "". ``shapes`` are those of the model's parameters, in order, for FSDP1's flat parameters.
     """
 
     def __init__(
@@ -73,7 +64,7 @@ class TorchFiles:
         """Merge the trees of all ranks, with a :class:`Stored` for each tensor."""
         first, key = trees[0], ".".join(path).removeprefix(".")
         if isinstance(first, Mapping):
-            if any(map(_is_flat, first)):
+            if any(str(name).endswith(_FLAT) for name in first):
                 trees = [first := _by_parameter(trees, self._shapes, self._where)]
             keys = dict.fromkeys(key for tree in trees for key in tree)
             return {k: self._merged([t[k] for t in trees if k in t], (*path, str(k))) for k in keys}
@@ -86,18 +77,15 @@ class TorchFiles:
         self._chunks[key] = [(box, part.detach) for box, part in parts.items()]
         return Stored(next(iter(parts.values())).dtype, shape, key)
 
-    def read(self, targets: Iterable[tuple[str, Tensor]], progress: Progress | None = None) -> None:
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Copy into each target its part of the tensor of its key. Local."""
-        fill(targets, self._chunks.__getitem__, progress)
+        fill(targets, self._chunks.__getitem__)
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:
     """Return the files of all ranks in a directory, or of the set of one file, by the start of their names. Local.
 
     Files of generators and schedulers, such as verl's ``extra_state_*``, are left out.
-
-    Raises:
-        CheckpointError: files of some ranks are missing, or there is more than one set for the model or the optimizer.
     """
     directory = path if path.is_dir() else path.parent
     sets: dict[tuple[str, str], dict[int, Path]] = {}
@@ -141,11 +129,7 @@ def _load(file: Path, allow_pickle: bool) -> Mapping[Any, Any]:
 
 
 def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
-    """Return the shape of a tensor, and the parts of all ranks.
-
-    Raises:
-        CheckpointError: they are not the parts of one tensor.
-    """
+    """Return the shape of a tensor, and the parts of all ranks, which must fill it."""
     first = values[0]
     if isinstance(first, _ShardedPieces):
         shape, parts = first.size_of_full, {box: part for each in values for part, box in each.pieces}
@@ -188,8 +172,8 @@ class _Shell:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
-            state = state[1] if len(state) == 2 else {"dtype": state[0]}
+        if isinstance(state, tuple):  # of slots; or of TensorProperties, which is not needed
+            state = state[1] if len(state) == 2 else {}
         self.__dict__.update(state)
 
 
@@ -239,7 +223,7 @@ _SHELLS: list[Any] = [
 
 @dataclass(frozen=True)
 class _Run:
-    """A parameter as a run of the elements that the ranks hold one after the other, mapped from files."""
+    """A parameter as a run of the elements of a flat one, which the ranks hold one after the other."""
 
     shape: torch.Size
     shards: list[Tensor]
@@ -254,50 +238,34 @@ class _Run:
         return torch.cat(parts).view(self.shape)
 
 
-def _is_flat(key: object) -> bool:
-    """Whether a key of a state dict is that of a flat parameter."""
-    return str(key).rpartition(".")[2] == _FLAT
-
-
 def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any, Any]:
     """Return a state dict with each flat parameter replaced by the runs of the unit's parameters. Local, pure.
 
-    A flat parameter is the parameters of a unit, without those of the units inside it, in the model's order, padded
-    with zeros at the end. With ``use_orig_params=True`` each rank has its run of each parameter by name, unpadded.
-
-    Raises:
-        CheckpointError: sizes are not known, or do not fit.
+    A flat parameter is the parameters of a unit, without those of the units inside it, in the model's order, and zeros
+    at the end. With ``use_orig_params=True`` its parameters start at multiples of 16 bytes, and are listed by name too.
     """
     if shapes is None:
         rule = "Flat parameters do not store the shapes of parameters, so the model must give them"
         fix = "Load it with load_checkpoint(path, model), and save that"
         raise CheckpointError(message(where, "is FSDP1's LOCAL_STATE_DICT", rule, fix))
-    found = {key: value for key, value in trees[0].items() if not _is_flat(key)}
-    units: dict[str, list[str]] = {key.removesuffix(_FLAT): [] for key in trees[0] if _is_flat(key)}
+    units: dict[str, list[str]] = {key.removesuffix(_FLAT): [] for key in trees[0] if key.endswith(_FLAT)}
+    found = {key: value for key, value in trees[0].items() if not key.endswith(_FLAT)}
     for name in shapes:
         if around := [unit for unit in units if name.startswith(unit)]:
             units[max(around, key=len)].append(name)
     for unit, names in units.items():
-        if any(name in tree for name in names for tree in trees):  # use_orig_params=True
-            for name in names:
-                shards = [tree[name].detach() for tree in trees if name in tree]
-                _check_count(shards, shapes[name].numel(), 0, f"{where}: {name}")
-                found[name] = _Run(shapes[name], shards, 0)
-        else:
-            shards = [part for tree in trees for part in _shards(tree[unit + _FLAT])]
-            starts = [0, *itertools.accumulate(shapes[name].numel() for name in names)]
-            _check_count(shards, starts[-1], max(len(trees) - 1, 1), f"{where}: {listing(names)}")
-            found |= {name: _Run(shapes[name], shards, at) for name, at in zip(names, starts, strict=False)}
+        flat = [tree[unit + _FLAT] for tree in trees]
+        pieces = [[part for part, _ in each.pieces] if isinstance(each, _ShardedPieces) else [each] for each in flat]
+        shards = [part.detach() for of_rank in pieces for part in of_rank]
+        step, end = 16 // shards[0].element_size() if found.keys() & names else 1, 0
+        for name in names:
+            start = -(-end // step) * step
+            found[name] = _Run(shapes[name], shards, start)
+            end = start + shapes[name].numel()
+        total = sum(shard.numel() for shard in shards)
+        if not end <= total <= end + max(len(trees) - 1, 1):
+            rule = "The shards of all ranks must add up to the model's parameters, unit by unit"
+            fix = "Load into the model that was saved, with its parameters in the same order, or save FULL_STATE_DICT"
+            problem = f"has {total} elements in the files, and {end} here"
+            raise CheckpointError(message(f"{where}: {listing(names)}", problem, rule, fix))
     return found
-
-
-def _shards(flat: Tensor) -> list[Tensor]:
-    return [part.detach() for part, _ in flat.pieces] if isinstance(flat, _ShardedPieces) else [flat.detach()]
-
-
-def _check_count(shards: list[Tensor], count: int, padding: int, what: str) -> None:
-    total = sum(shard.numel() for shard in shards)
-    if not 0 <= total - count <= padding:
-        rule = "The shards of all ranks must add up to the model's parameters, unit by unit"
-        fix = "Load into the model that was saved, with its parameters in the same order, or save FULL_STATE_DICT"
-        raise CheckpointError(message(what, f"has {total} elements in the files, and {count} here", rule, fix))

@@ -1,4 +1,8 @@
-"""Write safetensors files from all ranks in parallel: each rank writes its own bytes at their offsets."""
+"""Write safetensors files from all ranks in parallel: each rank writes its own bytes at their offsets.
+
+A tensor's own mesh says where its parts lie. Where that mesh is a slice of a larger one, each slice has the full one:
+the slice with the lowest rank writes it, and the values of all slices must be equal.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,37 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
-from shardkit.checkpoint.chunks import MASK, Part, blocks, inside, is_plain_memory, part_sum, runs_of
+from shardkit.checkpoint.chunks import (
+    MASK,
+    Part,
+    flush_files,
+    opened,
+    part_of,
+    part_sum,
+    raw,
+    runs_of,
+    staged,
+    write_all,
+)
 from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
-from shardkit.checkpoint.owners import check_copies, check_written, copies, owned
-from shardkit.checkpoint.transfer import Meter, Progress, Staging, flush_files, opened, raw, write_all
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, together
-from shardkit.shards import local_value, misplaced
+from shardkit.ranks import together
+from shardkit.shards import is_first_replica, local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
+
+# By name, the elements of a tensor that a rank has written, and what they add to its checksum.
+Written: TypeAlias = "dict[str, tuple[int, int]]"
 
 
 class Layout(NamedTuple):
@@ -36,58 +54,41 @@ def write_tensors(
     directory: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
     *,
-    name: str = "model",
     max_shard_size: int = MAX_SHARD_SIZE,
-    metadata: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
     flush: bool = False,
-    progress: Progress | None = None,
-    groups: Groups | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[File]:
-    """Write tensors into ``directory`` as ordinary safetensors files, each rank its own bytes.
+    """Write tensors into ``directory`` as an ordinary ``model.safetensors``, each rank its own bytes.
 
-    **Collective** over ``groups``, whose ranks must all see the directory. The first rank allocates the files in full
-    size, so that a full disk fails right there, and writes headers and plain tensors; each shard is written by its
-    first replica, and nothing is gathered. A shard that is on another device than the CPU, of another dtype or not
-    contiguous goes through a buffer of 16 MiB. After an error files are incomplete: write into a new directory, and
-    rename it when this returns.
+    **Collective** over the world or ``group``, whose ranks must all see the directory. The first rank allocates the
+    files in full size, and writes headers and plain tensors; each shard is written by its first replica, and nothing
+    is gathered. After an error files are incomplete: write into a new directory, and rename it when this returns.
 
     Args:
         directory: exists, and has none of the files.
         tensors: DTensors and plain tensors, the same names, shapes and dtypes on every rank. Plain ones must be equal
             on all ranks. The same object under several names is written once, under the first.
-        name: the file is ``<name>.safetensors``; above ``max_shard_size`` the files are
-            ``<name>-00001-of-0000n.safetensors`` with ``<name>.safetensors.index.json``.
-        max_shard_size: bytes of tensors in a file; a larger tensor has a file to itself.
-        metadata: strings for the header, besides ``{"format": "pt"}``, which transformers requires.
-        dtype: convert floating-point tensors to this dtype while writing; None keeps theirs.
+        max_shard_size: bytes of tensors in a file; above it there are several files, with an index, and a larger tensor
+            has a file to itself.
         flush: flush the files to the disk (fsync) before this returns, though not the directory.
-        progress: called on each rank with the bytes it has written, and its total, every 64 MiB.
-        groups: process groups that together reach each rank that writes once; None: all ranks.
+        group: the ranks that hold the tensors; None: all.
 
     Returns:
         the files, the index last; the same on every rank.
 
     Raises:
-        CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, separate meshes
-            have different values of one tensor, or writing failed on some rank, with its reason.
+        CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, a file exists,
+            separate meshes have different values of one tensor, or writing failed on some rank, with its reason.
     """
-    groups, target = world() if groups is None else groups, Path(directory)
-    with together(groups, CheckpointError, call="write_tensors") as poll:
-        layout = laid_out(tensors, name, max_shard_size, metadata, dtype)
-        rows = {name: described(tensor) for name, tensor in layout.tensors.items()}
-        poll.same = {"tensors": rows, "files": [file.name for file in layout.files]}
+    groups, target = world(group), Path(directory)
     ranks = ranks_of(groups)
-    with together(groups, CheckpointError):
-        if own_rank() == ranks[0]:
-            create_files(target, layout.files)
-
-    def write() -> tuple[Any, Any]:
-        return write_own(target, layout, ranks, progress, flush=flush), copies(layout.tensors, ranks)
-
-    reports = on_each(write, groups).values()
-    check_copies(copied for _, copied in reports)
-    check_written({name: each.numel() for name, each in layout.tensors.items()}, (written for written, _ in reports))
+    with together(groups, CheckpointError, call="write_tensors") as poll:
+        layout = laid_out(tensors, "model", max_shard_size)
+        if there := [file.name for file in layout.files if own_rank() == ranks[0] and (target / file.name).exists()]:
+            raise CheckpointError(message(str(target), f"has {listing(there)}", "", "Write into a new directory"))
+        poll.same = {"tensors": {name: described(tensor) for name, tensor in layout.tensors.items()}}
+    reports = on_each(lambda: write_own(target, layout, ranks, flush=flush), groups)
+    check_written({name: tensor.numel() for name, tensor in layout.tensors.items()}, reports.values())
     return layout.files
 
 
@@ -100,11 +101,7 @@ def described(tensor: Tensor) -> str:
 
 
 def laid_out(
-    tensors: Mapping[str, Tensor],
-    name: str,
-    most: int = MAX_SHARD_SIZE,
-    metadata: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
+    tensors: Mapping[str, Tensor], name: str, most: int = MAX_SHARD_SIZE, dtype: torch.dtype | None = None
 ) -> Layout:
     """Assign different tensors to files, after checking that safetensors can hold them. Local."""
     if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
@@ -120,7 +117,7 @@ def laid_out(
         if any(local_value(tensor).is_meta for tensor in different.values()):
             fix = "Call shardkit.materialize(model), or load_pretrained, before saving"
         raise CheckpointError(message("tensors", f"cannot be written: {listing(unfit)}", rule, fix))
-    return Layout(different, lay_out(specs, name, most, {"format": "pt", **(metadata or {})}))
+    return Layout(different, lay_out(specs, name, most))
 
 
 def written_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -142,13 +139,68 @@ def _unfit(tensor: Tensor, spec: Spec) -> Iterator[str]:
         yield problem
 
 
+def owned(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, Part]:
+    """Return the parts that this one of the ``ranks``, ascending, writes. Local, no copy.
+
+    The lowest rank writes plain tensors; the first replica of each shard writes it, on the slice with the lowest rank.
+    """
+    return _held(tensors, ranks).get("", {})
+
+
+def _held(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict[str, Part]]:
+    """Return the parts of which this rank is the first replica, by slices; the one that is written is ``""``."""
+    lowest: dict[DeviceMesh, int] = {}  # once for each mesh: torch 2.13 computes DeviceMesh.mesh anew each time
+    found: dict[str, dict[str, Part]] = {}
+    for name, tensor in tensors.items():
+        at = own_rank()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            at = lowest[mesh] = lowest[mesh] if mesh in lowest else int(mesh.mesh.min())
+        if is_first_replica(tensor) if isinstance(tensor, DTensor) else at == ranks[0]:
+            found.setdefault("" if at == ranks[0] else str(at), {})[name] = part_of(tensor)
+    return found
+
+
+def check_written(sizes: Mapping[str, int], of_ranks: Iterable[Mapping[str, Written]]) -> dict[str, int]:
+    """Check that ranks wrote as many elements of each tensor as it has, and that all slices have the same. Pure.
+
+    Args:
+        sizes: the elements of each tensor.
+        of_ranks: what each rank wrote, and what it has on other slices, as from :func:`write_own`.
+
+    Returns:
+        the checksums of the tensors.
+
+    Raises:
+        CheckpointError: a part of a tensor was not written, or was written twice; or slices differ.
+    """
+    slices: dict[str, Written] = {}
+    for at, parts in (each for of_rank in of_ranks for each in of_rank.items()):
+        found = slices.setdefault(at, {})
+        for name, (count, total) in parts.items():
+            known, before = found.get(name, (0, 0))
+            found[name] = known + count, (before + total) & MASK
+    written = slices.pop("", {})
+    counts = {name: written.get(name, (0, 0))[0] for name in sizes}
+    if wrong := [f"{name} ({counts[name]:,} of {size:,})" for name, size in sizes.items() if counts[name] != size]:
+        rule, fix = "Every element is written once", "Report this, with the model's meshes and placements"
+        raise CheckpointError(message("elements written", f"do not add up: {listing(wrong)}", rule, fix))
+    if differ := {name for parts in slices.values() for name, own in parts.items() if own != written.get(name)}:
+        problem = f"are full on several meshes, with different values: {listing(sorted(differ))}"
+        rule = "A tensor whose parts differ between ranks must be one DTensor on a mesh of all of these ranks"
+        fix = "Call DTensor.from_local(part, mesh['ep'], [Shard(0)]), for example, before fully_shard, with the mesh "
+        fix += "axis along which the tensor differs; or save each mesh by itself with group="
+        raise CheckpointError(message(f"{len(differ)} tensors", problem, rule, fix))
+    return {name: total for name, (_, total) in written.items()}
+
+
 # ---- how it is written ----------------------------------------------------------------------------------------
 
 
 def create_files(directory: Path, files: Iterable[File]) -> None:
-    """Create files in full size, with their headers. Local: the first rank calls it."""
+    """Give files their full size and their headers; others may be writing into them. Local: the first rank calls it."""
     for file in files:
-        with opened(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        with opened(directory / file.name, os.O_WRONLY | os.O_CREAT) as descriptor:
             try:  # have the disk reserve all blocks, so that a full disk fails before anything is copied
                 os.posix_fallocate(descriptor, 0, file.bytes)
             except OSError as error:
@@ -158,56 +210,49 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
             write_all(descriptor, memoryview(file.head), 0)
 
 
-def write_own(
-    directory: Path, layout: Layout, ranks: Sequence[int], progress: Progress | None = None, *, flush: bool
-) -> dict[str, tuple[int, int]]:
-    """Write this rank's parts into the files, as :func:`write_parts`. Local."""
-    parts = owned(layout.tensors, ranks)
-    written = write_parts(directory, layout.files, parts.items(), progress)
-    if flush:
-        is_first = own_rank() == ranks[0]  # which wrote the headers
-        flush_files(directory / f.name for f in layout.files if is_first or not f.tensors.keys().isdisjoint(parts))
-    return written
+def write_own(directory: Path, layout: Layout, ranks: Sequence[int], *, flush: bool = True) -> dict[str, Written]:
+    """Write this rank's parts into the files, which the first rank makes, for :func:`check_written`. Local.
+
+    A layout without files is only summed.
+    """
+    is_first, held = own_rank() == ranks[0], _held(layout.tensors, ranks)
+    report: dict[str, Written] = {}
+    if layout.files:
+        mine = held.pop("", {})
+        if is_first:
+            create_files(directory, layout.files)
+        report[""] = write_parts(directory, layout.files, mine.items())
+        touched = [file.name for file in layout.files if is_first or not file.tensors.keys().isdisjoint(mine)]
+        flush_files(directory / name for name in touched if flush)
+    for at, parts in held.items():
+        sums = {name: part_sum(*part, layout.tensors[name].shape) for name, part in parts.items()}
+        report[at] = {name: (parts[name][0].numel(), total) for name, total in sums.items()}
+    return report
 
 
-def write_parts(
-    directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]], progress: Progress | None = None
-) -> dict[str, tuple[int, int]]:
-    """Write parts of tensors, given with the tensors' names, to their places in existing files. Local.
-
-    Returns:
-        by name, the elements that were written, and what they add to the checksum of the tensor.
+def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]]) -> Written:
+    """Write parts of tensors, given with the tensors' names, to their places in files. Local.
 
     Raises OSError where the system refuses.
     """
     places = {name: (file.name, entry) for file in files for name, entry in file.tensors.items()}
-    jobs: dict[str, list[tuple[str, Part, Entry]]] = {file.name: [] for file in files}
+    jobs: dict[str, list[tuple[str, Part, Entry]]] = {}
     for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):
         file, entry = places[name]
-        jobs[file].append((name, part, entry))
-    total = sum(part.numel() * entry.dtype.itemsize for job in jobs.values() for _, (part, _), entry in job)
-    meter, staging, written = Meter(progress, total), Staging(), dict[str, tuple[int, int]]()
-    busy = [file for file, job in jobs.items() if job]
+        jobs.setdefault(file, []).append((name, part, entry))
+    written: Written = {}
     # Each rank starts with another file: ext4 and XFS lock a file for each write, so ranks would wait for each other.
+    busy = sorted(jobs)
     first = own_rank() % max(len(busy), 1)
     for target in busy[first:] + busy[:first]:
-        with opened(directory / target, os.O_WRONLY) as descriptor:
+        with opened(directory / target, os.O_WRONLY | os.O_CREAT) as descriptor:
             for name, part, entry in jobs[target]:
-                for values, box in _as_stored(part, entry, staging):
+                for view, values, box in staged(part, entry.dtype):
+                    if values is not view:
+                        values.copy_(view)
                     data = raw(values)
                     for low, high, start in runs_of(box, entry.shape).bytes(entry.dtype.itemsize):
-                        write_all(descriptor, data[low:high], entry.start + start, meter)
+                        write_all(descriptor, data[low:high], entry.start + start)
                     count, known = written.get(name, (0, 0))
                     written[name] = count + values.numel(), (known + part_sum(values, box, entry.shape)) & MASK
     return written
-
-
-def _as_stored(part: Part, entry: Entry, staging: Staging) -> Iterator[Part]:
-    """Yield a part as plain memory of the file's dtype: its own memory, or block by block in the staging buffer."""
-    values, box = part
-    if values.dtype == entry.dtype and is_plain_memory(values):
-        yield part
-        return
-    for block in blocks(box, Staging.BYTES // entry.dtype.itemsize):
-        view = inside(values, box, block)
-        yield staging.take(view.shape, entry.dtype, view.device).copy_(view), block

@@ -1,9 +1,14 @@
-"""The same training three times: sharded over all ranks, plain in one process, and resumed on other ranks; compared."""
+"""The same training twice, sharded over all ranks and plain in one process, and compared.
+
+A byte-level transformer in plain torch learns Python's own sources.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,50 +20,68 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardkit import (
-    clip_grad_norm_,
-    full_state_dict,
-    init_on_meta,
-    load_checkpoint,
-    materialize,
-    plan_model,
-    save_checkpoint,
-    shard_model,
-)
-from shardkit.demo.model import ByteTransformer, load_text, micro_batch
+from shardkit import clip_grad_norm_, full_state_dict, init_on_meta, materialize, plan_model, shard_model
 from shardkit.memory import MemoryReport, estimate, memory_report
-from shardkit.plan.types import nbytes
 
 SEED, LEARNING_RATE, MAX_NORM = 0, 3e-3, 0.5
 EPS = 1e-5  # well above a gradient's rounding, which AdamW would turn into whole steps where the gradient is 0
 SEQUENCES, CONTEXT = 8, 128  # of one micro-batch, one for each rank and step; bytes of each
-CHECKPOINT, OUTPUT = "checkpoint", "output"  # files in the folder of a job
-MOST_RESUMED = 10  # steps, which are trained a second time
 MOST_STEPS = 150  # where roundings grow
+BYTES = 256
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte of a text: torch's pre-norm blocks over embedded bytes and sinusoidal positions."""
+
+    positions: Tensor
+
+    def __init__(self, dim: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, dim)
+        block = functools.partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList(block(dim, num_heads, 4 * dim, dropout=0.0) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, BYTES, bias=False)
+        angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(0, dim, 2) / dim))
+        # Not persistent, so not in any checkpoint: materialize() has to compute it, and does.
+        self.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), dim=-1), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next byte, (batch, sequence, 256), for int64 bytes of (batch, sequence)."""
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        x = self.embedding(tokens) + self.positions[:length]
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@functools.cache
+def load_text() -> Tensor:
+    """Return the ``*.py`` files of the standard library, concatenated, as uint8 of shape (bytes,)."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Job:
     """What is trained, on how many ranks, and for how long."""
 
-    ranks: int  # those that train first, each on a micro-batch of its own
+    ranks: int  # each with a micro-batch of its own
     steps: int  # of the optimizer
-    folder: Path | None = None  # for the checkpoint and what rank 0 says; None saves nothing and prints
-
-    @property
-    def saved_after(self) -> int:
-        """The number of steps after which the checkpoint is saved."""
-        return self.steps - min(MOST_RESUMED, self.steps // 2)
+    output: Path | None = None  # a file for what rank 0 says; None prints
 
     def batch(self, step: int) -> Tensor:
-        """The micro-batches of all ``ranks``, int64 of shape (ranks * SEQUENCES, CONTEXT + 1)."""
-        numbers = range(step * self.ranks, (step + 1) * self.ranks)
-        return torch.cat([micro_batch(load_text(), number, SEQUENCES, CONTEXT) for number in numbers])
+        """The micro-batches of all ranks, int64 of shape (ranks * SEQUENCES, CONTEXT + 1); the same for each step."""
+        size, generator = (self.ranks * SEQUENCES, 1), torch.Generator().manual_seed(step)
+        starts = torch.randint(len(load_text()) - CONTEXT, size, generator=generator)
+        return load_text()[starts + torch.arange(CONTEXT + 1)].long()
 
     def say(self, text: str) -> None:
         """Show a text, on rank 0 only."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            with (self.folder / OUTPUT).open("a") if self.folder else nullcontext(sys.stdout) as file:
+            with self.output.open("a") if self.output else nullcontext(sys.stdout) as file:
                 print(text, file=file, flush=True)
 
 
@@ -69,30 +92,25 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)  # of each step, the mean over its batch
     norms: list[Tensor] = field(default_factory=list)  # of each step, of the gradients before clipping
     weights: dict[str, Tensor] = field(default_factory=dict)  # the final ones by FQN, full and on the CPU
-    memory: MemoryReport | None = None  # after the last step
+    memory: MemoryReport | None = None  # after the last step, of the sharded run
 
 
-def train_and_compare(job: Job) -> list[float] | None:
-    """Train twice and show the comparison; return the losses, or None where the trainings differ. Collective."""
+def train_and_compare(job: Job) -> bool:
+    """Train twice, show the comparison on rank 0, and return there whether the trainings agree. Collective."""
     # Matrix products may differ in the last digit between numbers of threads, and ranks share the cores.
     torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    of_text = f"{len(load_text()) / 2**20:.1f} MiB of Python's own sources"
-    ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
-    job.say(f"shardkit demo: {ranks} on {device.type}, {job.steps} steps on {of_text}")
+    job.say(f"shardkit demo: {job.ranks} rank(s) on {device.type}, {job.steps} steps on Python's own sources")
     sharded = train_sharded(job)
     if dist.get_rank() != 0:
-        return []
+        return True
     gc.collect()  # the sharded model is in reference cycles
     plain = train_plain(job, sharded.norms, device)
     checks = compare(device.type, job.ranks, sharded, plain)
-    assert plain.memory is not None
-    held = sum(plain.memory.measured[name] for name in ("parameters", "gradients", "optimizer"))
     job.say("\nSharded against plain, the largest difference over all steps and all elements:")
     job.say("\n".join(map(str, checks)))
     job.say(f"\nMemory of rank 0 after a step, and as estimate() predicted it:\n{sharded.memory}")
-    job.say(f"unsharded: {nbytes(held)} of parameters, gradients and optimizer state")
-    return [loss.item() for loss in sharded.losses] if all(check.holds for check in checks) else None
+    return all(check.holds for check in checks)
 
 
 def train_sharded(job: Job) -> Run:
@@ -129,23 +147,8 @@ def train_plain(job: Job, norms: list[Tensor], device: torch.device) -> Run:
         return nn.utils.get_total_norm(grads)
 
     run = _train(job, "plain", model, optimizer, clip, parts=range(job.ranks))
-    run.memory = memory_report(model, optimizer)
     run.weights = {fqn: param.detach().cpu() for fqn, param in model.named_parameters()}
     return run
-
-
-def resume(job: Job) -> list[float]:
-    """Train the last steps again from the checkpoint, on any number of ranks; return the losses. Collective."""
-    torch.set_num_threads(1)
-    torch.manual_seed(SEED + 1)  # other weights, which the checkpoint replaces
-    with init_on_meta():
-        model = ByteTransformer(context=CONTEXT)
-    materialize(shard_model(model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)  # likewise
-    assert job.folder is not None
-    first = load_checkpoint(job.folder / CHECKPOINT, model, optimizer)["step"]
-    run = _train(job, "resumed", model, optimizer, lambda _: clip_grad_norm_(model, MAX_NORM), first)
-    return [loss.item() for loss in run.losses]
 
 
 def _train(
@@ -154,21 +157,18 @@ def _train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     clip: Callable[[int], Tensor],
-    first: int = 0,
     parts: Sequence[int] = (),
 ) -> Run:
-    """Train from step ``first`` on: on all ``parts`` of each batch, or on this rank's part, which is collective."""
+    """Train on all ``parts`` of each batch, or on this rank's part, which is collective."""
     run, device = Run(), next(model.parameters()).device
-    total = len(parts) or dist.get_world_size()
-    for step in range(first, job.steps):
+    for step in range(job.steps):
         batch, mean = job.batch(step).to(device), torch.zeros((), device=device)
         optimizer.zero_grad()
         for part in parts or [dist.get_rank()]:
-            tokens = batch.tensor_split(total)[part]
-            # Parts may differ in size; the mean of the scaled losses is the mean over the batch.
-            loss = _loss(model(tokens[:, :-1]), tokens) * (total * len(tokens) / len(batch))
+            tokens = batch.chunk(job.ranks)[part]
+            loss = _loss(model(tokens[:, :-1]), tokens)
             (loss / max(1, len(parts))).backward()  # type: ignore[no-untyped-call]
-            mean += loss.detach() / total
+            mean += loss.detach() / job.ranks
         if not parts:
             dist.all_reduce(mean)
         run.norms.append(clip(step))
@@ -177,8 +177,6 @@ def _train(
         done = step + 1
         if done in (1, job.steps) or done % max(1, job.steps // 4) == 0:
             job.say(f"{title:8} step {done:>{len(str(job.steps))}}/{job.steps}  loss {mean.item():.4f}")
-        if title == "sharded" and job.folder is not None and done == job.saved_after:
-            save_checkpoint(job.folder / CHECKPOINT, model, optimizer, extra={"step": done})
     return run
 
 
@@ -187,9 +185,8 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 # Largest differences allowed. With more than two ranks, or on a GPU, gradients are summed in another order, and
-# training amplifies such roundings: 8e-7 in a weight after 60 steps on 3 ranks, 4e-5 after 150. A wrong or missing
-# gradient moves weights by whole AdamW steps, three times this bound each. A shard's norm is a float32 sum of up to
-# 33,000 squares, in 8 lanes or more: 33,000 / 8 roundings of 6e-8, half of that after the root. Seen: 6e-6.
+# training amplifies such roundings: 8e-7 in a weight after 60 steps on 3 ranks, 4e-5 after 150. A wrong gradient moves
+# weights by whole AdamW steps. A norm is a float32 sum of up to 33,000 squares: roundings of 6e-6 were seen.
 SAME = "the arithmetic is the same"
 EXACT = {"losses": (0, SAME), "final weights": (0, SAME), "clip norms": (1e-4, "relative; float32 against float64")}
 ROUNDED = {
@@ -224,7 +221,7 @@ class Check(NamedTuple):
 
 def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Check]:
     """Return the checks of a sharded run against a plain one."""
-    pairs = [(sharded.weights[fqn], weight) for fqn, weight in plain.weights.items()]
+    pairs = ((sharded.weights[fqn], weight) for fqn, weight in plain.weights.items())
     norms = torch.stack(sharded.norms) / torch.stack(plain.norms)
     found = [
         _difference(torch.stack(sharded.losses), torch.stack(plain.losses)),
@@ -233,12 +230,6 @@ def compare(device_type: str, ranks: int, sharded: Run, plain: Run) -> list[Chec
     ]
     bounds = EXACT if is_exact(device_type, ranks) else ROUNDED
     return [Check(name, each, *bound) for (name, bound), each in zip(bounds.items(), found, strict=True)]
-
-
-def compare_resumed(losses: list[float], expected: list[float]) -> Check:
-    """Return the check of a resumed training against the one that was not interrupted."""
-    difference = _difference(torch.tensor(losses), torch.tensor(expected))
-    return Check("losses", difference, ROUNDED["losses"][0], "nats; the batch is split, so summed, differently")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

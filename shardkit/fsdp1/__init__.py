@@ -15,13 +15,13 @@ from torch.distributed.fsdp import __all__ as __all__  # what a program's star i
 
 from shardkit.fsdp1.configs import from_config as from_config
 from shardkit.fsdp1.dropin.module import FullyShardedDataParallel as FullyShardedDataParallel
+from shardkit.fsdp1.translate import shard_like_fsdp1 as shard_like_fsdp1
+from shardkit.fsdp1.translate import translate_fsdp1 as translate_fsdp1
 from shardkit.fsdp1.translate.arguments import Note as Note
 from shardkit.fsdp1.translate.shard import Translation as Translation
 from shardkit.fsdp1.translate.strategy import Resolved as Resolved
 from shardkit.fsdp1.translate.strategy import parse_strategy as parse_strategy
 from shardkit.fsdp1.translate.strategy import resolve_strategy as resolve_strategy
-from shardkit.fsdp1.translate.translate import shard_like_fsdp1 as shard_like_fsdp1
-from shardkit.fsdp1.translate.translate import translate_fsdp1 as translate_fsdp1
 from shardkit.replacements import SUPPORT as SUPPORT
 from shardkit.replacements import Support as Support
 

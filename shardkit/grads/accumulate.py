@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.accumulation import (
+from shardkit._fsdp.states import (
     drop_unreduced_gradients,
     fsdp_roots,
     gathered_until_backward,
@@ -17,10 +16,11 @@ from shardkit._fsdp.accumulation import (
     reset_iteration,
     units_gathered_until_backward,
 )
-from shardkit._torch import named_sharded_parameters
+from shardkit._torch import named_sharded_parameters, sharded_parameters
 from shardkit._torch.steps import steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, note
+from shardkit.runtime.hooks import reshard
 from shardkit.runtime.stepping import watch_gradients
 
 
@@ -30,10 +30,9 @@ def accumulate(
 ) -> Iterator[None]:
     """Run forward and backward of one micro-batch in this context; the last one reduces the gradients of all.
 
-    Local: it sets flags of the FSDP modules below ``model`` and restores them on exit, also after an error. Contexts
-    nest; the innermost one decides. All ranks must pass the same arguments, since they decide which collectives run;
-    ``plan.collectives(micro_batches=k)`` counts them. With P elements of parameters, N ranks that shard, and the sizes
-    in bytes of ``param_dtype`` and ``reduce_dtype``:
+    Local: it sets flags of FSDP modules and restores them on exit. Contexts nest; the innermost one decides. All ranks
+    must pass the same arguments, which decide the collectives; ``plan.collectives(micro_batches=k)`` counts them. With
+    P elements of parameters, N ranks that shard, and the sizes in bytes of ``param_dtype`` and ``reduce_dtype``:
 
     ===================================  =============================  ==========================================
     k micro-batches                      collectives of each unit       held by each rank between micro-batches
@@ -43,40 +42,32 @@ def accumulate(
     ``shard_gradients=True``             k reduce-scatters              P / N x reduce_dtype of gradients
     ===================================  =============================  ==========================================
 
-    A reduction is a reduce-scatter, and on an HSDP mesh an all-reduce after it, which always runs once. If the body
-    raises, all gradients of the model are dropped, reduced or not. If forward or backward raised, call
-    :func:`reset_after_error` before the next one. Between micro-batches no parameter may change. To abandon a step
-    there, call ``shardkit.zero_grad(model)``.
+    A reduction is a reduce-scatter, and on an HSDP mesh one all-reduce. If the body raises, gradients are dropped; call
+    :func:`reset_after_error` before the next forward. ``shardkit.zero_grad(model)`` abandons a step.
 
     Args:
         model: an FSDP root, a part of one, or a module around several roots. Plain parameters accumulate as usual.
         last: whether this is the last micro-batch of the step, after which gradients are complete.
-        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, also where
-            ``reshard_after_forward`` would free them. False frees them after each backward. None keeps those with
-            ``reshard_after_forward=False`` (FSDP1's SHARD_GRAD_OP), which does not raise the peak, since all of them
-            are gathered at the end of each forward.
-        shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between; an HSDP mesh
-            still all-reduces once. On a mesh that shards within hosts and replicates across them, this saves the
-            memory of unsharded gradients at the cost of traffic within the host. If ranks use different parameters
-            in different micro-batches, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
+        keep_unsharded: True gathers the parameters of each unit once for all micro-batches, so none may change in
+            between. False frees them after each backward. None keeps those with ``reshard_after_forward=False``.
+        shard_gradients: reduce-scatter each micro-batch, so that gradients stay sharded in between. If ranks use
+            different parameters in them, call torch's ``model.set_reduce_scatter_unused_params(True)`` first.
 
     Raises:
-        ShardkitError: ``model`` is not a module; or ``optimizer_in_backward`` steps its parameters, which keeps no
-            gradient to add to.
+        ShardkitError: ``optimizer_in_backward`` steps the parameters, or ``model`` is not a module.
 
     Example:
         >>> for i, (inputs, targets) in enumerate(micro_batches):
         ...     with accumulate(model, last=i == len(micro_batches) - 1):
         ...         (loss_fn(model(inputs), targets) / len(micro_batches)).backward()
-        >>> optimizer.step()
     """
     check_module(model)
     note("accumulate", last=last, keep_unsharded=keep_unsharded, shard_gradients=shard_gradients)
-    units = fsdp_units(model)
-    if steps_in_backward([param.sharded_param for unit in units for param in unit.fsdp_params] or model.parameters()):
+    if steps_in_backward(sharded_parameters(model)):
         problem = "is stepped by optimizer_in_backward as soon as there is a gradient, so none can be accumulated"
         raise ShardkitError(message("model", problem, "", "Use one large batch, or an ordinary optimizer"))
     watch_gradients(model)
+    units = fsdp_units(model)
     with ExitStack() as stack:
         for unit in units:
             for flag in ("reduce_grads", "all_reduce_grads", "reshard_after_backward"):
@@ -91,9 +82,7 @@ def accumulate(
             yield
         except BaseException:
             zero_grad(model)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(model)
             raise
 
 
@@ -125,9 +114,9 @@ def reset_after_error(model: nn.Module) -> None:
     that never failed. Restart the step at its first micro-batch, and call this after the ``except`` block, not inside,
     where the traceback keeps activations alive.
 
-    Local. All ranks must call it, and must have failed at the same place. An error on one rank alone leaves the others
-    waiting in a collective, which cannot be fixed in the process: let it end, and restart from a checkpoint. Not
-    undone: BatchNorm's statistics, random states, parameters that an optimizer updated in backward, flags set by hand.
+    Local. All ranks must call it, and must have failed at the same place: an error on one rank alone leaves the others
+    waiting in a collective, so let the process end, and restart from a checkpoint. Not undone: BatchNorm's statistics,
+    random states, parameters that an optimizer updated in backward, flags set by hand.
 
     Args:
         model: all FSDP roots that took part must be in it; a plain model only loses its gradients.

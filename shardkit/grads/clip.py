@@ -29,61 +29,46 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their norm over all ranks is at most ``max_norm``.
 
-    Same arguments and formula as :func:`torch.nn.utils.clip_grad_norm_`: each gradient is multiplied by
-    ``min(1, max_norm / (norm + 1e-6))``, where the norm is that of all unsharded gradients as one vector.
+    As :func:`torch.nn.utils.clip_grad_norm_`: each gradient is multiplied by ``min(1, max_norm / (norm + 1e-6))``,
+    where the norm is that of all unsharded gradients as one vector.
 
     **Collective**: every rank must call it with the same parameters, with or without gradients. It takes one all-reduce
-    of one float64 for each axis of the largest mesh that shards: one on a 1-D mesh and on HSDP, whose replicas are
-    equal already; two for TP x FSDP; none for an axis of one rank. Nothing waits for the device, except that gradients
-    offloaded to the CPU wait for the norm, and ``error_if_nonfinite`` reads it.
+    of one float64 for each axis of the largest mesh that shards: one on a 1-D mesh and on HSDP, two for TP x FSDP.
+    Nothing waits for the device, except gradients offloaded to the CPU and ``error_if_nonfinite``.
 
-    Parameters may be on the largest mesh and on meshes inside it. A slice, such as ``mesh["dp"]`` beside
-    ``mesh["dp", "tp"]``, holds the same parameters as the other slices; they count once. Any other mesh of some of its
-    ranks, such as an expert's, holds parameters of its own, on every rank; all count, and their number may differ
-    between ranks. Such meshes, and plain gradients, add the axes that replicate to the sum.
-
-    Plain gradients beside sharded ones (``ignored_params``) count once, not once a rank: by the mean over the ranks of
-    their p-th power sum (for p = inf, by their maximum).
+    Parameters may be on the largest mesh and on meshes inside it. Slices, such as ``mesh["dp"]`` of
+    ``mesh["dp", "tp"]``, hold the same parameters, which count once. Any other mesh of some of its ranks, such as an
+    expert's, holds parameters of its own, which all count. Plain gradients beside sharded ones (``ignored_params``)
+    count once: by the mean over the ranks of their p-th power sum (for p = inf, by their maximum). Both add the axes
+    that replicate to the all-reduces.
 
     Args:
         parameters: the model, or one tensor, or an iterable of them, DTensor and plain, on any devices. Prefer the
             model: ``model.parameters()`` of a unit left unsharded yields parameters that have no gradients.
         max_norm: the largest norm allowed, >= 0; inf returns the norm without clipping.
         norm_type: p > 0 of the p-norm, or inf for the largest absolute value.
-        error_if_nonfinite: raise if the norm is nan or inf, on every rank, before any gradient is changed.
-            Otherwise a norm of inf or nan makes the gradients nan or zero, as in torch's function.
+        error_if_nonfinite: raise on every rank for a norm of nan or inf, which otherwise makes gradients nan or zero.
         group: ranks that hold different models, such as ``mesh["pp"].get_group()`` of pipeline stages: the norm is
-            that of all their gradients. It takes one more all-reduce of one float64.
+            that of all their gradients, by one more all-reduce.
 
     Returns:
-        The norm before clipping: a plain tensor without dimensions, equal on every rank, on the device of the largest
-        mesh: float32 (float64 if any parameter is). Without any DTensor it is torch's own.
+        The norm before clipping: plain, without dimensions, equal on every rank, on the device of the largest mesh,
+        float32 (float64 if any parameter is). Without any DTensor it is torch's own.
 
     Raises:
-        ShardkitError: for a ``parameters``, ``max_norm`` or ``norm_type`` that cannot be used, for a mesh with ranks
-            outside the largest one, for parameters stepped in backward, and for ``error_if_nonfinite``.
+        ShardkitError: for a bad argument, ranks outside the largest mesh, a step in backward, ``error_if_nonfinite``.
 
     Example:
-        >>> loss.backward()
         >>> norm = clip_grad_norm_(model, max_norm=1.0)
-        >>> optimizer.step()
     """
-    p, limit = float(norm_type), float(max_norm)
+    p, limit, params = float(norm_type), float(max_norm), _parameters(parameters)
     if not p > 0:  # or nan
         raise ShardkitError(message("norm_type", f"must be > 0 or inf, got {norm_type!r}", "", "Use 2.0, 1.0 or inf"))
     if not limit >= 0:
-        raise ShardkitError(
-            message("max_norm", f"must be at least 0, got {max_norm!r}", "", "Use a number such as 1.0")
-        )
-    params = _parameters(parameters)
+        raise ShardkitError(message("max_norm", f"must be at least 0, got {max_norm!r}", "", "Pass 1.0, for example"))
     note("clip_grad_norm_", max_norm=limit, norm_type=p, error_if_nonfinite=error_if_nonfinite)
     with plain_attributes():
         grads = [param.grad for param in params]
-        if steps_in_backward(param for param, grad in zip(params, grads, strict=True) if grad is None):
-            problem = "are stepped in backward, after which they have no gradients"
-            rule = "A norm of all gradients needs all of them at once"
-            fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
-            raise ShardkitError(message("parameters", problem, rule, fix))
         norm = _total_norm(params, grads, p, group)
     if error_if_nonfinite and not norm.isfinite():
         problem = f"have the norm {norm.item()} of order {p:g}, and error_if_nonfinite=True"
@@ -98,10 +83,8 @@ def clip_grad_norm_(
 
 def _parameters(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return each parameter once, in order; of a unit left unsharded the sharded ones, which have the gradients."""
-    if isinstance(parameters, nn.Module):
-        return list(sharded_parameters(parameters))
-    if isinstance(parameters, Tensor):
-        return [parameters]
+    if isinstance(parameters, (nn.Module, Tensor)):
+        return [parameters] if isinstance(parameters, Tensor) else list(sharded_parameters(parameters))
     params = list(dict.fromkeys(parameters))
     if not params and isinstance(parameters, Iterator):
         problem = "is a generator that was read before"
@@ -125,7 +108,12 @@ class _Bucket:
 
 
 def _total_norm(params: list[Tensor], grads: list[Tensor | None], p: float, group: dist.ProcessGroup | None) -> Tensor:
-    pairs = zip(params, grads, strict=True)
+    pairs = list(zip(params, grads, strict=True))
+    if steps_in_backward(param for param, grad in pairs if grad is None):
+        problem = "are stepped in backward, after which they have no gradients"
+        rule = "A norm of all gradients needs all of them at once"
+        fix = "Do not clip, or use an optimizer that steps after backward instead of optimizer_in_backward"
+        raise ShardkitError(message("parameters", problem, rule, fix))
     plain = [grad for param, grad in pairs if not isinstance(param, DTensor) and grad is not None]
     buckets = _buckets(params, grads)
     if buckets:
@@ -163,10 +151,7 @@ def _buckets(params: list[Tensor], grads: list[Tensor | None]) -> list[_Bucket]:
 
 
 def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p: float) -> Tensor:
-    """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective.
-
-    The axes to sum over must not depend on what only some ranks have, or the others would not join.
-    """
+    """Return the p-th power of the norm over all ranks of the parameters' meshes. Collective."""
     largest = max(buckets, key=lambda bucket: bucket.mesh.size())
     groups = largest.mesh.get_all_groups()
     parts = [each for each in buckets if each is not largest and not set(each.mesh.get_all_groups()) <= set(groups)]
@@ -176,6 +161,7 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
         rule = "The norm is summed over the largest mesh and the meshes inside it"
         fix = "Slice both from one mesh, or clip the parameters of each mesh by themselves"
         raise ShardkitError(message("parameters", problem, rule, fix))
+    # The axes to sum over must not depend on what only some ranks have, or the others would not join.
     used = {axis for each in buckets if each not in parts for axis in each.axes(sharding=True)}
     axes = tuple(axis for axis in groups if axis.size() > 1 and (has_plain or parts or axis in used))
 
@@ -189,17 +175,15 @@ def _mesh_power(buckets: list[_Bucket], plain: list[Tensor], has_plain: bool, p:
         is_own = each in parts  # otherwise the ranks along an axis that does not shard it hold the same
         copies = each.axes(sharding=False) if is_own else set(axes).difference(each.axes(sharding=True))
         powers.append(share(each.grads, copies))
-    total = powers[0]
-    if len(powers) > 1:
-        total = torch.stack(powers).max() if p == math.inf else torch.stack(powers).sum()
-    return _all_reduced(total, p, axes)
+    stacked = torch.stack(powers)
+    return _all_reduced(stacked.max() if p == math.inf else stacked.sum(), p, axes)
 
 
 def _power_sum(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the sum of ``|g| ** p`` over this rank's elements, or for p = inf the largest ``|g|``: float64, 0-d.
 
-    Each tensor's own norm is float32 as in torch. Across tensors and ranks float64 keeps the order of the sum
-    below the last bit of the float32 result, and squares of large norms from overflowing.
+    Each tensor's own norm is float32 as in torch. Across tensors and ranks, float64 keeps squares from overflowing,
+    and the order of the sum below the last bit of the float32 result.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
     if p == math.inf:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.accumulation import reduce_dtype
+from shardkit._fsdp.states import reduce_dtype
 from shardkit.errors import ShardkitError, listing, message
 
 WIRE = (torch.bfloat16, torch.float16)
@@ -22,17 +22,16 @@ def set_reduce_precision(
 ) -> None:
     """Send gradients as ``wire`` and add them in ``accumulate``, in every unit of ``model``.
 
-    torch's reduce-scatter adds in the dtype that it sends: bf16 loses bits with each addition, and float32 sends
-    twice the bytes. Here each rank sends its parts in ``wire`` by an all-to-all, at half the bytes of a float32
-    reduce-scatter, and adds in ``accumulate``. Gradients that ``wire`` can represent, such as those of
-    ``param_dtype=wire``, arrive exactly: the sum is the float32 one but for the order of its terms.
+    torch's reduce-scatter adds in the dtype that it sends: bf16 loses bits with each addition, float32 sends twice the
+    bytes. Here each rank sends its parts in ``wire`` by an all-to-all, and adds in ``accumulate``. Gradients that
+    ``wire`` can represent, such as those of ``param_dtype=wire``, arrive exactly: the sum is the float32 one but for
+    the order of its terms.
 
     Local; all ranks must make the same call, after sharding and before the first backward. It sets torch's
     ``set_custom_reduce_scatter``, and needs 4 more bytes for each gradient element while a unit reduces. Limits:
 
-    - Accumulation without sync rounds: the local float32 sum of several backwards is rounded to ``wire`` when it is
-      sent, by 2**-8 (bf16) at most. ``accumulate(..., shard_gradients=True)`` sends each micro-batch by itself, and
-      adds them exactly.
+    - Accumulation without sync rounds the local float32 sum of several backwards to ``wire``, by 2**-8 (bf16) at most.
+      ``accumulate(..., shard_gradients=True)`` sends each micro-batch by itself, and adds them exactly.
     - The all-reduce of an HSDP mesh, after the reduce-scatter, stays in ``reduce_dtype``.
     - ``set_gradient_divide_factor`` does not work on NCCL: use :func:`set_gradient_reduction`.
 
@@ -66,10 +65,9 @@ def set_reduce_precision(
 
 
 class _ReduceScatter:
-    """The custom reduce-scatter: torch calls ``allocate`` for input and output, then the object itself.
+    """torch calls ``allocate`` for input and output, then the object itself, in groups of several ranks.
 
-    torch calls it on the stream on which it reduces, with async_op=False, only in groups of several ranks, and keeps
-    the input alive until that stream is done (torch 2.11 to 2.13).
+    On the stream on which it reduces, with async_op=False; it keeps the input alive until that stream is done.
     """
 
     def __init__(self, wire: torch.dtype) -> None:

@@ -27,10 +27,10 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     model or one rank. Nothing waits for the device.
 
     Args:
-        num_tokens: the number of tokens in this rank's loss, over all of its micro-batches, such as
-            ``(labels != -100).sum()``; or the sum of their weights. It may be 0.
-        model: the sharded model. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If parts
-            are on meshes of different sizes (experts), the ranks of the largest are counted.
+        num_tokens: the tokens in this rank's loss, over all of its micro-batches, such as ``(labels != -100).sum()``;
+            or the sum of their weights. It may be 0.
+        model: sharded. Tensor-parallel ranks, which hold the same tokens, are not counted twice. If parts are on meshes
+            of different sizes (experts), the ranks of the largest are counted.
 
     Returns:
         A tensor without dimensions on the mesh's device, equal on these ranks: int64, or float64 for weights.
@@ -61,17 +61,14 @@ def global_token_count(num_tokens: Tensor | float, model: nn.Module) -> Tensor:
 def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Tensor:
     """Scale a sum over this rank's tokens so that gradients are those of the mean over the tokens of all ranks.
 
-    The result is ``loss * divisor / num_tokens``, where ``divisor`` is the number that torch divides reduced gradients
-    by: the ranks on the model's mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Called for
-    each micro-batch with the count of all, it makes their sum exact, with any schedule of :func:`accumulate`.
-
-    Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``, so that the scaler adapts to the
-    scaled loss. Take the sum of float32 losses; a sum in fp16 overflows.
+    The result is ``loss * divisor / num_tokens``, where ``divisor`` is what torch divides reduced gradients by: the
+    ranks on the model's mesh for FSDP and HSDP, or 1 after ``set_gradient_reduction(model, "sum")``. Call it for each
+    micro-batch with the count of all. Local, pure, no host sync. Under fp16 call ``scaler.scale(scale_loss(...))``
+    with a sum of float32 losses; a sum in fp16 overflows.
 
     Args:
         loss: the sum, not the mean, over the tokens of this rank's micro-batch.
-        num_tokens: from :func:`global_token_count`, or a number that all ranks know; 0 on all ranks counts as 1,
-            which leaves gradients of zero.
+        num_tokens: from :func:`global_token_count`, or a number that all ranks know; 0 counts as 1.
         model: as given to ``global_token_count``.
 
     Returns:
@@ -79,7 +76,7 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 
     Raises:
         ShardkitError: trainable units divide by different numbers, because their meshes differ in size, or
-            torch's ``set_gradient_divide_factor``, which is not recursive, was called on some of them only.
+            torch's ``set_gradient_divide_factor`` was called on some of them only.
 
     Example:
         >>> loss = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
@@ -93,16 +90,12 @@ def scale_loss(loss: Tensor, num_tokens: Tensor | float, model: nn.Module) -> Te
 def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
     """Scale all gradients in place as :func:`scale_loss` scales a loss, when tokens are counted after backward.
 
-    Call it once after the last backward, then clip and step. If the count is known first, prefer ``scale_loss``:
-    gradients of sums are larger, which fp16 cannot hold, and scaling reads and writes all of them. Local, no host sync.
-    Gradients of ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP does, before or after.
+    Call it once after the last backward, then clip and step. Local, no host sync. If the count is known first, prefer
+    ``scale_loss``, with the same errors: gradients of sums are larger, which fp16 cannot hold. Gradients of
+    ``ignored_params`` are scaled too: reduce them to the mean over ranks, as FSDP does, before or after.
 
     Args:
-        num_tokens: as for ``scale_loss``.
-        model: sharded; its gradients are complete, so after ``accumulate(model, last=True)``.
-
-    Raises:
-        ShardkitError: as for ``scale_loss``.
+        num_tokens, model: as for ``scale_loss``; the gradients are complete, so after ``accumulate(model, last=True)``.
     """
     for grads in by_device_and_dtype(param.grad for _, param in named_sharded_parameters(model)):
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
@@ -112,14 +105,13 @@ def scale_grads_(num_tokens: Tensor | float, model: nn.Module) -> None:
 def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) -> None:
     """Let every unit of ``model`` reduce gradients to their sum over ranks, or to their mean as torch does.
 
-    Use the sum for experts that you sharded on a mesh of their own: their gradients hold the tokens of several ranks
-    and are reduced over fewer ranks than the rest, so the means differ. ``shard_model`` makes them equal. Local; all
-    ranks must make the same call. torch's ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
+    Use the sum for experts that you sharded on a mesh of their own: they are reduced over fewer ranks than the rest, so
+    the means differ. ``shard_model`` makes them equal. Local; all ranks must make the same call. torch's
+    ``set_gradient_divide_factor`` sets one unit, and needs NCCL.
 
     Args:
         model: sharded, a root or a part of one.
-        reduction: "sum", or "mean" to go back. With ``reduce_dtype=torch.float16`` keep the mean, which torch
-            divides in two halves, before and after, to stay in range; a sum may overflow.
+        reduction: "sum", or "mean" to go back. With ``reduce_dtype=torch.float16`` a sum may overflow.
 
     Raises:
         ShardkitError: another ``reduction``.
@@ -134,7 +126,7 @@ def set_gradient_reduction(model: nn.Module, reduction: Literal["mean", "sum"]) 
 
 
 def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return what to multiply sums by: the number that every trainable unit divides by, 1 if plain, per token."""
+    """Return what to multiply sums by: what every trainable unit divides by (1 if plain), per token."""
     count = torch.as_tensor(num_tokens)
     units = [unit for unit in fsdp_units(model) if any(p.sharded_param.requires_grad for p in unit.fsdp_params)]
     divisors = [divisor(unit) for unit in units] or [1.0]
@@ -151,15 +143,14 @@ def _factor(num_tokens: Tensor | float, model: nn.Module, dtype: torch.dtype) ->
 class GradScaler(UnscalingGradScaler):
     """``torch.amp.GradScaler`` for gradients on any meshes and devices: an inf on one rank skips the step on all.
 
-    A gradient that overflows ends up in the shard of one rank, and all must skip that step and lower the scale
-    together. torch's own scaler does so for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP)
-    ranks diverge silently, a plain parameter beside DTensors is an error, and a rank without gradients a hang (torch
-    2.13). Use it in the same way, with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and
-    ``step``.
+    A gradient that overflows ends up in the shard of one rank, and all must skip that step. torch's own scaler does so
+    for DTensors of one mesh; on two meshes (tensor parallel beside plain FSDP) ranks diverge silently, a plain
+    parameter beside DTensors is an error, and a rank without gradients a hang (torch 2.13). Use it in the same way,
+    with any optimizer, and :func:`clip_grad_norm_` between ``unscale_`` and ``step``.
 
-    ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each axis of more than one
-    rank of the meshes of the optimizer's parameters. All ranks must call it with their optimizers in the same order.
-    As in torch, ``step`` waits for the device, except with fused optimizers.
+    ``unscale_``, or a ``step`` without it, is **collective**: one all-reduce of 4 bytes for each axis of the meshes of
+    the optimizer's parameters. All ranks must call it with their optimizers in the same order. As in torch, ``step``
+    waits for the device, except with fused optimizers.
 
     Args:
         device: of the loss; None is the accelerator's type, or "cpu" where there is none.

@@ -1,14 +1,12 @@
 """accelerate, and the trainers on it: transformers' Trainer, and TRL's.
 
-accelerate decides by its distributed type what to do with a model. On several ranks that is DDP's, which would wrap a
-sharded model; with FSDP2's, ``prepare`` would shard the model and rebuild the optimizer. What it does later with
-FSDP2's type is right for any FSDP2 model: ``no_sync``, clipping, state dicts.
+On several ranks accelerate would wrap a sharded model in DDP; with FSDP2's distributed type ``prepare`` would shard it
+and rebuild the optimizer. All else that it does with that type is right: ``no_sync``, clipping, state dicts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,22 +16,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.accumulation import compute_dtypes
+from shardkit._fsdp.states import compute_dtypes
 from shardkit.errors import ShardkitError, message
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 
 Runner = TypeVar("Runner")
+
 _OURS = "of_shardkit"  # marks the plugin: accelerate's state outlives an Accelerator
 
 
 def keep_sharded(runner: Runner) -> Runner:
     """Make accelerate leave sharded models as they are. In place, local, once; before anything is prepared.
 
-    From then on ``prepare`` accepts models sharded with FSDP2 and no others, wraps nothing around them and nothing
-    around their forward, and leaves the optimizer's parameters alone. torch's element-wise optimizers step on local
-    shards; Muon and Adafactor, torch's or transformers', on whole matrices; any other steps DTensors, as it is.
-    Gradient accumulation, clipping, evaluation and ``save_state`` work as with accelerate's own FSDP2. Checkpoints are
-    full: rank 0 gathers the model and the optimizer state in CPU memory. Resume on any number of ranks.
+    ``prepare`` then accepts models sharded with FSDP2 and no others, and wraps nothing around them. torch's
+    element-wise optimizers step on local shards; Muon and Adafactor on whole matrices; any other steps DTensors.
+    Accumulation, clipping, evaluation and ``save_state`` work as with accelerate's own FSDP2. Checkpoints are full:
+    rank 0 gathers model and optimizer state in CPU memory. Resume on any number of ranks.
 
     Args:
         runner: an ``accelerate.Accelerator``, or a trainer that has one: transformers' ``Trainer``, TRL's.
@@ -58,10 +56,8 @@ def keep_sharded(runner: Runner) -> Runner:
 
 
 def _accelerator_of(runner: object) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise ShardkitError(message("keep_sharded", "needs accelerate", "", "Run pip install accelerate")) from error
+    from accelerate import Accelerator
+
     found = getattr(runner, "accelerator", runner)
     if not isinstance(found, Accelerator):
         problem = f"must be an Accelerator, or a trainer that has one, got {type(runner).__name__}"
@@ -74,37 +70,28 @@ def _check(runner: object, accelerator: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     asked = getattr(getattr(runner, "args", None), "fsdp", None)
     kind, ranks = accelerator.distributed_type.value, dist.get_world_size() if dist.is_initialized() else 1
-    if asked or (plugin is not None and not hasattr(plugin, _OURS)):
-        problem, rule = "is told to shard too", "shard_model has sharded the model"
-        fix = "Remove fsdp= of TrainingArguments, fsdp_plugin= of Accelerator and ACCELERATE_USE_FSDP"
-    elif not (kind in ("NO", "FSDP") or kind.startswith("MULTI_")):
-        problem, rule = f"has the distributed type {kind}", "shard_model has sharded the model"
-        fix = "Launch with torchrun, without a configuration of accelerate"
+    if asked or (plugin is not None and not hasattr(plugin, _OURS)) or kind in ("DEEPSPEED", "MEGATRON_LM"):
+        problem = "is told to shard too, and shard_model has sharded the model"
+        fix = "Remove fsdp= or deepspeed= and ACCELERATE_USE_FSDP, and launch with torchrun"
     elif accelerator.num_processes != ranks:
         problem = f"trains on {accelerator.num_processes} processes, and the process group has {ranks} ranks"
-        rule, fix = "", "On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
+        fix = "On CPUs pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
     elif accelerator.mixed_precision not in ("no", "bf16"):
-        problem = f"has mixed_precision={accelerator.mixed_precision!r}"
-        rule = "Its scaler does not agree between ranks on overflows of sharded gradients"
+        problem = f"has mixed_precision={accelerator.mixed_precision!r}, whose scaler does not agree between ranks"
         fix = "Use bf16, or shardkit.GradScaler in a loop of your own"
     else:
         return
-    raise ShardkitError(message("accelerate", problem, rule, fix))
+    raise ShardkitError(message("accelerate", problem, "", fix))
 
 
 def _set_fsdp2(accelerator: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(  # what matters of what it would read from the environment
-        fsdp_version=2,
-        reshard_after_forward=True,
-        cpu_offload=False,
-        auto_wrap_policy="NO_WRAP",
-        activation_checkpointing=False,
-        cpu_ram_efficient_loading=False,
-        state_dict_type="FULL_STATE_DICT",
-    )
+    # What matters of what it would read from the environment.
+    off = dict.fromkeys(("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"), False)
+    kinds = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, **off, **kinds)
     setattr(plugin, _OURS, True)
     for state in (PartialState(), accelerator.state):  # the constructor's fsdp_plugin= has no effect on CPUs
         state.distributed_type = DistributedType.FSDP
@@ -114,13 +101,12 @@ def _set_fsdp2(accelerator: Any) -> None:
 def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """``Accelerator.prepare`` for sharded models, by its public methods for each kind of object.
 
-    accelerate's own finds the optimizer's parameters again by their addresses, which empty shards have in common, and
-    takes no model without an optimizer, as for evaluation.
+    accelerate's own pairs the optimizer's parameters by addresses, which empty shards have in common.
     """
     for each in args:
         if isinstance(each, nn.Module):
             _check_model(accelerator, each)
-    placements: Sequence[bool | None] = device_placement or [None] * len(args)
+    placements: Any = device_placement or [None] * len(args)
     prepared: list[Any] = []
     for each, place in zip(args, placements, strict=True):
         if isinstance(each, nn.Module):
@@ -128,7 +114,7 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
         elif isinstance(each, torch.utils.data.DataLoader):
             each = accelerator.prepare_data_loader(each, device_placement=place)
         elif isinstance(each, torch.optim.Optimizer):
-            each = _prepare_optimizer(accelerator, each, place)
+            each = accelerator.prepare_optimizer(_without_dtensors(each), device_placement=place)
         prepared.append(each)
     for index, each in enumerate(prepared):
         if isinstance(each, torch.optim.lr_scheduler.LRScheduler):  # last: it looks for its prepared optimizer
@@ -136,16 +122,16 @@ def _prepare(accelerator: Any, *args: Any, device_placement: list[bool] | None =
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
-def _prepare_optimizer(accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None) -> Any:
-    """Let it step without DTensors if it is known to be able to."""
+def _without_dtensors(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let it step without DTensors if it is known to be able to, and does not yet."""
     kind = type(optimizer)
     steps = any(getattr(kind, way, False) for way in ("steps_on_local_shards", "steps_on_whole_matrices"))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not steps and any(isinstance(param, DTensor) for param in params):
         by_matrix = kind.__name__ in ("Muon", "Adafactor") and kind.__module__.startswith(("torch.", "transformers."))
         with suppress(ShardkitError):  # others step on DTensors
-            (step_on_whole_matrices if by_matrix else step_on_local_shards)(optimizer)
-    return accelerator.prepare_optimizer(optimizer, device_placement=device_placement)
+            return (step_on_whole_matrices if by_matrix else step_on_local_shards)(optimizer)
+    return optimizer
 
 
 def _check_model(accelerator: Any, model: nn.Module) -> None:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.params import tensor_hooks
-from shardkit._torch.states import is_wrapper
+from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
+from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.meta.context import is_plain_meta, is_recorded, records
-from shardkit.meta.module_init import Initializer, record_initializers
+from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
 from shardkit.meta.replay import Final, Player
-from shardkit.meta.shards import Cutter, Target, install
 from shardkit.meta.tape import Definedness, View, open_tape
 from shardkit.ranks import agree, groups_of, together
-from shardkit.references import references
-from shardkit.shards import local_value
+from shardkit.references import Setter, references
+from shardkit.shards import as_sharded, device_of, local_part, local_value, wrapped_as
+
+
+@dataclass(eq=False)
+class Target:
+    """One meta tensor of the model, under all its names."""
+
+    tensor: Tensor
+    fqns: list[str] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # as parameter or buffer
+    places: list[Setter] = field(default_factory=list)  # elsewhere: each puts another tensor there
+    view: View | None = None  # on the tape
+    value: Tensor | None = None
 
 
 def materialize(
@@ -31,41 +43,32 @@ def materialize(
     *,
     init: Initializer | None = None,
 ) -> nn.Module:
-    """Give a sharded meta model the values of ordinary construction, bit for bit.
+    """Give a sharded meta model the values of ordinary construction, bit for bit; return it.
 
-    Every meta parameter and buffer (persistent or not), and every meta tensor in attributes of modules and in lists,
-    tuples and dicts that are attributes, gets this rank's part of the value that the same code would have computed
-    without ``init_on_meta``. Parameters stay the same objects, with their ``requires_grad``, ties, attributes and
-    post-accumulate hooks. Real tensors are left alone. In place. Each rank replays the whole construction and keeps its
-    shards: about the time of one construction, and beyond the shards about one largest full tensor in host memory.
-
-    **Collective: every rank of the model's meshes must call.** It sends a few numbers, to check that all ranks are to
-    make the same model.
+    Every meta parameter, buffer, and tensor in attributes of modules and in lists, tuples and dicts that are
+    attributes, gets this rank's part of the value that the same code would have computed without ``init_on_meta``.
+    Parameters stay the same objects, with their ``requires_grad``, ties, attributes and post-accumulate hooks. Real
+    tensors are left alone. In place. Each rank replays the construction and keeps its shards: about the time of one
+    construction, and beyond the shards about one largest full tensor in host memory. **Collective** over the ranks of
+    the model's meshes: a few numbers, to check that all are to make the same model.
 
     Args:
         model: sharded with ``shard_model``, ``apply_plan`` or torch's ``fully_shard``, before its first forward.
         device: where the values are computed; None is where the model was built, as a rule the CPU. ``"cuda"`` is
-            faster, and equals construction on that device, whose generators draw other numbers. The shards end up on
-            their mesh's device, or on the CPU when they are offloaded, whatever this is.
+            faster, and draws other numbers. The shards end up on their mesh's device, or on the CPU when offloaded.
         seed: values as after ``torch.manual_seed(seed)``. None: as in the state that torch's generator had when
-            ``init_on_meta`` was entered. Python's and numpy's random numbers were drawn during ``init_on_meta``.
+            ``init_on_meta`` was entered.
         init: called with each module, children first, as ``model.apply(init)`` right after construction, with
             full-size parameters to write to in place (recorded, so without memory). The rest keeps constructed values.
 
     A model that was built under ``torch.device("meta")`` has no recording. Without ``init`` it gets what its own
-    ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute.
-
-    torch's default generator ends where ordinary construction leaves it, unless someone drew from it or seeded it
-    since ``init_on_meta`` and no ``seed`` was given; then it is left alone.
-
-    Returns:
-        the model.
+    ``reset_parameters`` methods, then ``init_weights`` or ``_init_weights`` (as in transformers), compute. torch's
+    default generator ends where ordinary construction leaves it, but without ``seed`` is left alone if someone drew
+    from it or seeded it since.
 
     Raises:
-        ShardkitError: the model is not sharded, or not on meta (any more); ranks have different seeds or different
-            constructions; values would stay undefined. Nothing was changed.
-
-    Example: see :func:`init_on_meta`.
+        ShardkitError: the model is not sharded, or not on meta; ranks have different seeds or constructions; values
+            would stay undefined. Nothing was changed.
     """
     groups, targets = groups_of(model), find_targets(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -94,13 +97,11 @@ def materialize(
 
 
 def forget(model: nn.Module) -> None:
-    """Drop what was recorded of the model, once all its values are in place."""
     for module in model.modules():
         records.pop(module, None)
 
 
 def is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor, sharded or not, is on the meta device."""
     return tensor.device.type == "meta"
 
 
@@ -125,15 +126,7 @@ def find_targets(model: nn.Module, chosen: Callable[[Tensor], bool] = is_on_meta
 class Replay(Player):
     """Computes the values of meta tensors of a model. The constructor raises unless all can be computed. Local.
 
-    Args:
-        model: sharded or not.
-        targets: the tensors to compute; ``compute`` sets their ``value``.
-        init, device, seed: as for :func:`materialize`.
-        draw_all: draw every recorded random number, so that generators can be left as after construction; else only as
-            many as the targets need, such as none for a table of frequencies.
-
-    Raises:
-        ShardkitError: nothing recorded, and no initializer, writes some of the targets; all are named.
+    ``compute`` sets the ``value`` of the targets. Arguments as of :class:`Player` and :func:`materialize`.
     """
 
     def __init__(
@@ -146,17 +139,16 @@ class Replay(Player):
         seed: int | None = None,
         draw_all: bool = True,
     ) -> None:
-        self.targets, tape = targets, open_tape()
-        self._before = len(tape.recordings), torch.get_rng_state()
+        self.targets, self._tape = targets, open_tape()
+        self._before = len(self._tape.recordings), torch.get_rng_state()
         try:
             _record_missing(model, targets, init)
-            _check_targets(targets, Definedness(tape.ops))
+            _check_targets(targets, Definedness(self._tape.ops))
             cutter = Cutter(model)
             finals = [Final(target.view, partial(cutter.cut, target)) for target in targets if target.view is not None]
-            super().__init__(tape, finals, device=device, seed=seed, draw_all=draw_all)
+            super().__init__(self._tape, finals, device=device, seed=seed, draw_all=draw_all)
         except BaseException:
-            del tape.recordings[self._before[0] :]
-            torch.set_rng_state(self._before[1])
+            self.undo()
             raise
         shapes = {", ".join(target.fqns): list(target.tensor.shape) for target in targets}
         self.digest = {"the tensors": shapes, **self.digests()}
@@ -169,7 +161,6 @@ class Replay(Player):
 
 
 def _record_missing(model: nn.Module, targets: list[Target], init: Initializer | None) -> None:
-    """Find what was recorded for each target, and record the initializers of what was not."""
     for target in targets:
         target.view = _recorded(target)
     missing = [target for target in targets if target.view is None and target.slots]
@@ -229,3 +220,72 @@ def check_unbound(targets: list[Target]) -> None:
     rule = "materialize uses torch.utils.swap_tensors, which drops such hooks and raises for weak references"
     fix = "Register the hook, or create the reference, after materialize"
     _refuse(bound, "has a hook of register_hook, or a weak reference to it exists", rule, fix)
+
+
+# ---- cutting this rank's part out of each full tensor, and installing it ------------------------------------------
+
+
+def target_device(model: nn.Module) -> Callable[[Tensor], torch.device]:
+    """Return a function that says where each tensor belongs: on its (or the first) mesh, or on the CPU if offloaded."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    offloaded = {id(param) for module in sharded for param in offloaded_parameters(module)}
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    plain = device_of(meshes[0]) if meshes else torch.device("cpu")
+
+    def device(tensor: Tensor) -> torch.device:
+        if not isinstance(tensor, DTensor):
+            return plain
+        return torch.device("cpu") if id(tensor) in offloaded else device_of(tensor.device_mesh)
+
+    return device
+
+
+class Cutter:
+    """Keeps this rank's part of a full value, on the device where it belongs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._device = target_device(model)
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of plain tensors, so that aliases stay aliases
+
+    def cut(self, target: Target, full: Tensor, alone: bool) -> None:
+        """Set ``target.value`` from the full value; if ``alone``, its memory may be kept."""
+        tensor, device = target.tensor, self._device(target.tensor)
+        if isinstance(tensor, DTensor):
+            part = local_part(full, tensor).resolve_conj().resolve_neg()  # a collective sends the memory as it is
+            alone &= part.is_contiguous() and part.nbytes == part.untyped_storage().nbytes()
+            local = part.to(device, tensor.dtype, copy=not alone, memory_format=torch.contiguous_format)
+            target.value = as_sharded(wrapped_as(local, local_tensor(tensor)), tensor)
+        elif full.dtype != tensor.dtype:
+            target.value = full.to(device, tensor.dtype, copy=True)
+        else:
+            assert target.view is not None
+            if target.view.storage not in self._storages:
+                in_bytes = torch.empty(0, dtype=torch.uint8, device=full.device).set_(full.untyped_storage())
+                self._storages[target.view.storage] = in_bytes.to(device).untyped_storage()
+            target.value = target.view.of(self._storages[target.view.storage])
+
+
+def install(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Give each tensor object its value. The objects stay, so optimizers, ties and attributes keep working."""
+    for target in targets:
+        tensor, value = target.tensor, target.value
+        assert value is not None
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        value.__dict__.update(tensor.__dict__)
+        target.value, hooks = None, post_accumulate_hooks(tensor)
+        try:
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # a weak reference to it, or a view of it, holds on to its present content
+            if isinstance(tensor, DTensor):
+                raise
+            for module, name in target.slots:
+                places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                places[name] = value
+            for put in target.places:
+                put(value)
+        if hooks:
+            set_post_accumulate_hooks(tensor, hooks)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            reread_sharded_parameters(module)

@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from shardkit._torch import dispatch, has_own_dispatch
 from shardkit.errors import ShardkitError, message
 from shardkit.meta.replay import evaluate
-from shardkit.meta.rng import Stream
-from shardkit.meta.tape import PART, UPDATE, WHOLE, Op, Recording, Tape, View, leaves, map_leaves, tensors_of, view_of
+from shardkit.meta.tape import Op, Recording, Stream, Tape, View, leaves, map_leaves, tensors_of, view_of
 
 aten = torch.ops.aten
 
@@ -30,8 +29,7 @@ _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty",
 class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends every aten call to its tape and runs it on the meta device only.
 
-    Tensors made while it is active are meta tensors. Real tensors that were made before stay real, and ops on real
-    tensors alone run as usual. A real tensor used together with a meta tensor becomes a constant on the tape.
+    Ops on real tensors alone run as usual. A real tensor used together with a meta tensor becomes a constant.
     """
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
@@ -58,7 +56,6 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._record(func, args, kwargs) if _makes_tensor(func, tensors) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Append a call to the tape, run it on meta, and return what it returns."""
         real_of: dict[int, Tensor] = {}  # by id of the stand-in
 
         def on_meta(leaf: Any) -> Any:
@@ -87,7 +84,7 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Append a Python function that fills ``tensor`` at random, as one op."""
         view = self.view(tensor)
         generators = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        writes = ((view, self._kind(view, True, [])),)
+        writes = (self._write(view, True),)
         op = Op(func, (view, *args), kwargs, writes=writes, default_dtype=torch.get_default_dtype())
         self._append(op, *generators or [torch.default_generator])
 
@@ -100,7 +97,6 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Compute the value of a meta tensor at this point of the construction."""
         return evaluate(self.tape, self.view(tensor))
 
     def close(self, failed: bool) -> None:
@@ -128,17 +124,16 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads += views  # the others look at sizes only
         if dispatch.has_tag(func, "inplace_view"):  # set_, resize_, t_: of sizes and strides, not of values
             reads, written = [], []
-        writes = tuple((view, self._kind(view, overwrites, reads)) for view, overwrites in written)
+        read = {view.storage for view in reads}
+        writes = tuple(self._write(view, overwrites and view.storage not in read) for view, overwrites in written)
         args, kwargs = map_leaves(lambda leaf: self.view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         op = Op(func, args, kwargs, reads=tuple(reads), writes=writes, default_dtype=torch.get_default_dtype())
         op.undefined, op.on_device = name in _EMPTY, "device" in names
         return op
 
-    def _kind(self, view: View, overwrites: bool, reads: list[View]) -> str:
-        if not overwrites or any(read.storage == view.storage for read in reads):
-            return UPDATE
-        return WHOLE if view.covers(self.tape.storages[view.storage].nbytes()) else PART
+    def _write(self, view: View, overwrites: bool) -> tuple[View, str]:
+        return view.written(self.tape.storages[view.storage].nbytes(), overwrites=overwrites)
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "device" in _argument_names(func):
@@ -187,9 +182,8 @@ class Recorder(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeDeviceMode(TorchFunctionMode):
-    """Makes meta tensors look like ordinary ones where no aten call is made.
+    """Makes meta tensors look like ordinary ones: transformers, torch.nn.init and others skip initializers for them.
 
-    transformers, torch.nn.init and others skip initializers for meta tensors, which ordinary construction would run.
     Methods that return values (``tolist``, ``numpy``) compute them from the tape.
     """
 

@@ -1,7 +1,7 @@
 """Replay: run a tape on a real device, in the order of recording, with each tensor in memory while it is in use.
 
-Ops that no wanted value depends on are left out. A random op whose result is not used still draws its numbers, into
-memory that is freed at once, if a later one begins in the state that it leaves.
+Ops that no wanted value depends on are left out. A random op whose result is not used still draws its numbers, if a
+later one begins in the state that it leaves.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 
 from shardkit._torch import dispatch
-from shardkit.meta.rng import State, Stream, hash_bytes
-from shardkit.meta.tape import UPDATE, WHOLE, Op, Recording, Tape, View, map_leaves, tensors_of, view_of
+from shardkit.meta.tape import Op, Recording, State, Stream, Tape, View, hash_bytes, map_leaves, tensors_of, view_of
 
 Device: TypeAlias = torch.device | str | None
 
 
 class Final(NamedTuple):
-    """A value to compute: ``take(value, alone)`` gets it once, as soon as it is final.
-
-    If it is ``alone``, nothing else reads the value's memory, so it may be kept.
-    """
+    """A value to compute: ``take(value, alone)`` gets it once; if ``alone``, its memory may be kept."""
 
     view: View
     take: Callable[[Tensor, bool], object]
@@ -51,8 +47,7 @@ def plan(
 ) -> list[Step]:
     """Return the steps that lead to the finals and to the generators' states ``ends``.
 
-    From the last op to the first: an op is needed if it changes memory whose content a later step reads, or leaves a
-    state that a later step begins with.
+    An op is needed if it changes memory that a later step reads, or leaves a state that a later step begins with.
     """
     last_change = {storage: index for index, op in enumerate(ops) for storage in op.changed()}
     due: dict[int, list[Final]] = defaultdict(list)
@@ -66,8 +61,7 @@ def plan(
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         # How many numbers it draws may follow from the values that it reads.
-        by_value = index in begun and bool(op.reads or any(kind == UPDATE for _, kind in op.writes))
-        computes = index in due or by_value or not read.isdisjoint(op.changed())
+        computes = index in due or (index in begun and op.uses_values()) or not read.isdisjoint(op.changed())
         if not (computes or index in begun):
             continue
         before = None
@@ -87,13 +81,11 @@ class Player:
     """Runs a tape on a device and hands out final values.
 
     Args:
-        tape: what was recorded.
-        finals: the values wanted.
         device: where everything is computed; None is where the first of them was recorded.
-        seed: begin the first recording of a wanted value with ``torch.manual_seed(seed)``, and let later ones go on
-            from there; None: with the states that they found.
-        draw_all: draw all random numbers up to the end of the last recording of a wanted value, so that generators can
-            be left as after construction; else only as many as the values need.
+        seed: begin the first recording of a wanted value with it, and let later ones go on from there; None: with the
+            states that they found.
+        draw_all: draw all random numbers, so that generators can be left as after construction; else only as many as
+            the values need, such as none for a table of frequencies.
     """
 
     def __init__(
@@ -121,7 +113,7 @@ class Player:
 
     @staticmethod
     def _recordings(tape: Tape, finals: list[Final]) -> list[Recording]:
-        """Return the recordings from the first one that made memory of a wanted value to the last that changed any."""
+        """Return the recordings from the first to the last one that changed memory of a wanted value."""
         storages = {final.view.storage for final in finals}
         changes = [index for index, op in enumerate(tape.ops) if not storages.isdisjoint(op.changed())]
         starts = [recording.start for recording in tape.recordings]
@@ -146,7 +138,7 @@ class Player:
     def settle_generators(self) -> None:
         """Put generators where ordinary construction leaves them, unless someone seeded them or drew since.
 
-        Where the user gave a seed, torch's default one is put there in any case; of the device, where it is another.
+        Where the user gave a seed, the default one is put there in any case.
         """
         for stream, state in self._left.items():
             if stream.marked() == self._marks[stream] or (self._seed is not None and stream.is_default):
@@ -202,9 +194,8 @@ class Player:
             del self._real[number]
 
     def _compute(self, op: Op) -> None:
-        for view, kind in op.writes:
-            if kind == WHOLE:
-                self._real[view.storage] = self._allocate(view.storage)
+        for number in op.overwritten():
+            self._real[number] = self._allocate(number)
         if op.func is None or op.undefined:
             (number,) = op.made()
             copy = None if op.value is None else op.value.to(self.device, copy=True)

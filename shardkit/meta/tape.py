@@ -7,16 +7,17 @@ ordinary construction.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardkit._torch import dispatch
-from shardkit.meta.rng import Stream
 
 # How an op writes to a view. "update" keeps or reads what was there (mul_, index_put_); "part" overwrites the
 # view without reading it; "whole" does so and the view is all of its storage, so the old content is dead.
@@ -25,7 +26,7 @@ UPDATE, PART, WHOLE = "update", "part", "whole"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor on the tape. Sizes, strides and offset are in elements of ``dtype``."""
+    """A tensor on the tape. Sizes, strides and offset are in elements."""
 
     storage: int
     size: tuple[int, ...]
@@ -48,6 +49,10 @@ class View:
             return 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
+
+    def written(self, num_bytes: int, *, overwrites: bool) -> tuple[View, str]:
+        """Return this view of a storage of ``num_bytes``, and how an op writes to it."""
+        return self, UPDATE if not overwrites else WHOLE if self.covers(num_bytes) else PART
 
     def covers(self, num_bytes: int) -> bool:
         """Return whether every byte of a storage of ``num_bytes`` is in this view, each once."""
@@ -76,10 +81,17 @@ class Op:
     at: int = 0  # the position of the stream before it
     value: Tensor | None = None
 
+    def uses_values(self) -> bool:
+        """Return whether it reads any memory."""
+        return bool(self.reads or any(kind == UPDATE for _, kind in self.writes))
+
+    def overwritten(self) -> list[int]:
+        """Return the storages that it overwrites as a whole."""
+        return [view.storage for view, kind in self.writes if kind == WHOLE]
+
     def made(self) -> list[int]:
         """Return the storages whose content begins here: new ones, and those that are overwritten as a whole."""
-        new = [view.storage for view in self.outs if view is not None]
-        return new + [view.storage for view, kind in self.writes if kind == WHOLE]
+        return [view.storage for view in self.outs if view is not None] + self.overwritten()
 
     def changed(self) -> list[int]:
         """Return the storages that it makes or writes to."""
@@ -99,8 +111,7 @@ class Recording:
 class Tape:
     """All that was recorded, kept alive by the modules that were built. There is one at a time.
 
-    A recording goes on where the last one ended, as long as any model of that still waits for its values: it may use
-    that model's tensors, and its random numbers may follow from it.
+    A recording goes on where the last one ended, as long as any model of that waits for its values.
     """
 
     def __init__(self) -> None:
@@ -165,13 +176,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 class Definedness:
     """Which elements of each storage are written after running ops in order.
 
-    A storage is wholly defined, or it has a list of the views that were overwritten since it was made. An op
-    that reads undefined memory makes undefined memory. Initializing through an index or a mask
-    (``p[mask] = 0``) does not count: which elements it reaches is a matter of values, not of shapes.
+    An op that reads undefined memory makes undefined memory. Initializing through an index or a mask (``p[mask] = 0``)
+    does not count: which elements it reaches is a matter of values, not of shapes.
     """
 
     def __init__(self, ops: Iterable[Op]) -> None:
-        self._written: dict[int, list[View] | None] = {}  # None: all of it
+        self._written: dict[int, list[View] | None] = {}  # the views overwritten since it was made; None: all of it
         for op in ops:
             self._run(op)
 
@@ -201,3 +211,92 @@ class Definedness:
                 self._written[view.storage] = None if clean else []
             elif kind == PART and written is not None:
                 written.append(view)
+
+
+class State(NamedTuple):
+    """A true state of a generator."""
+
+    value: Tensor
+    on_device: Tensor | None = None  # of the accelerator's default generator at that time, if it had one
+
+    def restore(self, generator: torch.Generator) -> None:
+        """Give it to a generator; one of another device gets the seed that the state was made with."""
+        if generator.device.type != "cpu" and self.on_device is not None:
+            generator.set_state(self.on_device)
+        elif generator.device.type == "cpu" or self.value.numel() == generator.get_state().numel():
+            generator.set_state(self.value)
+        else:
+            generator.manual_seed(torch.Generator().set_state(self.value).initial_seed())
+
+
+class Stream:
+    """The use of one random number generator by a tape: nothing is drawn, and every reseeding is noticed.
+
+    While a tape records, the generator holds a *marker*: a state that says only at which position of its stream it is.
+
+        construction           entry     randn()   normal_()   manual_seed(5)   rand()
+        position               0         1         2           3                4
+        states[position]       a State   op 0      op 7        a State          op 9
+        the generator holds    marker 0  marker 1  marker 2    marker 3         marker 4
+
+    Whoever saves and restores states inside the construction (``torch.random.fork_rng``) does so with markers, so the
+    next op begins at an earlier position; whoever seeds leaves a state that is not a marker: a new position. Between
+    recordings the generator keeps the last marker, so the next recording goes on from there unless someone seeded or
+    drew. A marker equals no state before, or "goes on from the first recording" and "seeded with the same number
+    again" could not be told apart.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.states: list[State | int] = []
+        digest = hashlib.sha256()  # so that ranks and runs that began in the same state have the same markers
+        hash_bytes(digest, generator.get_state())
+        self._base = int.from_bytes(digest.digest()[:7], "big")  # a range in which no seed falls by accident
+
+    @property
+    def is_default(self) -> bool:
+        """Whether this is torch's default generator."""
+        return self.generator is torch.default_generator
+
+    def marked(self) -> int | None:
+        """Return the position whose marker the generator holds; None if it was seeded, or numbers were drawn."""
+        position = self.generator.initial_seed() - self._base
+        known = 0 <= position < len(self.states)
+        return position if known and torch.equal(self.generator.get_state(), self._marker(position)) else None
+
+    def enter(self) -> int:
+        """Return the position where the generator is, which may be new, and give it that marker."""
+        position = self.marked()
+        if position is None:
+            on_device = dispatch.accelerator_state() if self.is_default else None
+            position = self._add(State(self.generator.get_state(), on_device))
+        return position
+
+    def draw(self, op: int) -> int:
+        """Note that this op draws; return the position before it."""
+        before = self.enter()
+        self._add(op)
+        return before
+
+    def leave(self) -> int:
+        """Return the last position, and give the generator its true state if that needs no replay."""
+        position = self.enter()
+        state = self.states[position]
+        if isinstance(state, State):
+            self.generator.set_state(state.value)
+        return position
+
+    def _add(self, state: State | int) -> int:
+        self.states.append(state)
+        self.generator.manual_seed(self._base + len(self.states) - 1)
+        return len(self.states) - 1
+
+    def _marker(self, position: int) -> Tensor:
+        return torch.Generator(self.generator.device).manual_seed(self._base + position).get_state()
+
+
+def hash_bytes(digest: Any, tensor: Tensor) -> None:
+    """Add a tensor of bytes to a hash; without numpy, and without a copy of CPU memory."""
+    tensor = tensor.cpu()
+    if tensor.numel():
+        digest.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

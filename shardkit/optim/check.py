@@ -20,27 +20,21 @@ def check_optimizer(
 ) -> None:
     """Raise unless the optimizer updates exactly the parameters that ``model`` trains, in float32. Local, pure.
 
-    Sharding and materializing replace the model's parameters. An optimizer built before holds the old ones:
-    it steps without an error, and the loss does not change. Parameters in bfloat16 or float16 have no float32
-    master: an update below 2**-9 or 2**-12 of a value is rounded away, and the loss stops falling early.
-    ``MixedPrecisionPolicy`` changes the dtype of computation, not that of the parameters.
-
-    Warns of trainable parameters outside of all units (``ignored_params``), whose gradients FSDP2 does not reduce.
+    Sharding and materializing replace the model's parameters. An optimizer built before holds the old ones: it steps
+    without an error, and the loss does not change. Parameters in bfloat16 or float16 have no float32 master: an update
+    below 2**-9 or 2**-12 of a value is rounded away. Warns of trainable parameters outside of all units
+    (``ignored_params``), whose gradients FSDP2 does not reduce.
 
     Args:
         optimizer: the optimizer, or all of them where several share the model.
-        model: the whole model, sharded or not. Parameters with ``requires_grad=False`` may be left out of the
-            optimizer or be in it.
-        low_precision: allow updates of parameters in bfloat16 or float16, for optimizers that keep float32 masters
-            or round stochastically, or where the loss of precision does not matter.
+        model: the whole model, sharded or not. Frozen parameters may be in the optimizer or not.
+        low_precision: allow parameters in bfloat16 or float16, for optimizers that keep float32 masters or round
+            stochastically.
 
     Raises:
-        ShardkitError: the optimizer holds tensors that are not parameters of the model, or lacks trainable ones; or
-            parameters train in low precision.
+        ShardkitError: the optimizer holds other tensors, or lacks trainable parameters; or they train in low precision.
 
     Example:
-        >>> shard_model(model)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> check_optimizer(optimizer, model)
     """
     check_module(model)

@@ -15,8 +15,7 @@ from shardkit._torch import named_sharded_parameters
 from shardkit._torch.steps import SCALES_ITSELF, steps_in_backward
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.optim.check import check_optimizer
-from shardkit.optim.local import step_on_local_shards
-from shardkit.optim.replace import AnyOptimizer, hooked, subclass
+from shardkit.optim.local import AnyOptimizer, hooked, step_on_local_shards, subclass
 from shardkit.ranks import check_module
 
 _SUBJECT = "optimizer_in_backward"
@@ -37,23 +36,23 @@ def optimizer_in_backward(
 
     It is one ordinary optimizer of all trainable parameters, as :func:`step_on_local_shards` makes it, so that LR
     schedulers and state dicts work unchanged. ``step()`` updates parameters that still have a gradient: plain ones
-    (``ignored_params``), whose gradients FSDP2 does not reduce. Local, in place. What needs all gradients of a step at
-    once raises: :func:`clip_grad_norm_`, a second backward before ``step()``, ``torch.amp.GradScaler``.
+    (``ignored_params``), whose gradients FSDP2 does not reduce, and those of ``add_param_group``. Local, in place. What
+    needs all gradients of a step at once raises: :func:`clip_grad_norm_`, a second backward before ``step()``,
+    ``torch.amp.GradScaler``.
 
     Args:
         model: the whole sharded model. A tied parameter is stepped once, frozen ones are not.
         factory: called once with the list of trainable parameters, in the order of ``model.parameters()``; returns
             an optimizer of exactly these, in any groups, such as ``partial(torch.optim.AdamW, lr=1e-3, fused=True)``.
-        elementwise: as in :func:`step_on_local_shards`; also promises that one parameter can be stepped at a time,
-            with no state of a group or of all parameters together.
-        cpu_threads: as in :func:`step_on_local_shards`.
+        elementwise, cpu_threads: as in :func:`step_on_local_shards`; elementwise also promises that one parameter can
+            be stepped at a time, with no state of a group or of all parameters together.
 
     Returns:
         The optimizer that the factory made. Do not copy it, since hooks step this object; save its ``state_dict()``.
 
     Raises:
-        ShardkitError: for a model without trainable sharded parameters, or stepped in backward already; for an
-            optimizer of other parameters, or that :func:`step_on_local_shards` refuses. The model is unchanged.
+        ShardkitError: the model has no trainable sharded parameters, or is stepped in backward already; the optimizer
+            has other parameters, or :func:`step_on_local_shards` refuses it. The model is unchanged.
     """
     check_module(model)
     params = {fqn: param for fqn, param in named_sharded_parameters(model) if param.requires_grad}
@@ -68,20 +67,15 @@ def optimizer_in_backward(
     base: Any = type(optimizer)
     optimizer.__class__ = _in_backward_class(base)
     vars(optimizer)["stepped"] = set()
-    for index in range(len(optimizer.param_groups)):
-        _add_hooks(optimizer, index)
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if isinstance(param, DTensor):
+                param.register_post_accumulate_grad_hook(_StepOne(optimizer, number))  # type: ignore[no-untyped-call]
     return optimizer
 
 
-def _add_hooks(optimizer: Optimizer, group: int) -> None:
-    hook = _StepOne(optimizer, group)
-    for param in optimizer.param_groups[group]["params"]:
-        if isinstance(param, DTensor) and param.requires_grad:
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
 class _StepOne:
-    """The hook of a group's parameters. FSDP2 runs it once a gradient is reduced, on the stream of the reduction."""
+    """The hook of a parameter. FSDP2 runs it once the gradient is reduced, on the stream of the reduction."""
 
     steps_in_backward = True
 
@@ -94,9 +88,8 @@ class _StepOne:
         optimizer = self.optimizer
         if param in optimizer.stepped:
             problem = f"got a second gradient of a parameter of shape {tuple(param.shape)} before optimizer.step()"
-            rule = "Each parameter is updated by its first gradient, so that gradients cannot be accumulated"
-            fix = "Call optimizer.step() after each backward, or step after backward instead"
-            raise ShardkitError(message(_SUBJECT, problem, rule, fix))
+            fix = "Call optimizer.step() after each backward; gradients cannot be accumulated"
+            raise ShardkitError(message(_SUBJECT, problem, "", fix))
         groups, state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [{**groups[self.group], "params": [param]}]
         optimizer.state = defaultdict(dict, {param: state[param]} if param in state else {})
@@ -123,14 +116,5 @@ def _in_backward_class(base: Any) -> Any:
         self.stepped.clear()
         return loss
 
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        base.add_param_group(self, param_group)
-        _add_hooks(self, len(self.param_groups) - 1)
-
-    body = {
-        "step": hooked(step),
-        "step_without_hooks": step_without_hooks,
-        "add_param_group": add_param_group,
-        SCALES_ITSELF: True,  # so that GradScaler calls step(), which raises
-    }
-    return subclass(base, body)
+    # SCALES_ITSELF, so that GradScaler calls step(), which raises.
+    return subclass(base, {"step": hooked(step), "step_without_hooks": step_without_hooks, SCALES_ITSELF: True})

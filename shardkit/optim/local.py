@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 
-from shardkit._torch import local_tensor, plain_attributes
+from shardkit._torch import local_tensor, plain_attributes, with_local
 from shardkit._torch.dispatch import tree_leaves, tree_map
-from shardkit._torch.states import with_local
-from shardkit._torch.steps import COLLECT, local_tensors, note_step, placements
+from shardkit._torch.steps import (
+    COLLECT,
+    count_for_schedulers,
+    counts_for_schedulers,
+    local_tensors,
+    note_step,
+    placements,
+)
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 
 # torch's optimizers whose update of an element reads only that element of parameter, gradient and state.
-ELEMENTWISE: tuple[Any, ...] = (SGD, Adam, optim.AdamW, optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adamax)
-ELEMENTWISE += (optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop)
+ELEMENTWISE: tuple[Any, ...] = (SGD, optim.Adam, optim.AdamW, optim.ASGD, optim.Adadelta, optim.Adagrad)
+ELEMENTWISE += (optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop)
 # State of torch's optimizers that is one number for each parameter, also if the parameter itself has no dimensions.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-# On the CPU torch steps Adam's parameters one after another. As a list (foreach) small ones take two thirds of the CPU
-# time and give the same bits in every dtype (torch 2.11 to 2.15); those of other classes differ. Large ones, from 2**13
-# elements on, take up to twice the time as a list, which reads all of them from memory again for each operation. A list
-# also needs memory for a copy of its parameters.
-SMALL_SHARD, FEW_ELEMENTS = 2**12, 2**22
-_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")  # a tenth of the time of .device.type
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def step_on_local_shards(
@@ -40,32 +40,29 @@ def step_on_local_shards(
 ) -> AnyOptimizer:
     """Step the optimizer on local shards, without DTensor dispatch overhead. In place, local, once.
 
-    A step on DTensors dispatches every operation through Python: five times the CPU time of the same step on
-    plain tensors, for many small parameters. After this call only ``step()`` differs, and its results are bit for bit
-    the same. ``param_groups`` and ``optimizer.state`` hold the same parameters and DTensors, so LR schedulers (made
-    before or after), ``zero_grad``, state dicts, ``torch.distributed.checkpoint``, ``torch.amp.GradScaler``, clipping,
-    hooks, closures, and parameters added later work as before. Nothing is cached between steps, so parameters,
-    gradients and state may be replaced or moved. Plain parameters may be mixed with sharded ones, on any meshes, also
-    with ``foreach=True`` and ``fused=True``, where torch refuses the mixture.
+    A step on DTensors dispatches every operation through Python: five times the CPU time for many small parameters.
+    After this call only ``step()`` differs, and its results are bit for bit the same. ``param_groups`` and
+    ``optimizer.state`` hold the same parameters and DTensors, so LR schedulers (made before or after), ``zero_grad``,
+    state dicts, ``torch.distributed.checkpoint``, ``torch.amp.GradScaler``, clipping, hooks, closures, and parameters
+    added later work as before. Plain parameters may be mixed with sharded ones, on any meshes, also with
+    ``foreach=True`` and ``fused=True``, where torch refuses the mixture.
 
     Args:
         optimizer: one whose update is element-wise: torch's ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam,
             RAdam, RMSprop and Rprop, and subclasses that do not override their step; any other with
             ``elementwise=True``. Tensors in ``optimizer.state[param]`` of the shard's shape are sharded like it.
-        elementwise: promise that the update of an element reads only that element of parameter, gradient and state,
-            as Lion's does. It is not checked: an optimizer that uses norms, matrices or blocks would silently compute
-            those of the shards.
-        cpu_threads: threads that a step may use for shards on the CPU. None leaves torch's setting, but for
-            CPU-offloaded shards it shares the cores of this process among the ranks on this machine
-            (``LOCAL_WORLD_SIZE``), since torchrun sets ``OMP_NUM_THREADS=1``.
+        elementwise: promise that the update of an element reads only that element of parameter, gradient and state, as
+            Lion's does. It is not checked: norms, matrices or blocks would silently be those of the shards.
+        cpu_threads: threads that a step may use for shards on the CPU. None leaves torch's setting, but shares the
+            cores among the ranks on this machine (``LOCAL_WORLD_SIZE``) where shards are offloaded to the CPU, since
+            torchrun sets ``OMP_NUM_THREADS=1``.
 
     Returns:
         The same object. Its class becomes a subclass of the same name. Pickled and copied ones step like it.
 
     Raises:
         ShardkitError: it is not a ``torch.optim.Optimizer``, is not known to be element-wise, has
-            ``differentiable=True``, wraps another optimizer, or has a ``step`` that something other than an LR
-            scheduler replaced. Nothing was changed.
+            ``differentiable=True``, wraps another one, or has a replaced ``step``. Nothing was changed.
 
     Example:
         >>> optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), fused=True))
@@ -77,7 +74,7 @@ def step_on_local_shards(
         raise ShardkitError(message("optimizer", "has differentiable=True", "", "Step it on DTensors, as it is"))
     _check_elementwise(optimizer, elementwise)
     threads = _threads(optimizer) if cpu_threads is None else cpu_threads
-    return replace_class(optimizer, local_class, cpu_threads=threads)
+    return replace_class(optimizer, _local_class, cpu_threads=threads)
 
 
 def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
@@ -91,15 +88,13 @@ def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
         return
     known = "" if is_torchs else "known to be "
     problem = f"is {kind.__module__}.{kind.__qualname__}, which is not {known}element-wise"
-    rule = "The step of a shard equals that of the whole parameter only if each element is updated by itself"
     fix = "If it needs whole matrices, as Muon and Adafactor do, call step_on_whole_matrices(optimizer)"
     fix += "" if is_torchs else "; if it updates each element by itself, pass elementwise=True"
-    raise ShardkitError(message("optimizer", problem, rule, fix))
+    raise ShardkitError(message("optimizer", problem, "", fix))
 
 
 @functools.cache
-def local_class(base: Any) -> Any:
-    """Return a subclass of the same name that steps on local shards, and is pickled and copied as such."""
+def _local_class(base: Any) -> Any:
     inner = step_of(base)
     collects = hasattr(base, COLLECT) and inner.__module__.startswith("torch.optim")
 
@@ -120,7 +115,7 @@ def local_class(base: Any) -> Any:
     body: dict[str, Any] = {"steps_on_local_shards": True}
     if collects:
         body[COLLECT] = _collecting(getattr(base, COLLECT))
-    return stepping_class(base, local_class, step, body, kept="cpu_threads")
+    return stepping_class(base, _local_class, step, body, kept="cpu_threads")
 
 
 def _threads(optimizer: Optimizer) -> int | None:
@@ -148,26 +143,13 @@ def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(self, SGD):
                 vars(self).setdefault("collected", []).extend(params)
             params[:] = [local_tensor(param) if isinstance(param, DTensor) else param for param in params]
-        if isinstance(self, Adam) and _may_be_listed(group, params):
-            group["foreach"] = True  # for this step
-            vars(self).setdefault("listed", []).append(group)
         return result
 
     return collect_locals
 
 
-def _may_be_listed(group: dict[str, Any], shards: list[Tensor]) -> bool:
-    """Whether torch may choose how to step these shards, and they are small and on the CPU."""
-    numbers = [group["lr"], *group["betas"]]  # as tensors they need foreach=False
-    most = min(FEW_ELEMENTS, SMALL_SHARD * len(shards))
-    is_open = group["foreach"] is None and not group["fused"] and not any(isinstance(x, Tensor) for x in numbers)
-    return is_open and all(map(_on_cpu, shards)) and sum(map(Tensor.numel, shards)) <= most
-
-
 def finish_step(optimizer: Optimizer) -> None:
-    """Undo what collecting did to groups, and move state from shards to their parameters (SGD's). In place, local."""
-    for group in vars(optimizer).pop("listed", ()):
-        group["foreach"] = None
+    """Move state that a step put under shards, as SGD does, to their parameters. In place, local."""
     for param in vars(optimizer).pop("collected", ()):
         if isinstance(param, DTensor) and local_tensor(param) in optimizer.state:
             shard = local_tensor(param)
@@ -189,13 +171,11 @@ def _number_or_refuse(value: DTensor, param: Any) -> Tensor:
 
 
 def _keep_state(outer: dict[Any, Any], inner: dict[Any, Any], param: DTensor, local: Tensor) -> None:
-    """Write one parameter's state after a step, ``inner``, into what the user sees, with DTensors for shards."""
     for key, value in inner.items():
         outer[key] = _kept(key, param, local, value, outer.get(key))
 
 
 def _kept(key: str, param: DTensor, local: Tensor, value: Any, held: Any) -> Any:
-    """Return what the user sees of a value of the state: a DTensor for what has the shard's shape."""
     if isinstance(value, (list, tuple, dict)):
         known = iter([*tree_leaves(held), *tree_leaves(value)])
         return tree_map(lambda leaf: _kept(key, param, local, leaf, next(known)), value)
@@ -216,7 +196,7 @@ def _run_on_aliases(
 ) -> Any:
     """Run ``step(optimizer, ...)`` on local tensors, and a closure among its arguments on the DTensors."""
     with ExitStack() as stack:
-        stack.enter_context(local_inside(optimizer))
+        stack.enter_context(_local_inside(optimizer))
 
         def outside(closure: Any) -> Any:
             def run() -> Any:
@@ -224,7 +204,7 @@ def _run_on_aliases(
                 try:
                     return closure()
                 finally:
-                    stack.enter_context(local_inside(optimizer))
+                    stack.enter_context(_local_inside(optimizer))
 
             return run if callable(closure) else closure
 
@@ -232,11 +212,8 @@ def _run_on_aliases(
 
 
 @contextmanager
-def local_inside(optimizer: Optimizer) -> Iterator[None]:
-    """Put local tensors into an optimizer's groups and state; put back what was there, with the step's changes.
-
-    Everything is read on entering and nothing is cached. Of the groups only ``"params"`` changes.
-    """
+def _local_inside(optimizer: Optimizer) -> Iterator[None]:
+    """Put local tensors into an optimizer's groups and state; put back what was there, with the step's changes."""
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     with plain_attributes():
         aliases = _aliases([param for params in before for param in params])
@@ -286,3 +263,68 @@ def _aliases(params: list[Tensor]) -> dict[Tensor, Tensor]:
             aliases[param] = alias = local_tensor(param).detach().requires_grad_(param.requires_grad)
             alias.grad = grad
     return aliases
+
+
+# ---- replacing the step of an optimizer: its class becomes a subclass of the same name ---------------------------
+
+
+def check_replaceable(optimizer: object, caller: str) -> None:
+    """Raise a ShardkitError unless it is an optimizer that steps by its own class's ``step``. Local, pure."""
+    if not isinstance(optimizer, Optimizer):
+        problem = f"must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise ShardkitError(message("optimizer", problem, "", "Pass the optimizer that it wraps"))
+    outer = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) or getattr(value, "param_groups", None) is optimizer.param_groups:
+            problem = f"is {outer}, which wraps another one in its attribute {name!r}, where the state is"
+            fix = f"Wrap the inner one: {outer}({caller}({type(value).__name__}(...)))"
+            raise ShardkitError(message("optimizer", problem, "", fix))
+    if "step" in vars(optimizer) and not counts_for_schedulers(optimizer.step):
+        rule, fix = f"{caller} replaces the step of the class", f"Call {caller} before optimizer.step is replaced"
+        raise ShardkitError(message("optimizer.step", f"was replaced by {vars(optimizer)['step']!r}", rule, fix))
+    ways = {"step_on_local_shards": "steps_on_local_shards", "step_on_whole_matrices": "steps_on_whole_matrices"}
+    if other := [way for way, mark in ways.items() if way != caller and getattr(type(optimizer), mark, False)]:
+        raise ShardkitError(message("optimizer", f"was already given to {other[0]}", "", "Build another one"))
+
+
+def replace_class(optimizer: AnyOptimizer, make: Callable[[Any], Any], **attributes: Any) -> AnyOptimizer:
+    """Give the optimizer the class that ``make`` makes of its own, and attributes, in place; return it."""
+    vars(optimizer).pop("step", None)  # an LR scheduler's wrapper, which would go past ours
+    optimizer.__class__ = make(type(optimizer))
+    vars(optimizer).update(attributes)
+    return optimizer
+
+
+def step_of(base: Any) -> Callable[..., Any]:
+    """Return the step of a class without the hooks that torch puts around it."""
+    step: Any = base.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def stepping_class(
+    base: Any, make: Callable[[Any], Any], step: Callable[..., Any], body: dict[str, Any], *, kept: str
+) -> Any:
+    """Return a subclass with this step. Its objects are pickled and copied as such, with the attribute ``kept``."""
+
+    def reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+        return _restored, (make, base), self.__getstate__() | {kept: getattr(self, kept)}
+
+    return subclass(base, {"step": hooked(step), "__reduce_ex__": reduce, **body})
+
+
+def _restored(make: Callable[[Any], Any], base: Any) -> Any:
+    cls = make(base)
+    return cls.__new__(cls)
+
+
+def subclass(base: Any, body: dict[str, Any]) -> Any:
+    """Return a subclass with the name, module and docstring of its base."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
+
+
+def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step for a class: it runs the user's hooks, and LR schedulers do not wrap it."""
+    outer: Any = Optimizer.profile_hook_step(step)
+    outer.hooked = True  # as torch marks it, so that it is not wrapped again
+    count_for_schedulers(outer)
+    return outer  # type: ignore[no-any-return]

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._torch import local_tensor
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit._torch.dispatch import tree_leaves, tree_map
-from shardkit._torch.states import is_wrapper
 from shardkit._torch.steps import note_step
 from shardkit.errors import ShardkitError, message
-from shardkit.optim.numbers import Changes, Numbers
-from shardkit.optim.replace import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
+from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class
 from shardkit.ranks import all_gather_bytes, together
 from shardkit.shards import Box, dtensor_from_local, local_box
 from shardkit.state.boxes import Batch, ModelGroup, copy_into, cut, holders, wire_device
 
 BUCKET_BYTES = 1 << 26  # of parameters, on each rank
+_Numbers = dict[tuple[Any, Any], Any]  # by place, a group's index or one of the two others, and name
+ATTRIBUTES, STATE = "an attribute", "optimizer.state"
 
 
 def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> AnyOptimizer:
@@ -36,18 +36,18 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
     The results are the bits of the same step on the unsharded parameters and gradients, in any world.
 
     After this call ``step()`` is **collective** over the ranks that hold each parameter, and the same parameters must
-    have gradients on all of them. Owners are balanced by cost, ``numel * min(rows, columns)``, so each of W ranks does
-    1/W of the work. For each bucket of 64 MiB on a rank, ranks send their shards of parameter, gradient and state to
-    the owners in one exchange, and receive parameter and state in another. So a rank sends and receives the bytes of
-    its own shards, and holds whole tensors as large as those of a bucket. On an HSDP mesh each replica does the same.
+    have gradients on all of them. Owners are balanced by cost, ``numel * min(rows, columns)``. For each bucket of
+    64 MiB on a rank, ranks send their shards of parameter, gradient and state to the owners in one exchange, and
+    receive parameter and state in another. So a rank sends and receives the bytes of its own shards, and holds whole
+    tensors as large as a bucket. On an HSDP mesh each replica does the same.
 
-    Between steps nothing changes: ``param_groups`` and ``state`` hold sharded DTensors, so state dicts, checkpoints and
-    loads at another world work as before. State of another shape than its parameter is sharded on its first dim.
+    Between steps ``param_groups`` and ``state`` hold sharded DTensors, so state dicts and checkpoints work as before.
+    State of another shape than its parameter is sharded on its first dim.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` that steps each parameter by itself, which this call promises. Numbers
-            in its groups and attributes, such as a count of steps, must change in the same way whichever parameters it
-            steps; the step raises if they do not, as with Prodigy and D-Adaptation.
+            in its groups and attributes, such as a count of steps, must not depend on which parameters it steps; the
+            step raises if they do, as with Prodigy and D-Adaptation.
         slices: step a parameter of three dims, such as the experts of a layer, as one matrix for each index of the
             first dim. Muon's constructor takes matrices only: use ``optimizer.add_param_group`` for such parameters.
 
@@ -55,9 +55,9 @@ def step_on_whole_matrices(optimizer: AnyOptimizer, *, slices: bool = False) -> 
         The same object. Its class becomes a subclass of the same name.
 
     Raises:
-        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, already steps on local shards, or its
-            ``step`` was replaced. Nothing was changed. In ``step()``, on every rank: the step of an owner failed,
-            owners disagree on a number, or state is of a tensor subclass.
+        ShardkitError: it is not a ``torch.optim.Optimizer``, wraps another one, steps on local shards, or has a
+            replaced ``step``; nothing was changed. In ``step()``, on every rank: the step of an owner failed, owners
+            disagree on a number, or state is of a tensor subclass.
 
     Example:
         >>> optimizer = step_on_whole_matrices(torch.optim.Muon(matrices, lr=0.02))
@@ -80,10 +80,10 @@ def _whole_class(base: Any) -> Any:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            numbers = Numbers(self)
+            before, changed = _numbers(self), _Numbers()
             for bucket in _buckets(self):
-                _step_bucket(inner, self, bucket, numbers)
-            numbers.write()
+                _step_bucket(inner, self, bucket, before, changed)
+            _write(self, changed)
         return loss
 
     return stepping_class(base, _whole_class, step, {"steps_on_whole_matrices": True}, kept="slices")
@@ -102,6 +102,10 @@ class _Matrix:
     owner: int = 0  # a global rank
     whole: Any = None  # on the owner: the parameter to step
     state: Any = None  # on the owner: its state
+
+    def cost(self) -> int:
+        shape = self.param.shape if self.index is None else self.param.shape[1:]
+        return math.prod(shape) * min(shape[-2:], default=1)
 
     def held(self, stored: Tensor) -> list[tuple[int, Box]]:
         """Return the ranks that hold parts of this matrix of a stored tensor, with their boxes in the matrix."""
@@ -137,36 +141,25 @@ def _holders(tensor: Tensor) -> list[tuple[int, Box]]:
 
 def _buckets(optimizer: Any) -> list[_Bucket]:
     """Return the matrices that have a gradient, with owners; the same on every rank. Local."""
-    done: list[_Bucket] = []
+    found: list[_Bucket] = []
     filling: dict[tuple[int, ...], _Bucket] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.grad is None:
-                continue
+        for param in (param for param in group["params"] if param.grad is not None):
             ranks = tuple(rank for rank, _ in _holders(param))
-            bucket = filling.setdefault(ranks, _Bucket(ranks))
-            if bucket.bytes > BUCKET_BYTES * len(ranks):
-                done.append(bucket)
+            bucket = filling.get(ranks)
+            if bucket is None or bucket.bytes > BUCKET_BYTES * len(ranks):
                 bucket = filling[ranks] = _Bucket(ranks)
+                found.append(bucket)
             sliced = optimizer.slices and param.ndim == 3
             bucket.matrices += [_Matrix(param, number, i) for i in (range(len(param)) if sliced else [None])]
             bucket.bytes += param.numel() * param.element_size()
     loads = {ranks: dict.fromkeys(ranks, 0) for ranks in filling}
-    for bucket in (*done, *filling.values()):
-        _choose_owners(bucket, loads[bucket.ranks])
-    return [*done, *filling.values()]
-
-
-def _choose_owners(bucket: _Bucket, loads: dict[int, int]) -> None:
-    """Give each matrix, the most costly first, to the rank with the least work so far."""
-
-    def cost(matrix: _Matrix) -> int:
-        shape = matrix.param.shape if matrix.index is None else matrix.param.shape[1:]
-        return math.prod(shape) * min(shape[-2:], default=1)
-
-    for matrix in sorted(bucket.matrices, key=cost, reverse=True):
-        matrix.owner = min(loads, key=loads.__getitem__)
-        loads[matrix.owner] += cost(matrix)
+    for bucket in found:  # each matrix, the most costly first, goes to the rank with the least work so far
+        load = loads[bucket.ranks]
+        for matrix in sorted(bucket.matrices, key=_Matrix.cost, reverse=True):
+            matrix.owner = min(load, key=load.__getitem__)
+            load[matrix.owner] += matrix.cost()
+    return found
 
 
 def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
@@ -182,7 +175,9 @@ def _group_of(bucket: _Bucket) -> dist.ProcessGroup | None:
 # ---- one bucket --------------------------------------------------------------------------------------------------
 
 
-def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: _Bucket, numbers: Numbers) -> None:
+def _step_bucket(
+    inner: Callable[..., Any], optimizer: Any, bucket: _Bucket, before: _Numbers, changed: _Numbers
+) -> None:
     """Gather to the owners, step, and write what they computed. Collective over the bucket's ranks."""
     group, here = _group_of(bucket), _here()
     device = wire_device(bucket.matrices[0].param, group)
@@ -192,13 +187,13 @@ def _step_bucket(inner: Callable[..., Any], optimizer: Any, bucket: _Bucket, num
     batch.run()
     mine = [matrix for matrix in bucket.matrices if matrix.owner == here]
     with together([group] if group is not None else []):
-        changes = _run(inner, optimizer, mine, numbers)
+        changes = _run(inner, optimizer, mine, before)
         said = {here: ([tree_map(_described, matrix.state) for matrix in mine], changes)}
     if group is not None:
         found = map(pickle.loads, all_gather_bytes(pickle.dumps(said[here]), group))
         said = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
     for _, changes in said.values():
-        numbers.add(changes)
+        _add(changed, changes)
     states = {rank: iter(described) for rank, (described, _) in said.items()}
     batch = Batch(group, device)
     for matrix in bucket.matrices:
@@ -228,18 +223,19 @@ def _gather(optimizer: Any, matrix: _Matrix, batch: Batch) -> None:
                 batch.send(matrix.of_stored(stored), stored.dtype, matrix.owner)
         return whole
 
-    grad: Any = matrix.param.grad
-    if isinstance(grad, DTensor) and grad.placements != matrix.param.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=matrix.param.placements)  # type: ignore[attr-defined]
-    whole, grad = whole_of(matrix.param), whole_of(grad)
+    param: Any = matrix.param
+    grad = param.grad
+    if isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    whole, grad = whole_of(param), whole_of(grad)
     matrix.state = tree_map(whole_of, dict(optimizer.state.get(matrix.param, {})))
     if whole is not None:
         matrix.whole = nn.Parameter(whole)
         matrix.whole.grad = grad
 
 
-def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: Numbers) -> Changes:
-    """Step the whole matrices of this rank with the optimizer's options; return the numbers it changed. Local."""
+def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers: _Numbers) -> _Numbers:
+    """Step the whole matrices of this rank; return the numbers it changed, and set them back. Local."""
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     named = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     try:
@@ -250,7 +246,10 @@ def _run(inner: Callable[..., Any], optimizer: Any, mine: list[_Matrix], numbers
         for matrix in mine:
             matrix.state = optimizer.state.get(matrix.whole, {})
     finally:
-        changes = numbers.take()
+        changes = {at: value for at, value in _numbers(optimizer).items() if not _same(numbers.get(at), value)}
+        for place, key in changes.keys() - numbers.keys():
+            del _places(optimizer)[place][key]
+        _write(optimizer, numbers)
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
         optimizer.state = state
@@ -291,11 +290,8 @@ def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if is_wrapper(leaf):
-        problem, fix = (
-            f"has state of {type(leaf).__name__}, which has no parts to send",
-            "Step it on DTensors, as it is",
-        )
-        raise ShardkitError(message("optimizer", problem, "", fix))
+        problem = f"has state of {type(leaf).__name__}, which has no parts to send"
+        raise ShardkitError(message("optimizer", problem, "", "Step it on DTensors, as it is"))
     strides = torch.empty_like(leaf, device="meta").stride()  # dense, in the order of the leaf's
     return _Described(leaf.shape, strides, leaf.dtype, leaf.device.type == "cpu", None if leaf.ndim else leaf.item())
 
@@ -339,3 +335,46 @@ def _allocate(optimizer: Any, matrix: _Matrix, described: Any) -> Any:
 
 def _local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# ---- numbers that a step changes besides parameters and their state, such as a count of steps ---------------------
+
+
+def _add(changed: _Numbers, changes: _Numbers) -> None:
+    """Add what a part of the step changed, on this rank or another: each number once, to one value."""
+    for (place, key), value in changes.items():
+        if not _same(known := changed.setdefault((place, key), value), value):
+            where = f"group {place}" if isinstance(place, int) else place
+            problem = f"changed {key!r} in {where} to {known} for some parameters, to {value} for others"
+            rule = "Each rank steps some of the parameters, and such a number must not depend on which"
+            fix = "Step it on DTensors as it is, which prodigyopt's Prodigy can, or keep it in optimizer.state[param]"
+            raise ShardkitError(message("optimizer", problem, rule, fix))
+
+
+def _places(optimizer: Any) -> dict[Any, dict[Any, Any]]:
+    return {ATTRIBUTES: vars(optimizer), STATE: optimizer.state, **dict(enumerate(optimizer.param_groups))}
+
+
+def _numbers(optimizer: Any) -> _Numbers:
+    found: _Numbers = {}
+    for place, held in _places(optimizer).items():
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                found[place, key] = value.detach().cpu().clone()
+            elif isinstance(value, (int, float)):
+                found[place, key] = value
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or bool(a != a and b != b)  # NaN
+
+
+@torch.no_grad()
+def _write(optimizer: Any, numbers: _Numbers) -> None:
+    places = _places(optimizer)
+    for (place, key), value in numbers.items():
+        if isinstance(old := places[place].get(key), Tensor):
+            old.copy_(value)
+        else:
+            places[place][key] = value

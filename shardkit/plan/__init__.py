@@ -1,7 +1,6 @@
 """ShardingPlan: the exact list of ``fully_shard`` calls you would have written by hand, as plain data.
 
-``types`` defines its parts and ``plan`` the whole; ``check`` validates it; ``table``, ``python`` and ``serialize``
-write it.
+``types`` defines its parts, ``data`` and ``plan`` the whole; ``check`` validates it; ``table`` and ``python`` write it.
 """
 
 from shardkit.plan.plan import ShardingPlan as ShardingPlan

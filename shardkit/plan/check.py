@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 
@@ -26,6 +25,9 @@ def _plain_data(plan: PlanData) -> Iterator[str]:
         yield message("mp_policy", f"has a param_dtype_override_fn for {listing(found, 6)}", rule, fix)
     if isinstance(plan.prefetch, bool) or not isinstance(plan.prefetch, int) or plan.prefetch < 0:
         yield message("prefetch", f"must be a number of units, 0 or more, got {plan.prefetch!r}", "", "Use prefetch=1")
+    if plan.replicated and not any(unit.params for unit in plan.units):
+        problem = f"has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars or empty"
+        yield message("model", problem, "", "Train it with DistributedDataParallel")
 
 
 def children_first(plan: PlanData) -> Iterator[str]:
@@ -34,34 +36,17 @@ def children_first(plan: PlanData) -> Iterator[str]:
         fix = 'Make ShardUnit(modules=("",), ...) the last unit'
         yield message("units", "must end with the root, which is sharded last and alone", "", fix)
     rule = "fully_shard is called once for each module, children before parents"
-    fix = "Put each module in one unit, and inner units before outer ones"
     seen: set[str] = set()
     for unit in plan.units:
-        inside = {fqn for fqn in unit.modules if not set(unit.modules).isdisjoint(ancestors(fqn))}
         for fqn in unit.modules:
             outer = next((name for name in (*ancestors(fqn), fqn) if name in seen), None)
             if outer is not None:
                 problem = "appears in two units" if outer == fqn else f"comes after {outer or '(root)'}, its parent"
-                yield message(fqn or "(root)", problem, rule, fix)
-        if inside:
-            problem = f"has modules inside another module of the same unit: {listing(sorted(inside), 6)}"
-            yield message(unit.name, problem, "", "Leave the inner ones out")
+                yield message(fqn or "(root)", problem, rule, "Put inner units before outer ones")
         seen.update(unit.modules)
 
 
-def _every_param_once(plan: PlanData) -> Iterator[str]:
-    placed = Counter(chain(plan.ignored, plan.replicated, *(unit.params for unit in plan.units)))
-    rule = "Every parameter of the model belongs to exactly one unit, or is ignored or replicated"
-    for fqn in {**plan.specs, **placed} if placed.keys() ^ plan.specs.keys() or placed.total() > len(placed) else ():
-        where = [unit.name for unit in plan.units if fqn in unit.params]
-        where += ["ignored"] * (fqn in plan.ignored) + ["replicated"] * (fqn in plan.replicated)
-        if len(where) != 1 or fqn not in plan.specs:
-            yield message(fqn, f"is in {listing(where) or 'no unit'}", rule, "Make the plan with plan_model")
-
-
 def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
-    if len({spec.dtype for spec in plan.params}) < 2:
-        return
     for unit in plan.units:
         by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
         for spec in plan.specs_of(unit):
@@ -75,39 +60,12 @@ def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
             yield message(unit.name, problem, rule, fix)
 
 
-def _something_to_shard(plan: PlanData) -> Iterator[str]:
-    for unit in plan.units:
-        for spec in plan.specs_of(unit):
-            if not spec.shards:
-                problem = f"is {'empty' if spec.shape else 'a scalar'}, shape {spec.shape}, in {unit.name}"
-                rule = "FSDP2 shards parameters that have a dim and an element"
-                yield message(spec.fqn, problem, rule, "Make the plan with plan_model, which lists it in replicated")
-    if plan.replicated and not any(unit.params for unit in plan.units):
-        problem = f"has no parameter that can be sharded: {listing(plan.replicated, 6)} are scalars or empty"
-        yield message("model", problem, "", "Train it with DistributedDataParallel")
-
-
-def _replicated(plan: PlanData) -> Iterator[str]:
-    for spec in (plan.specs[fqn] for fqn in plan.replicated if fqn in plan.specs):
-        around = (unit for outer in ancestors(spec.fqn) for unit in plan.units if outer in unit.modules)
-        computes = next((unit.mp_policy.param_dtype for unit in around), None)
-        if spec.tensor_parallel:
-            fix = f"Leave it out of the tensor-parallel plan, or pass ignored_params=[{spec.fqn!r}]"
-            yield message(spec.fqn, f"is a DTensor of shape {spec.shape}, which FSDP2 cannot shard", "", fix)
-        elif not spec.numel and computes not in (None, spec.dtype):
-            problem = f"is empty, shape {spec.shape}, and has dtype {spec.dtype} where forward computes in {computes}"
-            rule = "Only sharded parameters are cast, and torch does not promote empty tensors as it does scalars"
-            yield message(spec.fqn, problem, rule, f"Cast it, which loses nothing, with .to({computes})")
-
-
 def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
         mesh, value = plan.mesh_of(unit), unit.reshard_after_forward
         fits = [n for n in range(1, mesh.shard_size + 1) if mesh.shard_size % n == 0]
         given = f"has reshard_after_forward={value!r}"
-        if not isinstance(value, int):
-            yield message(unit.name, given, "It must be True, False or a number of ranks", "Use True")
-        elif is_world_size(value) and value not in fits:
+        if is_world_size(value) and value not in fits:
             rule = f"As an int it must divide the {mesh.shard_size} ranks of axis {mesh.axis_names[-1]}"
             yield message(unit.name, given, rule, f"Use {listing(map(str, fits))}, True or False")
         elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
@@ -117,32 +75,28 @@ def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
 
 def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        size, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
+        ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
         for fqn, dim in unit.shard_dims:
-            shape = plan.specs[fqn].shape if fqn in unit.params and fqn in plan.specs else None
-            rule, fix = "FSDP2 shards on dims other than 0 in equal parts only", f"Use another dim, or dim 0, for {fqn}"
-            if shape is None:
-                problem = f"is sharded on dim {dim!r} in {unit.name}, which does not own it"
-                rule, fix = "", f"Remove it from shard_dims of {unit.name}"
-            elif type(dim) is not int or not 0 <= dim < len(shape):
-                problem, rule = f"is sharded on dim {dim!r}, but its shape is {shape}", "A dim counts from 0"
-            elif shape[dim] % size:
-                problem = f"is sharded on dim {dim}, whose size {shape[dim]} the {size} ranks of {axis} do not divide"
+            shape = plan.specs[fqn].shape if fqn in unit.params and fqn in plan.specs else ()
+            problem, rule = f"is sharded on dim {dim}", "FSDP2 shards on dims other than 0 in equal parts only"
+            if not 0 <= dim < len(shape):
+                problem, rule = f"{problem} in {unit.name}, where its shape is {shape}", "A dim counts from 0"
+            elif shape[dim] % ranks:
+                problem = f"{problem}, whose size {shape[dim]} the {ranks} ranks of {axis} do not divide"
             elif is_world_size(unit.reshard_after_forward):
-                problem = f"is sharded on dim {dim}, with reshard_after_forward={unit.reshard_after_forward}"
-                rule, fix = "torch reshards to fewer ranks on dim 0 only", f"Use True or False for {unit.name}"
+                problem = f"{problem}, with reshard_after_forward={unit.reshard_after_forward}"
+                rule = "torch reshards to fewer ranks on dim 0 only"
             else:
                 continue
-            yield message(fqn, problem, rule, fix)
+            yield message(fqn, problem, rule, f"Use another dim, or dim 0, for {fqn}")
 
 
 def _may_skip(plan: PlanData) -> Iterator[str]:
-    skipped = [unit for unit in plan.units if unit.may_skip]
-    for unit in skipped:
-        if len(unit.modules) > 1 or unit.modules == ("",):
+    for unit in plan.units:
+        if unit.may_skip and (len(unit.modules) > 1 or unit.modules == ("",)):
             fix = "Make the skipped module a unit of its own: by_name(..., may_skip=True)"
             yield message(unit.name, "has may_skip=True, which is for one module that another unit calls", "", fix)
-    for unit in callers(plan) if skipped else ():
+    for unit in callers(plan):
         if unit.compile or len(unit.modules) > 1:
             given = "is compiled" if unit.compile else f"is a unit of {len(unit.modules)} modules"
             problem = f"{given}, and calls a unit with may_skip=True, or is inside of one and calls units"
@@ -176,10 +130,7 @@ def tile_problems(plan: PlanData) -> dict[str, str]:
 _RULES = (
     _plain_data,
     children_first,
-    _every_param_once,
     _one_trainable_dtype,
-    _something_to_shard,
-    _replicated,
     _world_size_to_reshard_to,
     _shard_dims,
     _may_skip,

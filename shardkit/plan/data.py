@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
 from shardkit.plan.types import Collectives, MeshSpec, ParamSpec, ShardUnit, ancestors, is_world_size
+
+VERSION = 1  # of the JSON form
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,11 @@ class PlanData:
 
     def _resolved(self, unit: ShardUnit) -> ShardUnit:
         """Return the unit with the settings as torch understands them, the same in every version of torch."""
-        value = unit.reshard_after_forward
-        mesh = self.mesh_of(unit)
+        value, policy, ranks = unit.reshard_after_forward, unit.mp_policy, self.mesh_of(unit).shard_size
         if unit.mesh is not None and not self.mesh.splits(unit.mesh):  # the only axis that shards
             unit = replace(unit, mesh=None)
-        if is_world_size(value) and value in (1, mesh.shard_size):
+        if is_world_size(value) and value in (1, ranks):
             unit = replace(unit, reshard_after_forward=value != 1)  # 1 first, as torch: nothing is freed
-        policy = unit.mp_policy
         if policy.param_dtype is not None and policy.reduce_dtype is None:
             # Since torch 2.15 None is the dtype of the parameters. Before, torch reduced in param_dtype.
             dtypes = {spec.dtype for spec in self.specs_of(unit) if spec.trainable}
@@ -65,11 +70,9 @@ class PlanData:
         """The parameters of ``unit`` as ``fully_shard`` gets them: a rank's part, where the model has split them."""
         parts = self.mesh.parts(unit.mesh)  # experts are split over dim 0; of other dims only the padding would differ
         specs = self.specs_of(unit)
-        if parts == 1:
-            return specs
-        return [
-            spec._replace(shape=(-(-spec.shape[0] // parts), *spec.shape[1:])) if spec.shape else spec for spec in specs
-        ]
+        if parts > 1:
+            specs = [each._replace(shape=(-(-each.shape[0] // parts), *each.shape[1:])) for each in specs]
+        return specs
 
     def held_bytes(self) -> int:
         """The bytes of the parameters that the fullest rank holds, those that every rank holds in full included."""
@@ -85,11 +88,7 @@ class PlanData:
         return any(spec.trainable for spec in self.specs_of(unit))
 
     def collectives(
-        self,
-        micro_batches: int = 1,
-        *,
-        keep_unsharded: bool | None = None,
-        shard_gradients: bool = False,
+        self, micro_batches: int = 1, *, keep_unsharded: bool | None = None, shard_gradients: bool = False
     ) -> Collectives:
         """Predict the collectives of one step on each rank; pure and local.
 
@@ -146,6 +145,34 @@ class PlanData:
             for fqn in ancestors(spec.fqn):
                 first.setdefault(fqn, place)
         return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data: strings, numbers, lists and dicts; keys are the field names."""
+        return {"version": VERSION, **_plain(self)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, MixedPrecisionPolicy):
+        return mp_policy_to_dict(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    """Return the fields that differ from torch's defaults, dtypes by name."""
+    fields = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+    default = MixedPrecisionPolicy()
+    return {name: _plain(value) for name, value in fields.items() if value != getattr(default, name)}
 
 
 def skippable(plan: PlanData) -> set[ShardUnit]:

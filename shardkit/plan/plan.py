@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from shardkit.errors import refuse
-from shardkit.plan import check, serialize
-from shardkit.plan.data import PlanData
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardkit.errors import PlanError, message, refuse
+from shardkit.plan import check
+from shardkit.plan.data import VERSION, PlanData
+from shardkit.plan.types import MeshSpec, ParamSpec, ShardUnit
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,6 @@ class ShardingPlan(PlanData):
         """Raise one PlanError that lists everything wrong with the plan itself; pure and local."""
         refuse(check.problems(self))
 
-    def digest(self) -> bytes:
-        """Return the SHA-256 of the JSON form: 32 bytes, equal on two ranks exactly when their plans are."""
-        data = {key: value for key, value in self.to_dict().items() if key != "notes"}
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-ready data: strings, numbers, lists and dicts."""
-        return serialize.plan_to_dict(self)
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ShardingPlan:
         """Read the plan that ``to_dict`` wrote.
@@ -53,7 +46,18 @@ class ShardingPlan(PlanData):
         Raises:
             PlanError: a key is missing or unknown, or a value has the wrong type.
         """
-        return cls(**serialize.fields_of_plan(data))
+        try:
+            fields = {name: _tuples(value) for name, value in data.items()}
+            if fields.pop("version") != VERSION:
+                raise ValueError(f"version {data['version']!r}")
+            fields["mesh"] = MeshSpec(**_tuples(data["mesh"]))
+            fields["units"] = tuple(map(_unit, data["units"]))
+            fields["params"] = tuple(map(_param, data["params"]))
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            rule = f"It must be what ShardingPlan.to_dict() wrote, version {VERSION}"
+            raise PlanError(message("plan", problem, rule, "Write it again with this version of shardkit")) from error
 
     def diff(self, other: ShardingPlan) -> str:
         """Return one line per difference, ``-`` for this plan and ``+`` for ``other``; empty when they are equal."""
@@ -75,3 +79,28 @@ class ShardingPlan(PlanData):
         from shardkit.plan.table import table
 
         return table(self)
+
+
+def _tuples(value: Any) -> Any:
+    """Return JSON data with tuples for its lists."""
+    if isinstance(value, dict):
+        return {key: _tuples(each) for key, each in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _unit(data: dict[str, Any]) -> ShardUnit:
+    policy: dict[str, Any] = {k: _dtype(v) if isinstance(v, str) else v for k, v in data["mp_policy"].items()}
+    offload = CPUOffloadPolicy(**data["offload_policy"]) if data["offload_policy"] else OffloadPolicy()
+    return ShardUnit(**{**_tuples(data), "mp_policy": MixedPrecisionPolicy(**policy), "offload_policy": offload})
+
+
+def _param(data: list[Any]) -> ParamSpec:
+    fqn, shape, dtype, *others = _tuples(data)
+    return ParamSpec(fqn, shape, _dtype(dtype), *others)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no torch dtype is called {name!r}")
+    return dtype

@@ -10,8 +10,7 @@ from itertools import chain
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.plan.check import children_first
-from shardkit.plan.data import PlanData
-from shardkit.plan.serialize import mp_policy_to_dict
+from shardkit.plan.data import PlanData, mp_policy_to_dict
 from shardkit.plan.table import calls, counted, fold
 from shardkit.plan.types import ShardUnit
 

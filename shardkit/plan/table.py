@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from shardkit.errors import listing
-from shardkit.plan.data import PlanData
-from shardkit.plan.serialize import dtype_name, mp_policy_to_dict, plan_to_dict
+from shardkit.plan.data import PlanData, dtype_name, mp_policy_to_dict
 from shardkit.plan.types import ShardUnit, count, nbytes
 
 _TITLES = ["unit", "parameters", "bytes", "dtype", "computes in", "reshards", "lives on", "checkpointed", "compiled"]
@@ -139,7 +138,7 @@ def diff(plan: PlanData, other: PlanData) -> str:
 
 def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     """Return one string for each thing that two plans can differ in."""
-    data = plan_to_dict(plan)
+    data = plan.to_dict()
     whole = ("prefetch", "ignored", "replicated", "forward_methods")
     facts = {name.replace("_", " "): str(data[name]) for name in whole}
     facts |= {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}

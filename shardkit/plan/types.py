@@ -12,10 +12,7 @@ from shardkit.errors import PlanError, message
 
 
 def is_world_size(reshard_after_forward: bool | int) -> bool:
-    """Return whether ``reshard_after_forward`` is a number of ranks.
-
-    The one place that tells them apart: ``isinstance(True, int)`` and ``True == 1`` hold in Python.
-    """
+    """Return whether ``reshard_after_forward`` is a number of ranks; in Python ``isinstance(True, int)`` holds."""
     return isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
 
 
@@ -43,10 +40,7 @@ def nbytes(size: float) -> str:
 
 @dataclass
 class Collectives:
-    """The number of collectives that one forward and backward runs on each rank.
-
-    ``plan.collectives()`` predicts one of these, ``shardkit.testing.comm_counts()`` counts one.
-    """
+    """The collectives of a step on each rank: ``plan.collectives()`` predicts, ``testing.comm_counts()`` counts."""
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -122,11 +116,10 @@ class MeshSpec:
     def __post_init__(self) -> None:
         axes = len(self.shape)
         object.__setattr__(self, "shard_axes", self.shard_axes or max(1, axes - 1))
+        names_fit = axes == len(self.axis_names) == len(set(self.axis_names))
         sizes_fit = all(isinstance(size, int) and size >= 1 for size in self.shape)
-        names_fit = len(self.axis_names) == len(set(self.axis_names)) == axes
-        if axes - self.shard_axes not in (0, 1) or not axes or not names_fit or not sizes_fit:
-            problem = f"has the shape {self.shape} with axis names {self.axis_names}"
-            problem += f", of which {self.shard_axes} shard" if axes > 1 else ""
+        if not (axes and names_fit and sizes_fit and axes - self.shard_axes in (0, 1)):
+            problem = f"has the shape {self.shape} with axis names {self.axis_names}, of which {self.shard_axes} shard"
             rule = "A mesh has axes of at least one rank, each with a name of its own, and all but at most one shard"
             fix = "Use MeshSpec.sharded(ranks) or MeshSpec.hybrid(replicate, shard)"
             raise PlanError(message("mesh", problem, rule, fix))
@@ -138,7 +131,7 @@ class MeshSpec:
 
     @classmethod
     def hybrid(cls, replicate: int, shard: int) -> MeshSpec:
-        """Replicate ``replicate`` times, and shard each replica over ``shard`` ranks: HSDP."""
+        """Replicate ``replicate`` times, each replica sharded over ``shard`` ranks: HSDP."""
         return cls((replicate, shard), ("dp_replicate", "dp_shard"))
 
     @property
@@ -165,7 +158,7 @@ class MeshSpec:
         if axis not in self.axis_names[:2]:
             problem = f"of a rule must be one of the first two axes of {self}, got {axis!r}"
             rule = "At most one axis, which replicates, comes before it; the experts are split over those after it"
-            fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep")), for example'
+            fix = 'Pass mesh=init_device_mesh(..., mesh_dim_names=("dp_replicate", "efsdp", "ep"))'
             raise PlanError(message("mesh", problem, rule, fix))
         return replace(self, shard_axes=len(self.shape) - self.axis_names.index(axis))
 
@@ -186,12 +179,12 @@ class MeshSpec:
         return MeshSpec((*self.shape[:cut], size), (*self.axis_names[:cut], axis or "_".join(shards)), 1)
 
     def splits(self, axis: str | None) -> dict[str, int]:
-        """Return the axes, with their sizes, over which a model has split the parameters of a unit on ``axis``."""
+        """Return the axes, with their sizes, over which the model has split the experts of a unit on ``axis``."""
         cut = len(self.shape) if axis is None else self.axis_names.index(axis) + 1
         return dict(zip(self.axis_names[cut:], self.shape[cut:], strict=True))
 
     def parts(self, axis: str | None) -> int:
-        """Return into how many parts a model has split each parameter of a unit on ``axis``; 1 for None."""
+        """Return into how many parts the model has split each parameter of a unit on ``axis``; 1 for None."""
         return torch.Size(self.splits(axis).values()).numel()
 
     def __str__(self) -> str:
@@ -234,11 +227,10 @@ class ShardUnit:
     dim_given: bool = False
 
     def __post_init__(self) -> None:
-        dims = dict(self.shard_dims)
-        order = [*(fqn for fqn in self.params if fqn in dims), *sorted(dims.keys() - set(self.params))] if dims else []
-        # `or type(...)`: True and False are not dims, and the check of the plan names them.
-        pairs = tuple((fqn, dims[fqn]) for fqn in order if dims[fqn] or type(dims[fqn]) is not int)
-        object.__setattr__(self, "shard_dims", pairs)
+        if self.shard_dims:
+            order = {fqn: place for place, fqn in enumerate(self.params)}
+            pairs = sorted(dict(self.shard_dims).items(), key=lambda pair: order.get(pair[0], len(order)))
+            object.__setattr__(self, "shard_dims", tuple((fqn, dim) for fqn, dim in pairs if dim))
 
     def __hash__(self) -> int:
         return hash((self.modules, self.params))  # torch's OffloadPolicy is not hashable
@@ -248,10 +240,6 @@ class ShardUnit:
         """The unit as tables and errors call it."""
         names = [fqn or "(root)" for fqn in self.modules]
         return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
-
-    def dim_of(self, fqn: str) -> int:
-        """The dim on which one of its parameters is sharded."""
-        return dict(self.shard_dims).get(fqn, 0)
 
     @property
     def offloads(self) -> bool:

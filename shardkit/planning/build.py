@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -22,13 +20,10 @@ from shardkit.planning.repair import inseparable_dtypes
 from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
 from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
-logger = logging.getLogger("shardkit")
-LARGE_REPLICA, LARGE_SHARE = 64 * 2**20, 0.01  # warn if more bytes, and a larger part of the model, are replicated
-
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for the whole model, which a rule may override for its units."""
+    """The settings of the whole model, which a rule may override for its units."""
 
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  frozen
@@ -76,21 +71,20 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
     rules, settings = request.rules, request.settings
     check_settings("", vars(settings))
     left_alone = _ignored_fqns(tree, request.ignored_params or ())
-    replicated = tree.unshardable - left_alone
     chosen = [] if rules is None else select(tree, rules)
+    notes, others = list[str](), list[str]()
     if rules is not None and not only_tiles(chosen):
-        selections, notes = [new for new in chosen if new.tiles is None], list[str]()
+        selections = [new for new in chosen if new.tiles is None]
         if not any(0 in selection.entries for selection in selections):
             selections.append(Selection((0,), reshard=False))
     else:
-        selections, notes = default_units(tree, left_alone | replicated)
-        others = inseparable_dtypes(tree, selections, left_alone | replicated)
-        replicated = replicated.union(others)
+        selections, notes = default_units(tree, left_alone | tree.unshardable)
+        others = inseparable_dtypes(tree, selections, left_alone | tree.unshardable)
         reason = "train in another dtype than the rest of their unit and cannot be a unit of their own"
         size = nbytes(sum(tree.params[fqn].nbytes for fqn in others))
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
     prefetch, methods = request.prefetch, request.forward_methods
-    plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, replicated)
+    plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, others)
     if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
         plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
         plan.check()
@@ -106,9 +100,11 @@ def plan_of(
     prefetch: int = 0,
     notes: Iterable[str] = (),
     methods: Iterable[str] = (),
-    replicated: frozenset[str] | None = None,
+    others: Iterable[str] = (),
 ) -> ShardingPlan:
-    """Return the plan whose units are ``selections``, the root among them; None replicates what FSDP2 cannot shard.
+    """Return the plan whose units are ``selections``, the root among them.
+
+    What FSDP2 cannot shard is replicated, and ``others`` too.
 
     Raises:
         PlanError: the selections split a tie or lie inside each other, or the plan is not valid.
@@ -116,17 +112,17 @@ def plan_of(
     selections = _children_first(tree, selections)
     for axis in dict.fromkeys(each.overrides.get("mesh") for each in selections):
         mesh = mesh if axis is None else mesh.sharded_from(axis)
-    replicated = tree.unshardable - left_alone if replicated is None else replicated
-    ownership = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
-    refuse(split_problem(tree, fqn) for fqn in ownership.split)
-    trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
-    note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
+    replicated = tree.unshardable.union(others) - left_alone
+    owned, torn = assign(tree, [selection.entries for selection in selections], left_alone | replicated)
+    refuse(split_problem(tree, fqn) for fqn in torn)
     # Below the root without output_dtype: only the root returns to the user, and blocks that cast would keep more.
     inner = replace(settings, mp_policy=replace(settings.mp_policy, output_dtype=None))
     units = tuple(
         _unit(tree, selection, params, settings if selection.entries == (0,) else inner)
-        for selection, params in zip(selections, ownership.params, strict=True)
+        for selection, params in zip(selections, owned, strict=True)
     )
+    trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
+    note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
     split = {fqn for unit in units if mesh.parts(unit.mesh) > 1 for fqn in unit.params}
     plan = ShardingPlan(
         units=units,
@@ -154,17 +150,6 @@ def _ignored_fqns(tree: ModelTree, ignored_params: Iterable[nn.Parameter | str])
     return frozenset(fqn for fqn in found.values() if fqn is not None)
 
 
-def warn_of_replicas(plan: ShardingPlan) -> None:
-    """Warn on rank 0 of large parameters that every rank replicates although their shape could be sharded."""
-    replicas = [spec for spec in (plan.specs[fqn] for fqn in plan.replicated) if spec.shards]
-    size, total = sum(spec.nbytes for spec in replicas), sum(spec.nbytes for spec in plan.params)
-    if size > max(LARGE_REPLICA, LARGE_SHARE * total) and (not dist.is_initialized() or dist.get_rank() == 0):
-        names = listing((spec.fqn for spec in replicas), 6)
-        problem = f"is replicated: {nbytes(size)} on every rank, and as much for gradients and each optimizer state"
-        rule = "Its dtype is not that of the rest of its unit, and FSDP2 reduces a unit in one dtype"
-        logger.warning(message(names, problem, rule, "Cast it to that dtype before shard_model, to shard it"))
-
-
 def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Selection]:
     """Sort into the order of the ``fully_shard`` calls: units inside a module before the unit of that module."""
     selections = sorted(selections, key=lambda each: (each.entries == (0,), each.entries))
@@ -183,13 +168,10 @@ def _children_first(tree: ModelTree, selections: list[Selection]) -> list[Select
 
 
 def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Settings) -> ShardUnit:
-    chosen = selection.overrides
-    first = selection.entries[0]
-    # Blocks are units of one module that has submodules: recomputing a lone embedding, norm or head saves nothing,
-    # and neither does recomputing the root.
+    chosen, first = selection.overrides, selection.entries[0]
+    # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
     is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
-    reshard = chosen.get("reshard_after_forward", settings.reshard_after_forward)
-    dim = chosen.get("shard_dim")
+    reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
         params=tuple(params),
@@ -218,12 +200,10 @@ def method_problems(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
     """Yield an error for each method that the plan names and that cannot gather parameters."""
     units = {id(tree.modules[tree.places[fqn]]) for unit in plan.units for fqn in unit.modules if fqn in tree.places}
     for name in plan.forward_methods:
-        fqn, _, method = name.rpartition(".") if isinstance(name, str) else ("", "", name)
+        fqn, _, method = name.rpartition(".")
         module = tree.modules[tree.places[fqn]] if fqn in tree.places else None
-        if not isinstance(method, str) or not callable(getattr(module, method, None)):
-            problem, fix = "which is not a method of the model or of a module in it", "Correct the name"
-        elif method == "forward":
-            problem, fix = "which gathers by itself", "Leave it out"
+        if not callable(getattr(module, method, None)) or method == "forward":
+            problem, fix = "which is not a method besides forward of a module in the model", "Correct the name"
         elif id(module) not in units:
             problem = f"a method of {fqn}, which is not a unit"
             fix = f"Make {fqn} a unit with units=, or name a method of a unit or of the model that calls this one"

@@ -78,7 +78,7 @@ def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[t
     alone = isinstance(tree.modules[container], nn.ModuleList) and len(list(tree.children(container))) == 1
     if classes[type(module)] < 2 and not alone:
         return False
-    if any(tree.has_params(child) for child in tree.children(item)):
+    if any(tree.params_below(child) for child in tree.children(item)):
         return True
     # A stack of plain layers, such as an MLP in a Sequential: units only where the stack is most of the model.
     has_matrix = any(tree.params[fqn].dim() > 1 for fqn in tree.owned[item])

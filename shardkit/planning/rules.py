@@ -52,20 +52,17 @@ class UnitRule:
 
     text: str  # the call that made it, for messages
     select: Callable[[ModelTree, frozenset[int]], list[Selection]]  # given the entries that earlier rules took
-    together: bool = False  # whether all that it matches is one unit
+    one_unit: bool = False  # whether all that it matches is one unit
 
 
 Rule: TypeAlias = UnitRule | type[nn.Module] | str | Callable[[str, nn.Module], "bool | Overrides"]
 
 
-def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
+def by_class(*classes: type[nn.Module] | str, **overrides: Unpack[Overrides]) -> UnitRule:
     """Make every module of one of ``classes``, or of a subclass, a unit of its own.
 
     Args:
         classes: classes, or names of classes, where importing them is inconvenient.
-        together: fuses this many consecutive modules into one unit, torch's ``fully_shard([a, b])``. For small blocks
-            this saves CPU time, with fewer hooks and larger collectives. It costs memory, since they are gathered
-            together.
         overrides: settings for these units. ``tiles=4``, alone, makes no units: the modules compute in tiles.
 
     Example:
@@ -82,16 +79,15 @@ def by_class(*classes: type[nn.Module] | str, together: int = 1, **overrides: Un
     def matches(_: str, module: nn.Module) -> bool:
         return isinstance(module, types) or not names.isdisjoint(base.__name__ for base in type(module).__mro__)
 
-    return _rule_of_predicate(f"by_class({shown})", matches, overrides, together)
+    return _rule_of_predicate(f"by_class({shown})", matches, overrides)
 
 
-def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> UnitRule:
+def by_name(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     """Make every module whose FQN matches one of ``globs`` a unit of its own.
 
     Args:
         globs: ``*`` and ``?`` stay within one component, ``**`` crosses dots: ``"layers.*"`` is ``layers.0`` but
             not ``layers.0.mlp``. ``""`` is the root.
-        together: fuses this many consecutive modules into one unit, as for ``by_class``.
         overrides: settings for these units. ``mesh="efsdp"`` shards them on that axis of the mesh alone: experts that
             the model has split, as DTensors, over the axes after it. ``tiles=4`` as for ``by_class``.
     """
@@ -100,7 +96,7 @@ def by_name(*globs: str, together: int = 1, **overrides: Unpack[Overrides]) -> U
     def matches(fqn: str, _: nn.Module) -> bool:
         return any(pattern.fullmatch(fqn) for pattern in patterns)
 
-    return _rule_of_predicate(f"by_name({', '.join(map(repr, globs))})", matches, overrides, together)
+    return _rule_of_predicate(f"by_name({', '.join(map(repr, globs))})", matches, overrides)
 
 
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
@@ -113,9 +109,6 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
         min_numel: elements.
         overrides: settings for these units.
     """
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 1:
-        problem = f"must be a number of elements, at least 1, got {min_numel!r}"
-        raise PlanError(message("min_numel", problem, "", "Use by_size(10**8)"))
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
         mha = (entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.MultiheadAttention))
@@ -145,16 +138,16 @@ def group(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
     text = f"group({', '.join(map(repr, globs))})"
 
     def select(tree: ModelTree, _: frozenset[int]) -> list[Selection]:
-        found: list[int] = []
+        found: set[int] = set()
         for glob in globs:
             pattern = _compile_glob(glob)
-            matched = [entry for entry in tree.first_entries if pattern.fullmatch(tree.fqns[entry])]
+            matched = {entry for entry in tree.first_entries if pattern.fullmatch(tree.fqns[entry])}
             if not matched:
                 raise PlanError(_no_match(text, tree, f"{glob!r} matches no module"))
-            found += [entry for entry in matched if entry not in found]
+            found |= matched
         return [Selection(tuple(sorted(found)), overrides)]
 
-    return UnitRule(text, select, together=True)
+    return UnitRule(text, select, one_unit=True)
 
 
 def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
@@ -165,36 +158,24 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
             groups, a module has no forward, or an override is unknown.
     """
     selections: list[Selection] = []
-    taken: dict[int, str] = {}
-    cut: dict[int, str] = {}
-
-    def earlier(new: Selection) -> dict[int, str]:
-        return taken if new.tiles is None else cut
-
+    units: dict[int, str] = {}  # the text of the rule that took each entry
+    tiles: dict[int, str] = {}
     for rule in map(as_rule, rules):
-        found = rule.select(tree, frozenset(taken))
-        found = [new for new in found if any(not entry or tree.has_params(entry) for entry in new.entries)]
+        found = rule.select(tree, frozenset(units))
+        found = [new for new in found if any(not entry or tree.params_below(entry) for entry in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
-        fresh = [new for new in found if not any(entry in earlier(new) for entry in new.entries)]
-        if not fresh or (rule.together and fresh != found):
-            claimed = [(entry, earlier(new)) for new in found for entry in new.entries if entry in earlier(new)]
-            claims = [f"{tree.fqns[entry] or '(root)'} (by {by[entry]})" for entry, by in claimed]
-            problem = f"matches modules of earlier rules: {listing(claims)}"
-            first_wins = "Each module is in one unit, and the first matching rule wins"
+        taken = units if found[0].tiles is None else tiles
+        fresh = [new for new in found if taken.keys().isdisjoint(new.entries)]
+        if not fresh or (rule.one_unit and fresh != found):
+            claims = [f"{tree.fqns[e] or '(root)'} (by {taken[e]})" for new in found for e in new.entries if e in taken]
             fix = "Remove one of the rules, or put the narrower one first"
-            raise PlanError(message(rule.text, problem, first_wins, fix))
+            first_wins = "Each module is in one unit, and the first matching rule wins"
+            raise PlanError(message(rule.text, f"matches modules of earlier rules: {listing(claims)}", first_wins, fix))
         for new in fresh:
-            for entry in (entry for entry in new.entries if not has_forward(tree.modules[entry])):
-                name, kind = tree.fqns[entry], type(tree.modules[entry]).__name__
-                called = "A unit is gathered when its module is called, and a module without forward is never called"
-                fix = f'Select its children instead: by_name("{name}.*")'
-                problem = f"is a {kind} without forward, and {rule.text} matches it"
-                raise PlanError(message(name, problem, called, fix))
-            check_settings(rule.text, new.overrides)
-            _check_tiles(rule.text, new)
-            earlier(new).update(dict.fromkeys(new.entries, rule.text))
-        _check_dim(rule, tree, fresh)
+            _check_selection(tree, rule.text, new)
+            taken.update(dict.fromkeys(new.entries, rule.text))
+        _check_dim(tree, rule.text, fresh)
         selections += fresh
     return selections
 
@@ -204,7 +185,13 @@ def only_tiles(selections: list[Selection]) -> bool:
     return bool(selections) and all(new.tiles is not None for new in selections)
 
 
-def _check_tiles(text: str, new: Selection) -> None:
+def _check_selection(tree: ModelTree, text: str, new: Selection) -> None:
+    check_settings(text, new.overrides)
+    for entry in (entry for entry in new.entries if not has_forward(tree.modules[entry])):
+        name, problem = tree.fqns[entry], f"is a {type(tree.modules[entry]).__name__} without forward"
+        rule = "A unit is gathered when its module is called, and a module without forward is never called"
+        fix = f'Select its children instead: by_name("{name}.*")'
+        raise PlanError(message(name, f"{problem}, and {text} matches it", rule, fix))
     if new.tiles is not None and (len(new.overrides) > 1 or len(new.entries) > 1):
         others = listing(sorted(new.overrides.keys() - {"tiles"})) or "several modules"
         rule = "A rule with tiles= makes no units: each module computes in tiles, in whichever unit it is"
@@ -212,14 +199,14 @@ def _check_tiles(text: str, new: Selection) -> None:
         raise PlanError(message(text, f"has tiles={new.tiles} with {others}", rule, fix))
 
 
-def _check_dim(rule: UnitRule, tree: ModelTree, found: list[Selection]) -> None:
+def _check_dim(tree: ModelTree, text: str, found: list[Selection]) -> None:
     """Raise if no parameter has the dim of a rule; some, such as biases, need not."""
     dim = found[0].overrides.get("shard_dim") or 0
     below = (inner for new in found for entry in new.entries for inner in tree.subtree(entry))
     most = max((tree.params[fqn].dim() for inner in below for fqn in tree.owned[inner]), default=0)
     if dim >= max(most, 1):
         problem = f"has shard_dim={dim}, but no parameter of its modules has more than {most} dims"
-        raise PlanError(message(rule.text, problem, "Dims count from 0", ""))
+        raise PlanError(message(text, problem, "Dims count from 0", ""))
 
 
 def as_rule(rule: Rule) -> UnitRule:
@@ -237,28 +224,17 @@ def as_rule(rule: Rule) -> UnitRule:
 
 
 def _rule_of_predicate(
-    text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides, together: int = 1
+    text: str, predicate: Callable[[str, nn.Module], bool | Overrides], overrides: Overrides
 ) -> UnitRule:
-    if isinstance(together, bool) or not isinstance(together, int) or together < 1:
-        problem = f"has together={together!r}, which must be a number of consecutive modules, at least 1"
-        raise PlanError(message(text, problem, "", "Use together=2"))
-
-    def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
+    def select(tree: ModelTree, _: frozenset[int]) -> list[Selection]:
         found = []
         for entry in tree.first_entries:
             answer = predicate(tree.fqns[entry], tree.modules[entry])
-            if answer or isinstance(answer, Mapping):
-                own = answer if isinstance(answer, Mapping) else Overrides()
-                found.append(Selection((entry,), Overrides(**{**overrides, **own})))
-        if together == 1:
-            return found
-        siblings: dict[int, list[Selection]] = {}  # by parent
-        for new in found:
-            if new.entries[0] not in taken:
-                siblings.setdefault(tree.parents[new.entries[0]], []).append(new)
-        starts = ((each, start) for each in siblings.values() for start in range(0, len(each), together))
-        fused = (each[start : start + together] for each, start in starts)
-        return [Selection(tuple(new.entries[0] for new in each), each[0].overrides) for each in fused]
+            if isinstance(answer, Mapping):  # also an empty one
+                found.append(Selection((entry,), Overrides(**{**overrides, **answer})))
+            elif answer:
+                found.append(Selection((entry,), overrides))
+        return found
 
     return UnitRule(text, select)
 

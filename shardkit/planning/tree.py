@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dis
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
 from inspect import unwrap
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -96,7 +96,7 @@ class ModelTree:
         """All entries of the module at ``entry``."""
         return self._paths[id(self.modules[entry])]
 
-    @cached_property
+    @property
     def first_entries(self) -> list[int]:
         """The first entry of each module, in pre-order."""
         return [entries[0] for entries in self._paths.values()]
@@ -109,8 +109,7 @@ class ModelTree:
     @cached_property
     def unsplit(self) -> frozenset[str]:
         """The parameters of tensor classes with operators of their own, such as quantized ones and DTensors."""
-        kinds = {kind for kind in set(map(type, self.params.values())) if has_own_dispatch(kind)}
-        return frozenset(fqn for fqn, param in self.params.items() if type(param) in kinds) if kinds else frozenset()
+        return frozenset(fqn for fqn, param in self.params.items() if has_own_dispatch(type(param)))
 
     @cached_property
     def trains_one_dtype(self) -> bool:
@@ -132,14 +131,13 @@ class ModelTree:
         """Whether ``inner`` is ``outer`` or below it."""
         return outer <= inner < self.ends[outer]
 
-    def numel(self, entry: int) -> int:
-        """Elements of all parameters at or below ``entry``, each counted once."""
-        fqns = {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
-        return sum(self.params[fqn].numel() for fqn in fqns)
+    def params_below(self, entry: int) -> set[str]:
+        """The parameters at or below ``entry``."""
+        return {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
 
-    def has_params(self, entry: int) -> bool:
-        """Whether the module at ``entry`` or one below it has a parameter."""
-        return any(self.owned[below] for below in self.subtree(entry))
+    def numel(self, entry: int) -> int:
+        """Elements of all parameters at or below ``entry``."""
+        return sum(self.params[fqn].numel() for fqn in self.params_below(entry))
 
     def trained_dtypes(self, *entries: int) -> set[torch.dtype]:
         """The dtypes of the parameters that require grad and that these modules register themselves."""
@@ -148,30 +146,20 @@ class ModelTree:
 
     def specs(self) -> tuple[ParamSpec, ...]:
         """What a plan records of each parameter, in order."""
-        parallel = any(issubclass(kind, DTensor) for kind in set(map(type, self.params.values())))
-        return tuple(
-            ParamSpec(
-                fqn,
-                tuple(param.shape),
-                param.dtype,
-                param.requires_grad,
-                tuple(self.ties.get(fqn, ())),
-                parallel and isinstance(param, DTensor),
-                _element_bytes(param) if fqn in self.unsplit else 0.0,
-            )
-            for fqn, param in self.params.items()
-        )
+        found = []
+        for fqn, param in self.params.items():
+            ties, parallel = tuple(self.ties.get(fqn, ())), fqn in self.unsplit and isinstance(param, DTensor)
+            spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad, ties, parallel)
+            if fqn in self.unsplit and not param.requires_grad and not parallel:
+                spec = spec._replace(element_bytes=_element_bytes(param))
+            found.append(spec)
+        return tuple(found)
 
 
 def _element_bytes(param: torch.Tensor) -> float:
-    """Return the bytes per element of a frozen parameter that consists of other tensors; 0.0 of any other."""
-    if param.requires_grad or isinstance(param, DTensor) or not hasattr(param, "__tensor_flatten__"):
-        return 0.0
-    inner: list[torch.Tensor] = [getattr(param, name) for name in param.__tensor_flatten__()[0]]
-    return sum(each.nbytes for each in inner) / max(1, param.numel())
-
-
-# Which unit owns which parameter: torch's rule, applied to names before torch applies it to tensors.
+    """Return the bytes per element of a parameter that consists of other tensors, such as NF4; 0.0 of any other."""
+    inner: list[str] = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
+    return float(sum(getattr(param, name).nbytes for name in inner)) / max(1, param.numel())
 
 
 class Ownership(NamedTuple):
@@ -181,19 +169,17 @@ class Ownership(NamedTuple):
     split: list[str]  # FQNs
 
 
-def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Collection[str] = ()) -> Ownership:
+def assign(tree: ModelTree, units: Sequence[Sequence[int]], ignored: Set[str] = frozenset()) -> Ownership:
     """Return what a series of ``fully_shard`` calls would own: each parameter belongs to the innermost unit around it.
 
-    ``units`` are the entries of each unit's modules, the root among them. No unit owns ``ignored`` parameters.
+    This is torch's rule, on names. ``units`` are the entries of each unit's modules, the root among them.
     """
     around = unit_of_entries(tree, units)
-    ignored = frozenset(ignored)
     owner: dict[str, int] = {}
     split: dict[str, None] = {}
     for entry in tree.post_order:
-        unit = around[entry]
         for fqn in tree.owned[entry]:
-            if fqn not in ignored and owner.setdefault(fqn, unit) != unit:
+            if fqn not in ignored and owner.setdefault(fqn, around[entry]) != around[entry]:
                 split[fqn] = None
     params: list[list[str]] = [[] for _ in units]
     for fqn, unit in owner.items():
@@ -218,8 +204,7 @@ def owners(tree: ModelTree, fqn: str) -> list[int]:
 def split_problem(tree: ModelTree, fqn: str) -> str:
     """Return the error for a tied parameter that is in several units."""
     modules = [tree.fqns[entry] or "(root)" for entry in owners(tree, fqn)]
-    problem = f"is shared by {listing(modules)}, which are in different units"
-    rule = "A tied parameter is gathered and reduced in one unit"
+    problem, rule = f"is shared by {listing(modules)}, which are in different units", "One unit owns a tied parameter"
     return message(fqn, problem, rule, f"Put them in one: group({', '.join(map(repr, modules))})")
 
 
@@ -242,7 +227,7 @@ def is_called(tree: ModelTree, entry: int) -> bool:
 
 
 def user_of(tree: ModelTree, entry: int) -> int:
-    """Return the outermost module that reads the parameters at ``entry``: it must be gathered; ``entry`` if called."""
+    """Return ``entry`` if it is called, else the outermost module that reads its parameters, and must be gathered."""
     name = tree.fqns[entry].rpartition(".")[2]
     looked_for = {(name, attribute) for attribute in (*tree.modules[entry]._parameters, "forward")}
     outer, from_list = tree.parents[entry], False
@@ -265,16 +250,14 @@ def _loads(cls: type[nn.Module]) -> set[tuple[str, str]]:
         method = pending.pop()
         if method not in seen:
             seen.add(method)
-            function = unwrap(getattr(cls, method, None))  # type: ignore[arg-type]
-            pairs = set(_pairs(getattr(function, "__code__", None)))
+            function: Any = unwrap(getattr(cls, method, None))  # type: ignore[arg-type]
+            pairs = set(_pairs(function.__code__)) if hasattr(function, "__code__") else set()
             found |= pairs
             pending += [second for first, second in pairs if first == _SELF]
     return found
 
 
-def _pairs(code: object) -> Iterator[tuple[str, str]]:
-    if not isinstance(code, CodeType):
-        return
+def _pairs(code: CodeType) -> Iterator[tuple[str, str]]:
     last = None
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "CACHE", "NOP")]
     for step, following in itertools.zip_longest(steps, steps[1:]):
@@ -287,5 +270,5 @@ def _pairs(code: object) -> Iterator[tuple[str, str]]:
             last = _SELF if variable == "self" else _LOCAL
         else:
             last = None
-    for constant in code.co_consts:  # comprehensions and functions inside
-        yield from _pairs(constant)
+    for inner in code.co_consts:  # comprehensions and functions
+        yield from _pairs(inner) if isinstance(inner, CodeType) else ()

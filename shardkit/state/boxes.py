@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import collective_device
 from shardkit.shards import Box, box_at, device_of, local_part, local_value
@@ -52,12 +52,12 @@ class Move(NamedTuple):
 class ModelGroup:
     """The ranks that hold a model's tensors."""
 
-    ranks: tuple[int, ...]  # global; empty without a process group
+    ranks: tuple[int, ...]  # global, the root first; empty without a process group
     mesh: DeviceMesh | None  # of all the ranks; None: the default group
 
     @property
     def root(self) -> int:
-        """The lowest rank, which gathers and scatters."""
+        """The first rank, which gathers and scatters."""
         return self.ranks[0] if self.ranks else 0
 
     @property
@@ -71,8 +71,9 @@ class ModelGroup:
             return None
         world, groups = dist.group.WORLD, [] if self.mesh is None else self.mesh.get_all_groups()
         group = next((each for each in (world, *groups) if each is not None and each.size() == len(self.ranks)), None)
-        if group is None and (group := _groups.get((world, self.ranks))) is None:
-            group = _groups[world, self.ranks] = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        ranks = tuple(sorted(self.ranks))
+        if group is None and (group := _groups.get((world, ranks))) is None:
+            group = _groups[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         if dist.get_backend(group) not in BY_MESSAGES:
             # All ranks of a group must make NCCL's first operation in it, and not all send messages (torch 2.13).
             dist.all_reduce(torch.zeros(1, device=collective_device(group)), group=group)

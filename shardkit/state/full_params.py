@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit import _fsdp
-from shardkit._fsdp.undone import without_hooks
+from shardkit._fsdp.states import without_hooks
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import groups_of, raise_together, together
+from shardkit.ranks import groups_of, together
 from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter
-from shardkit.state.names import parameter_names, refuse_meta
+from shardkit.state.model import parameter_names, refuse_meta
 
 
 @contextmanager
@@ -31,18 +31,15 @@ def full_params(
 
     Like FSDP1's ``summon_full_params``, for any module with FSDP2 units. Names, ties, dtypes, ``requires_grad`` and
     attributes are those of the sharded parameters. FSDP2's hooks do nothing inside: modules, methods such as
-    ``generate``, and parts that are not units run on the full parameters, without collectives. Backward works, but its
-    gradients are not reduced, and are dropped on exit. Modules of ``parallelize_module`` still make DTensors of their
-    inputs, which do not mix with full parameters. Plain parameters are unchanged. Do not step an optimizer inside.
-
-    On exit, with or without an error, the same sharded parameters are registered again. Changes of the full ones are
-    lost unless ``writeback=True``, which copies each rank's part into its shards, in place, unless there was an error.
-
-    **Collective**, on entry and, with both ``writeback`` and ``rank0_only``, on exit.
+    ``generate``, and parts that are not units run without collectives; gradients are not reduced, and dropped on exit.
+    Modules of ``parallelize_module`` still make DTensors, which do not mix with full parameters. Do not step an
+    optimizer inside. On exit the same sharded parameters are registered again. **Collective**, on entry and, with both
+    ``writeback`` and ``rank0_only``, on exit.
 
     Args:
         model: any module, on any mesh, with any ties.
-        writeback: write changes into the shards; with ``rank0_only`` those of rank 0.
+        writeback: copy changes into the shards, in place, unless there was an error; with ``rank0_only`` those of rank
+            0. Else they are lost.
         rank0_only: give full parameters only to the lowest rank that holds a part of the model; others keep shards.
         offload_to_cpu: put full tensors on the CPU, wherever the shards are.
         with_grads: gather existing gradients too, as ``grad`` of the full parameters, and write them back too.
@@ -50,7 +47,8 @@ def full_params(
 
     Raises:
         ShardkitError: on every rank: inside of a forward or backward; on meta; if ranks pass different arguments or,
-            with ``with_grads``, have different gradients; on exit, if a full parameter has another shape, or is gone.
+            with ``with_grads``, have different gradients; on exit, if a full parameter has another shape, or is gone,
+            or for any error inside where ranks exchange it, with both ``writeback`` and ``rank0_only``.
 
     Example:
         >>> with full_params(model, writeback=True):
@@ -58,50 +56,46 @@ def full_params(
     """
     groups = groups_of(model)
     with together(groups, call="full_params") as poll:
-        if _fsdp.is_under_way(model):
-            rule, fix = "Parameters cannot be replaced while in use", "Call it before the forward or after backward"
-            raise ShardkitError(message("full_params", "was called in a forward or backward", rule, fix))
-        own = None if recurse else set(_fsdp.own_parameters(model))
-        names = {p: name for p, name in parameter_names(model).items() if own is None or p in own}
-        names = {param: name for param, name in names.items() if hasattr(param, "device_mesh")}
-        refuse_meta((name, param) for param, name in names.items())
-        grads = {param: param.grad for param in names if with_grads and param.grad is not None}
+        names, grads = _gathered(model, recurse, with_grads)
         poll.same = {"rank0_only": rank0_only, "writeback": writeback, "with_grads": with_grads, "recurse": recurse}
         poll.same |= {"which parameters have gradients": [names[param] for param in grads]}
     ranks, device = model_group(names), torch.device("cpu") if offload_to_cpu else None
     shards: dict[str, Tensor] = {name: param for param, name in names.items()}
     shards |= {f"grad of {names[param]}": grad for param, grad in grads.items()}
     fulls = dict(gather(shards.items(), ranks, everywhere=not rank0_only, device=device))
-    problem: Exception | None = None
-    found: dict[nn.Parameter, Tensor | None] = {}
-    try:
-        with (
-            without_hooks(list(model.modules()) if recurse else [model]),
-            _replaced(model, names, fulls) as places,
-        ):
+    moves: list[Move] = []
+    with together(groups if writeback and rank0_only else []):
+        with without_hooks([*model.modules()] if recurse else [model]), _replaced(model, names, fulls) as places:
             yield
-            found = {param: getattr(module, name, None) for param, (module, name) in places.items()}
-    except Exception as caught:
-        if not writeback:
-            raise
-        problem = caught
-    if not writeback:
-        return
-    lost = [names[param] for param, full in found.items() if getattr(full, "shape", None) != param.shape]
-    after = {param: getattr(full, "grad", None) for param, full in found.items() if param in grads}
-    lost += [f"grad of {names[p]}" for p, grad in after.items() if getattr(grad, "shape", None) != p.shape]
-    if lost:
-        rule = "A tensor that is written back must have the shape of the sharded parameter"
-        text = message(listing(lost), "has another shape, or is gone", rule, "Resize parameters before sharding")
-        problem = problem or ShardkitError(text)
-    try:
-        raise_together(problem, groups if rank0_only else [])
-    except ShardkitError as error:
-        raise problem or error from None
-    pairs: list[tuple[Tensor, Tensor | None]] = [(param, found.get(param)) for param in names]
-    pairs += [(grad, after.get(param)) for param, grad in grads.items()]
-    moves = [Move(t, None if full is None else full.detach().to(t.dtype), t.dtype) for t, full in pairs]
+            found = {names[param]: getattr(module, name, None) for param, (module, name) in places.items()}
+        if writeback:
+            found |= {f"grad of {names[p]}": getattr(found[names[p]], "grad", None) for p in grads if found}
+            moves = _moves(shards, found)
     scatter(moves, ranks) if rank0_only else cut_all(moves)
+
+
+def _gathered(
+    model: nn.Module, recurse: bool, with_grads: bool
+) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, Tensor]]:
+    """Return the names and the gradients of the parameters to gather; raise if they cannot be. Local."""
+    if _fsdp.is_under_way(model):
+        rule, fix = "Parameters cannot be replaced while in use", "Call it before the forward or after backward"
+        raise ShardkitError(message("full_params", "was called in a forward or backward", rule, fix))
+    own = None if recurse else set(_fsdp.own_parameters(model))
+    names = {param: name for param, name in parameter_names(model).items() if hasattr(param, "device_mesh")}
+    names = {param: name for param, name in names.items() if own is None or param in own}
+    refuse_meta((name, param) for param, name in names.items())
+    return names, {param: param.grad for param in names if with_grads and param.grad is not None}
+
+
+def _moves(shards: Mapping[str, Tensor], found: Mapping[str, Tensor | None]) -> list[Move]:
+    """Return what is written back, given the full tensors of this rank, if it has any. Local."""
+    if lost := [name for name, full in found.items() if getattr(full, "shape", None) != shards[name].shape]:
+        rule = "A tensor that is written back must have the shape of the sharded parameter"
+        fix = "Resize parameters before sharding"
+        raise ShardkitError(message(listing(lost), "has another shape, or is gone", rule, fix))
+    fulls = {name: full.detach().to(shards[name].dtype) for name, full in found.items() if full is not None}
+    return [Move(shard, fulls.get(name), shard.dtype) for name, shard in shards.items()]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""load_full_state_dict: plain, full tensors into a model, sharded or not."""
+"""load_full_state_dict, and where any load writes: a model's own tensors, or new memory for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
+from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
 from shardkit.ranks import Groups, groups_of, together
+from shardkit.shards import as_sharded, local_value, wrapped_as
 from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
-from shardkit.state.names import clean_name, is_extra, refuse_meta
-from shardkit.state.place import Room, live_state
+from shardkit.state.model import ModelState, clean_name, is_extra, model_state, refuse_meta
 from shardkit.state.plan import IncompatibleKeys, Request, Spec, check_ties, plan_load, same_values
 
 Source = Literal["rank0", "all"]
@@ -31,39 +33,29 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load plain, full tensors by FQN, such as :func:`full_state_dict` gives, into a model of any layout.
 
-    In place: parameters and buffers stay the same objects, so optimizers, ties and attributes stay valid. Values are
-    converted to the model's dtypes. The dict is not changed, and shares no memory with the model. One name of tied
-    tensors is enough; the values of several must be equal. Names in the dict may have the wrappers ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. Hooks of ``load_state_dict`` do not run.
+    In place: parameters and buffers stay the same objects. Values are converted to the model's dtypes, and share no
+    memory with the dict. One name of tied tensors is enough; the values of several must be equal. Wrappers in names,
+    such as ``_orig_mod``, are left out. Hooks of ``load_state_dict`` do not run. A model on meta is materialized;
+    tensors that are not in the dict, such as non-persistent buffers, get the values of their construction.
 
-    A model on meta is materialized: tensors in the dict get memory on the mesh's device (the CPU if offloaded), and
-    others, such as non-persistent buffers, the values of their construction.
-
-    **Collective**: every rank calls it. With ``src="rank0"`` that rank sends each other rank its part once, and full
-    tensors where they are not sharded; of replicas one is sent its parts, and broadcasts them. With ``src="all"`` ranks
-    exchange only success or failure. Besides the shards, at most one bucket of 64 MiB or one tensor is held.
+    **Collective**. With ``src="rank0"`` that rank sends each part once, and replicas broadcast it; with ``src="all"``
+    ranks exchange only success or failure. Besides the shards, one bucket of 64 MiB or one tensor is held.
 
     Args:
         model: any module, with values or on meta, sharded or not.
-        state_dict: full tensors on any device. With ``src="rank0"`` it is read only on the lowest rank that holds a
-            part of the model; elsewhere it may be ``{}``.
+        state_dict: full tensors on any device; with ``src="rank0"`` read only on the lowest rank of the model.
         src: ``"rank0"``, or ``"all"`` if every rank has the same dict.
-        strict: raise for missing and unexpected names, and for different values of one tied tensor. False ignores such
-            names and returns them, and takes the first of the values with a warning.
-        assign: take over the dict's dtypes, in new memory where they differ from the model's. Use it before the first
-            forward. Unlike torch's ``assign`` it never shares the dict's memory.
+        strict: raise for missing and unexpected names, and for different values of one tied tensor. False returns such
+            names, and takes the first of the values with a warning.
+        assign: take over the dict's dtypes, in new memory where they differ. Use it before the first forward.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``; both empty when strict.
 
     Raises:
         ShardkitError: on every rank, with nothing changed: missing or unexpected names, different shapes, values that
-            are not plain tensors with values (all listed together); a hook on ``state_dict()`` that replaces the
-            model's tensors; meta tensors that have a value neither in the dict nor from the construction.
-
-    Example:
-        >>> state = torch.load("model.pt") if rank == 0 else {}
-        >>> load_full_state_dict(model, state)
+            are not plain tensors with values (all listed); hooks on ``state_dict()`` that replace the model's tensors;
+            meta tensors that would get no value.
     """
     groups = load_groups(model, src)
     fix = "Pass strict=False to ignore names that only one side has"
@@ -73,10 +65,8 @@ def load_full_state_dict(
         state = live_state(model)
         ranks = model_group(state.tensors.values())
         given = _checked(state_dict) if src == "all" or ranks.is_root else {}
-        offered = {
-            name: Spec(value.dtype, value.shape) if isinstance(value, Tensor) and not is_extra(name) else value
-            for name, value in given.items()
-        }
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_extra(name)}
+        offered: dict[str, Any] = {**given, **{n: Spec(value.dtype, value.shape) for n, value in tensors.items()}}
         packed = pickle.dumps(offered) if src == "rank0" else b""
     if src == "rank0":
         offered = pickle.loads(share(packed, ranks))
@@ -91,10 +81,14 @@ def load_full_state_dict(
     moves = [Move(room.of(state.tensors[n]), given.get(s), offered[s].dtype) for n, s in sources.items()]
     cut_all(moves) if src == "all" else scatter(moves, ranks)
     room.install()
-    modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
-    for name in (name for name in plan.copies if name in state.others):
-        modules[name.rpartition(".")[0]].set_extra_state(offered[plan.copies[name]])
+    _set_extra_state(model, {name: offered[s] for name, s in plan.copies.items() if name in state.others})
     return plan.keys
+
+
+def _set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
+    modules: dict[str, Any] = {clean_name(name): each for name, each in model.named_modules(remove_duplicate=False)}
+    for name, value in values.items():
+        modules[name.rpartition(".")[0]].set_extra_state(value)
 
 
 def load_groups(model: nn.Module, src: Source) -> Groups:
@@ -125,3 +119,67 @@ def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ShardkitError(message("state_dict", f"has a DTensor at {listing(sharded)}", rule, fix))
     refuse_meta((name, value) for name, value in state_dict.items() if isinstance(value, Tensor))
     return state_dict
+
+
+# ---- where a load writes -----------------------------------------------------------------------------------------
+
+
+def live_state(model: nn.Module) -> ModelState:
+    """Return :func:`model_state`; raise if a hook replaced tensors, which cannot be written to. Local."""
+    state = model_state(model)
+    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
+    made += [name for name in state.others if not is_extra(name)]
+    if made:
+        rule = "Values are written into the model's own parameters and buffers, by name"
+        fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
+        raise ShardkitError(message(listing(made), "was replaced by a hook on state_dict()", rule, fix))
+    return state
+
+
+class Room:
+    """The memory that a load writes to, for the tensors in ``dtypes``. Local.
+
+    A tensor that is on meta, or changes its dtype, gets new memory; others are written in place. Meta tensors that the
+    load does not write, such as non-persistent buffers, get the values of their construction. Making it changes
+    nothing; it raises if a meta tensor would get no value, or cannot be replaced.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        given = {id(tensors[name]): dtype for name, dtype in dtypes.items()}
+        new = {id(t) for n, dtype in dtypes.items() if is_on_meta(t := tensors[n]) or t.dtype != dtype}
+        self._model = model
+        self._others = Replay(model, [t for t in find_targets(model) if id(t.tensor) not in given], draw_all=False)
+        self._targets = find_targets(model, lambda tensor: id(tensor) in new) if new else []
+        self._targets = [target for target in self._targets if id(target.tensor) in new]
+        check_unbound(self._targets)
+        device_of = target_device(model)
+        for target in self._targets:
+            home = device_of(target.tensor) if is_on_meta(target.tensor) else target.tensor.device
+            target.value = unwritten(target.tensor, given[id(target.tensor)], home)
+        self._new = {id(target.tensor): target.value for target in self._targets}
+        self.digest = self._others.digest  # of the construction's values, which must be equal on all ranks
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor to write to for one of the model's."""
+        new = self._new.get(id(tensor))
+        return tensor if new is None else new
+
+    def compute(self) -> None:
+        """Compute the values that the load does not write. Local; the model is unchanged."""
+        self._others.compute()
+
+    def install(self) -> None:
+        """Put new memory under the model's tensor objects. Local."""
+        if targets := [*self._targets, *self._others.targets]:
+            install(self._model, targets)
+            forget(self._model)
+
+
+def unwritten(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialized memory with the placement of another tensor, and in its subclass if that wraps memory."""
+    own = local_tensor(like) if isinstance(like, DTensor) else like
+    local = torch.empty(own.shape, dtype=dtype, device=device)
+    if not is_wrapper(local_value(like)):
+        local = wrapped_as(local, own.detach())
+    return as_sharded(local, like) if isinstance(like, DTensor) else local

@@ -1,29 +1,144 @@
-"""Read a model's state: sharded, full, or tensor by tensor."""
+"""A model's state: live tensors by clean FQN, sharded, full, or tensor by tensor."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import with_state_dict_metadata
-from shardkit.ranks import groups_of, together
+from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
+from shardkit.errors import ShardkitError, listing, message
+from shardkit.ranks import check_module, groups_of, together
 from shardkit.state.boxes import ModelGroup, gather, model_group
-from shardkit.state.names import ModelState, check_scales, first_names, model_state, refuse_meta
+
+# Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_live: ContextVar[bool] = ContextVar("live", default=False)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The result of ``nn.Module.state_dict``, by clean FQN."""
+
+    tensors: dict[str, Tensor]  # the parameters and persistent buffers themselves; tied ones are one object
+    others: dict[str, object]  # ``_extra_state``, and other values that are not tensors
+    order: tuple[str, ...]  # all names
+    metadata: Mapping[str, object]  # the versions of the modules, by which old checkpoints are upgraded
+
+
+def clean_name(name: str) -> str:
+    """Return an FQN without the wrappers of ``torch.compile``, ``checkpoint_wrapper`` and FSDP1."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def is_extra(name: str) -> bool:
+    """Whether the value of this name comes from a module's ``get_extra_state``."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+@contextmanager
+def live_tensors() -> Iterator[None]:
+    """In this context ``state_dict()`` returns a model's own tensors: FSDP1's wrapper asks ``wants_live()`` first."""
+    before = _live.set(True)
+    try:
+        yield
+    finally:
+        _live.reset(before)
+
+
+wants_live = _live.get
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Return the state of a model. Local; reshards units that a forward left unsharded, as ``state_dict()`` does.
+
+    It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognized by identity, since a rank's
+    shard may have no memory. Raises for two names that differ by wrappers only.
+    """
+    check_module(model)
+    with live_tensors():
+        found = model.state_dict(keep_vars=True)
+    names = [clean_name(name) for name in found]
+    if twice := repeated(names):
+        rule = f"Names must differ by more than the wrappers {' and '.join(WRAPPERS)}"
+        raise ShardkitError(message(listing(twice), "appears twice", rule, "Rename one of the modules"))
+    state = dict(zip(names, found.values(), strict=True))
+    tensors = {n: value for n, value in state.items() if isinstance(value, Tensor) and not is_extra(n)}
+    others = {name: value for name, value in state.items() if name not in tensors}
+    metadata = {clean_name(name): entry for name, entry in state_dict_metadata(found).items()}
+    return ModelState(tensors, others, tuple(names), metadata)
+
+
+def trainable_state(state: ModelState) -> ModelState:
+    """Return the state of trainable parameters, with the buffers and extra state of the modules that hold them."""
+    kept = {name for name, tensor in state.tensors.items() if tensor.requires_grad}
+    if not kept:
+        rule = "trainable_only=True keeps parameters that have requires_grad"
+        raise ShardkitError(message("model", "has no parameter that trains", rule, "Pass trainable_only=False"))
+    modules = {name.rpartition(".")[0] for name in kept}
+    kept |= {name for name in state.order if name.rpartition(".")[0] in modules}
+    kept -= {n for n, t in state.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name in kept}
+    others = {name: value for name, value in state.others.items() if name in kept}
+    return ModelState(tensors, others, tuple(name for name in state.order if name in kept), state.metadata)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return each parameter's first clean FQN, also where an unsharded one is registered in its place."""
+    return {param: clean_name(name) for name, param in named_sharded_parameters(model)}
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return the names that occurred before."""
+    seen: set[str] = set()
+    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return for each name the first name of its tensor."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+
+
+def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise an error that names all tensors without values."""
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        rule, fix = "Tensors on meta have no values", "Materialize the model, or load weights into it, first"
+        raise ShardkitError(message(listing(names), "on the meta device", rule, fix))
+
+
+def check_scales(model: nn.Module, state: ModelState) -> None:
+    """Raise for quantized weights of bitsandbytes without their scales, which ``fully_shard`` leaves behind. Local."""
+    lost = []
+    for prefix, module in model.named_modules():
+        weight, found = module._parameters.get("weight"), vars(module)
+        is_8bit = weight is not None and weight.dtype == torch.int8 and hasattr(found.get("state"), "SCB")
+        name = clean_name(f"{prefix}.weight".lstrip("."))
+        scales = (f"{name}.", f"{name.removesuffix('weight')}SCB")  # 4-bit weights have several, under their own name
+        if is_8bit or found.get("quant_state") is not None:
+            lost += [name] * (name in state.tensors and not any(key.startswith(scales) for key in state.tensors))
+    if lost:
+        rule = "A quantized weight is its packed values and their scales, and state_dict() has only the values"
+        fix = "Save with trainable_only=True and quantize the base again from its own files, or shard with shard_model"
+        raise ShardkitError(message(listing(lost), "has no scales in state_dict()", rule, fix))
+
+
+# ---- for users ------------------------------------------------------------------------------------------------------
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the sharded state of the model by clean FQN. Local.
 
-    Like ``model.state_dict()``: live memory, not copies; DTensors where parameters are sharded; tied tensors under all
-    their names, persistent buffers, ``_extra_state``. Names are without ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. ``torch.distributed.checkpoint`` can save it, and load into it in place.
-
-    Units that a forward left unsharded are resharded first, as by ``model.state_dict()``; the next forward gathers
-    them again.
+    It is ``model.state_dict()``, live memory, with names without wrappers such as ``_orig_mod``.
+    ``torch.distributed.checkpoint`` can save it, and load into it in place. Units that a forward left unsharded are
+    resharded first.
     """
     state = model_state(model)
     return _in_order({name: tensor.detach() for name, tensor in state.tensors.items()}, state)
@@ -38,22 +153,18 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return plain, full tensors by clean FQN, as ``state_dict()`` of the unsharded model.
 
-    Works for any model, sharded on any meshes or not at all; of plain parameters each rank gives its own. Keys, order,
-    ties (one tensor under both names), persistent buffers, ``_extra_state`` and version metadata are those of
-    ``nn.Module.state_dict``, whose hooks run on the shards. Names are without ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. All tensors are copies.
+    Keys, order, ties (one tensor under both names), persistent buffers, ``_extra_state`` and version metadata are those
+    of ``nn.Module.state_dict``, whose hooks run on the shards; names are without wrappers such as ``_orig_mod``. All
+    tensors are copies; of plain parameters each rank gives its own.
 
-    **Collective**: every rank calls it. Shards go straight into place in the full tensors; those below 256 KiB are
-    packed, in buckets of 64 MiB of full tensors. With ``rank0_only`` each rank of one replica sends its part once.
-    Besides the result, at most one bucket is held, or the largest tensor if it must be moved or cast.
+    **Collective**. Shards go straight into place in the full tensors, in buckets of 64 MiB. Besides the result, at most
+    one bucket is held, or the largest tensor if it must be moved or cast.
 
     Args:
-        model: any module, sharded or not, evenly or not.
+        model: any module, sharded or not.
         rank0_only: give the result to the lowest rank that holds a part of the model, and ``{}`` to all others.
-            False gives it to all ranks.
         device: the device of the result.
-        dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that makes the
-            message smaller.
+        dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
         ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
@@ -82,15 +193,12 @@ def named_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
 
-    Tensors are gathered in buckets of 64 MiB, so no rank holds the whole model; tied tensors are yielded under every
-    name, one after the other. The tensors are copies, in the model's order.
-
+    The tensors are copies, in the model's order, gathered in buckets of 64 MiB; tied ones are yielded under every name.
     **Collective**, once a bucket: every rank must iterate to the end, or stop at the same tensor.
 
     Args:
         model: any module, sharded or not.
-        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too, and get
-            nothing.
+        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too.
         device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
         dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.boxes import gather, model_group
-from shardkit.state.names import parameter_names
+from shardkit.state.model import parameter_names
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.

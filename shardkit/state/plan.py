@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardkit.errors import CheckpointError, ShardkitError, message
-from shardkit.state.names import first_names
+from shardkit.state.model import first_names
 
 logger = logging.getLogger("shardkit")
 

@@ -41,7 +41,7 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
         flat = given.contiguous().to("cuda" if dist.get_backend() == "nccl" else "cpu").flatten().view(torch.uint8)
         rows = [torch.empty_like(flat) for _ in kinds]
         dist.all_gather(rows, flat, group=group)
-        kinds = [_unlike(rows[0].cpu(), row.cpu(), given.dtype) for row in rows]
+        kinds = [_unlike(rows[0].view(given.dtype), row.view(given.dtype)) for row in rows]
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     different = [f"on rank {rank}: {kind}" for rank, kind in zip(ranks, kinds, strict=True) if kind != kinds[0]]
     if different:
@@ -49,11 +49,11 @@ def assert_same_on_all_ranks(value: torch.Tensor | bytes, group: dist.ProcessGro
         raise AssertionError(message("assert_same_on_all_ranks found a difference", listing(different), rule, ""))
 
 
-def _unlike(first: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return how one rank's bytes differ from the first rank's; empty if they do not."""
-    if torch.equal(first, row):
+def _unlike(first: torch.Tensor, row: torch.Tensor) -> str:
+    """Return how one rank's elements differ from the first rank's, bit for bit; empty if they do not."""
+    bits = [each.view(torch.uint8).view(-1, each.dtype.itemsize) for each in (first, row)]
+    where = (bits[0] != bits[1]).any(dim=1).nonzero().flatten().tolist()
+    if not where:
         return ""
-    width = dtype.itemsize
-    where = (first.view(-1, width) != row.view(-1, width)).any(dim=1).nonzero().flatten()
-    mine, theirs = row.view(dtype)[where[0]].item(), first.view(dtype)[where[0]].item()
-    return f"{len(where)} of {len(row) // width} elements differ, the first at {where[0]}: {mine} against {theirs}"
+    mine, theirs = row[where[0]].item(), first[where[0]].item()
+    return f"{len(where)} of {len(row)} elements differ, the first at {where[0]}: {mine} against {theirs}"

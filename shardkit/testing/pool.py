@@ -55,14 +55,14 @@ class RankFailure(ShardkitError):
 
     def __init__(self, name: str, world_size: int, failures: Mapping[int, Failure]) -> None:
         self.failures = dict(failures)
-        ranks_of: dict[Failure, list[str]] = {}
-        for _, rank in sorted((failure.kind, rank) for rank, failure in failures.items()):
-            ranks_of.setdefault(failures[rank], []).append(str(rank))  # likely causes first: died, raised, stuck
-        titles = {
-            each: f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}" for each, ranks in ranks_of.items()
-        }
-        sections = [f"--- {title} ---\n{each.detail.strip()}" for each, title in titles.items() if each.detail]
-        super().__init__("\n\n".join([f"{name}: {'; '.join(titles.values())} (of {world_size} ranks).", *sections]))
+        titles, sections = [], []
+        for each in sorted(
+            dict.fromkeys(failures.values()), key=lambda each: each.kind
+        ):  # likely causes first: died, raised, stuck
+            ranks = [str(rank) for rank, failure in failures.items() if failure == each]
+            titles.append(f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} {each.title}")
+            sections += [f"--- {titles[-1]} ---\n{each.detail.strip()}"] if each.detail else []
+        super().__init__("\n\n".join([f"{name}: {'; '.join(titles)} (of {world_size} ranks).", *sections]))
 
     @property
     def skip(self) -> str | None:

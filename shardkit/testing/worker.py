@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -184,7 +185,7 @@ def _raised(error: BaseException) -> Failure:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text, name = "".join(traceback.format_exception(type(error), error, frames)), type(error).__name__
-    # By name, because ranks may lack pytest. pytest sets its Skipped's module to "builtins", but not its base's.
+    # By name, because ranks may lack pytest, which sets its Skipped's module to "builtins", but not its base's.
     of_pytest = any(base.__module__ == "_pytest.outcomes" for base in type(error).__mro__)
     skips = (of_pytest and name == "Skipped") or isinstance(error, unittest.SkipTest)
     return Failure("raised", f"raised {name}", text, str(error) if skips else None)
@@ -203,14 +204,21 @@ def attribute(module: ModuleType, name: str) -> Any:
     return found
 
 
+@functools.cache
+def _assertion_hook() -> Any:
+    from _pytest import assertion, config
+
+    return assertion.install_importhook(config.get_config())
+
+
 def _find(call: Call) -> Callable[..., Any]:
     """Import the module of a call and return its function."""
-    if call.module not in sys.modules:
+    hook: Any = None
+    if call.rewritten:
         with suppress(ImportError, AttributeError, TypeError):  # not public; without it asserts only say less
-            if call.rewritten:
-                from _pytest import assertion, config
-
-                assertion.install_importhook(config.get_config()).mark_rewrite(call.module)
+            hook = _assertion_hook()
+            hook.mark_rewrite(call.module)
+    if call.module not in sys.modules:
         try:
             importlib.import_module(call.module)
         except ModuleNotFoundError as error:
@@ -219,12 +227,7 @@ def _find(call: Call) -> Callable[..., Any]:
     module = sys.modules.get(call.module)
     if module is None or (call.module != "__main__" and getattr(module, "__file__", None) != call.file):
         # The file is not on ``sys.path``, or another one of its name comes first. pytest can import such a file too.
-        file = Path(call.file or "")
-        directory = file.parent.parent if file.name == "__init__.py" else file.parent
-        specs = (
-            finder.find_spec(call.module, [str(directory)]) for finder in sys.meta_path
-        )  # pytest's rewrites asserts
-        spec: Any = next(spec for spec in specs if spec is not None)
+        spec: Any = importlib.util.spec_from_file_location(call.module, call.file or "", loader=hook)
         module = sys.modules[call.module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     found = bodies.get(key_of(call.module, call.name)) or attribute(module, call.name)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.observe import observe_collectives
+from shardkit._fsdp.collectives import observe_collectives
 from shardkit._torch import named_sharded_parameters
 from shardkit._torch.worlds import store_of_its_own
 from shardkit.errors import ShardkitError, message
@@ -29,10 +29,8 @@ from shardkit.ranks import check_module, listeners
 from shardkit.watching.calls import (
     NOTHING,
     Call,
-    Difference,
     Record,
     Seen,
-    calls_of,
     compose,
     first_difference,
     line_of,
@@ -59,8 +57,8 @@ def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterato
 
     Local: entering and leaving wait for no rank. A call costs microseconds; on CPUs, where gloo aborts a rank that gets
     a message of another size, it asks the store first (0.1 ms), and waits for the report if ranks differ. All ranks of
-    the models' meshes must enter. ``SHARDKIT_WATCH=30`` watches every model that ``shard_model`` or ``apply_plan``
-    shards, to the end of the program; ``SHARDKIT_WATCH=30,end`` is ``end=True``. With one rank it does nothing.
+    the models' meshes must enter. ``SHARDKIT_WATCH=30``, or ``=30,end``, watches every model that ``shard_model`` or
+    ``apply_plan`` shards, to the end of the program.
 
     Args:
         models: sharded. Every rank must run the same units in the same order: give pipeline stages, or models that only
@@ -72,10 +70,6 @@ def watch(*models: nn.Module, after: float = 30.0, end: bool = False) -> Iterato
     Raises:
         ShardkitError: ``after`` is not positive; a model is not a module; and the report, with ``end`` or in place of
             an error of gloo or NCCL.
-
-    Example:
-        >>> with watch(model, after=30):
-        ...     train(model)
     """
     watching = _start(models, after, end)
     try:
@@ -134,7 +128,6 @@ class _Watch:
         self.count, self._moved, self._calls = 0, time.monotonic(), deque[Call](maxlen=TAIL)
         self._state: dict[str, Any] = {}  # "line", "error", "failed": what is known of the end
         self._known: dict[int, tuple[Record, float]] = dict.fromkeys(ranks, (NOTHING, time.monotonic()))
-        self._found: Difference | None = None
         self._polls, self._reported = 0, ""  # since there is something to report; what was reported last
         self._left, self._gone, self._settled = threading.Event(), threading.Event(), threading.Event()
         self._undo = []
@@ -259,31 +252,21 @@ class _Watch:
     def _compare(self, seen: Mapping[int, Seen]) -> None:
         """Report if calls differ and all ranks made them, a rank is lost, or none is made for long."""
         records = {rank: each.record for rank, each in seen.items()}
-        difference = self._difference(records) or first_difference(  # what a lost rank called last is not known
-            {rank: record for rank, record in records.items() if not seen[rank].gone} or records
-        )
-        settled = self._found is not None and all(call or seen[r].gone for r, call in self._found.calls.items())
+        found = first_difference(records)
+        if found is None or not found.is_certain:  # what a lost rank called last is not known
+            found = first_difference({r: each for r, each in records.items() if not seen[r].gone} or records)
+        certain = found.calls if found is not None and found.is_certain else {}
+        settled = bool(certain) and all(call or seen[rank].gone for rank, call in certain.items())
         lost = any(each.gone for each in seen.values()) and any(each.get("failed") for each in records.values())
         stalled = max(each.idle for each in seen.values()) >= self._after
         made = stalled and [each["first"] + len(each["calls"]) for each in records.values()]
         state = repr((settled, lost, made)) if settled or lost or stalled else ""
         self._polls = self._polls + 1 if state and state != self._reported else 0
         if settled or self._polls > 3:  # else records may not yet say what each rank did
-            report = compose(seen, difference)
-            logger.error(report)
-            heard: dict[str, Any] = {"report": report, "state": state, "settled": settled}
+            heard: dict[str, Any] = {"report": compose(seen, found), "state": state, "settled": settled}
+            logger.error(heard["report"])
             self._write("report", heard)
             self._hear(**heard)
-
-    def _difference(self, records: Mapping[int, Record]) -> Difference | None:
-        """Return the first certain difference; kept, as ranks that do not wait for each other leave it behind."""
-        if self._found is not None:
-            number, calls = self._found
-            made = {rank: calls_of(record).get(number) for rank, record in records.items()}
-            self._found = Difference(number, {rank: calls[rank] or made[rank] for rank in records})
-        elif (found := first_difference(records)) is not None and found.is_certain:
-            self._found = found
-        return self._found
 
     def _hear(self, report: str, state: str, settled: bool) -> None:
         self.report, self._reported = report, state

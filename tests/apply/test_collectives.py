@@ -16,7 +16,6 @@ RULES = {
     "blocks": by_class(Block),
     "nested": [by_class(Block), by_name("layers.*.norm", reshard_after_forward=False)],
     "one group": [group("layers.0", "layers.2"), by_name("layers.1")],
-    "two together": by_class(Block, together=2),
     "root only": by_name(""),
 }
 

@@ -62,9 +62,7 @@ def test_the_mesh_of_a_unit_is_compared_written_and_read() -> None:
     plan = expert_plan(ExpertNet(), spec(2, 4))
     data = json.loads(json.dumps(plan.to_dict()))
     assert ShardingPlan.from_dict(data) == plan
-    assert ShardingPlan.from_dict(data).digest() == plan.digest()
     everywhere = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, mesh=None) for unit in plan.units))
-    assert everywhere.digest() != plan.digest()
     assert "unit layers.0.experts: mesh: efsdp" in plan.diff(everywhere)
 
 
@@ -105,8 +103,7 @@ def test_rules_on_two_axes_are_refused() -> None:
         plan_model(ExpertNet(), mesh=spec(2, 2), units=rules)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (2, 1, 2)])
+@pytest.mark.parametrize(("shape", "reduction"), [((2, 2), "mean"), ((1, 4), "sum"), ((2, 1, 2), "mean")])
 @distributed(world_size=4, backend="gloo")
 def test_training_is_that_of_one_process(shape, reduction):
     """Gradients, the norm, and three steps of AdamW; one rank has no token, the others have different numbers."""

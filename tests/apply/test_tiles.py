@@ -232,7 +232,6 @@ def test_tiles_in_the_plan() -> None:
     assert "in 4 tiles of tokens: layers.0.mlp, layers.2.mlp" in str(plan)
     assert default.diff(plan) == "+ tiles of layers.0.mlp: 4\n+ tiles of layers.2.mlp: 4"
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
-    assert plan.digest() != default.digest()
     gone = dataclasses.replace(plan, tiles={"layers.7.mlp": 4})  # type: ignore[arg-type]
     with fake_world(8), pytest.raises(PlanError, match=re.escape("no module layers.7.mlp")):
         shard_model(model, plan=gone)

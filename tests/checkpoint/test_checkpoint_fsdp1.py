@@ -181,7 +181,7 @@ def test_convert_refuses_what_it_cannot_do(written, tmp_path, capsys):
     for arguments, said in [
         (["convert", str(written / "nothing"), str(tmp_path / "a")], "does not exist"),
         (["convert", str(written / "sharded"), str(tmp_path / "there.pt")], "there.pt exists"),
-        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its 7 parameters"),
+        (["convert", str(written / "numbered.pt"), str(tmp_path / "a")], "numbers its parameters"),
     ]:
         assert main(arguments) == 1
         assert said in capsys.readouterr().err
@@ -257,7 +257,7 @@ def test_a_file_that_is_cut_off_is_one_error(cut, tmp_path):
         ({"notes.txt": b""}, r"holds notes\.txt\. A checkpoint has manifest\.json"),
         ({"model.pt": b"", "optimizer.pt": b""}, r"holds model\.pt, optimizer\.pt.* Pass one of the files"),
         ({".metadata": b"no pickle"}, "cannot be read .UnpicklingError"),
-        ({"model.safetensors": b"PK\x03\x04" * 9}, "it is a pickle"),
+        ({"model.safetensors": b"PK\x03\x04" * 9}, "is not a safetensors file"),
     ],
 )
 def test_what_is_not_recognized_is_said_with_what_was_seen(files, said, tmp_path):

@@ -24,7 +24,7 @@ from layouts_net import (
 from meshes import mesh_of
 from safetensors.torch import load_file
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, owners, save_checkpoint
+from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint, write
 from shardkit.checkpoint.chunks import covers
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -37,24 +37,25 @@ def save_and_load(root, source, targets):
     assert_equal(values_of(net, optimizer), values_of(*kept(plain)))
     for format in ("safetensors", "dcp"):
         save_checkpoint(root / format, net, optimizer, format=format)
-        for target in targets if format == "safetensors" else targets[1:3]:
+        for target in targets if format == "safetensors" else targets[:1]:
             other, stepped = spoiled(LAYOUTS[target])
             load_checkpoint(root / format, other, stepped)
             assert_plain_values(other, stepped, LAYOUTS[target])
-        other, stepped = spoiled(stage)
-        load_checkpoint(root / format, other, stepped, strict=False, group=stage_group())
-        assert_plain_values(other, stepped, stage)
+        if len(targets) > 1:
+            other, stepped = spoiled(stage)
+            load_checkpoint(root / format, other, stepped, strict=False, group=stage_group())
+            assert_plain_values(other, stepped, stage)
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_is_written_whole_and_loads_into_others(source, tmp_path):
-    """The most divided layout loads into all; the others into themselves and two more.
+    """The most divided layout loads into all; the others into the next.
 
     All write the same tensors, which is compared, so what loads into a layout from one of them does from the others.
     """
-    names = [*LAYOUTS, *LAYOUTS]
-    everywhere = source == "expert_parallel"
-    save_and_load(tmp_path, source, list(LAYOUTS) if everywhere else names[names.index(source) :][:3])
+    names = list(LAYOUTS)
+    following = names[(names.index(source) + 1) % len(names)]
+    save_and_load(tmp_path, source, names if source == "expert_parallel" else [following])
     expected = values_of(*built(plain))
     on_disk = load_file(tmp_path / "safetensors" / "model.safetensors")
     assert_equal(on_disk, {name: value for name, value in expected.items() if name in on_disk})
@@ -128,7 +129,7 @@ def test_pieces_that_nobody_writes_or_several_do_fail_the_save(layout, tmp_path)
     lies = {"lost": lambda _: dist.get_rank() != 3, "twice": lambda _: True}
     for name in lies if layout == "columns" else ("lost",):  # the others have no replicas
         said = r"elements written do not add up: .*layers\.0\.up\.weight \("
-        with mock.patch.object(owners, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
+        with mock.patch.object(write, "is_first_replica", lies[name]), pytest.raises(CheckpointError, match=said):
             save_checkpoint(tmp_path / name, net)
     dist.barrier()  # rank 0 has removed what was written
     assert not any(tmp_path.iterdir())

@@ -1,11 +1,9 @@
-"""load_checkpoint in one process and on two ranks: kinds of optimizers, files of others, and the line of progress."""
+"""load_checkpoint in one process and on two ranks: kinds of optimizers, files of others, parallel layouts."""
 
 from __future__ import annotations
 
 import random
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import saved_before
@@ -16,8 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.checkpoint import load_checkpoint, save_checkpoint
-from shardkit.checkpoint.transfer import ProgressLine, Staging
+from shardkit.checkpoint import chunks, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
@@ -174,23 +171,6 @@ def test_a_model_on_meta_is_refused(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-# --- The line of progress -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(terminal, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    progress = ProgressLine("save model")
-    progress(2**29, 2**30)  # too early to show
-    progress(2**30, 2**30)
-    progress.close()
-    shown = capsys.readouterr().err
-    assert ("save model  1.00/1.00 GiB" in shown) == terminal
-    assert shown.count("\n") == shown.count("\r") == int(terminal)
-    save_checkpoint(Path(tmp_path, "a"), net())
-    assert ("save model" in capsys.readouterr().err) == terminal
-
-
 # --- Tensor parallelism, whose shards FSDP2 cuts again --------------------------------------------------------------
 
 
@@ -229,7 +209,7 @@ def test_strided_shards_are_saved_and_loaded(format, tmp_path):
 @pytest.mark.parametrize("columns", [False, True])
 def test_checksums_of_what_is_written_in_many_blocks(shape, columns, tmp_path, monkeypatch):
     """They are taken block by block while writing, and wrap around; loading reads the bytes in other blocks."""
-    monkeypatch.setattr(Staging, "BYTES", 100)
+    monkeypatch.setattr(chunks, "STAGE", 100)
     model = nn.ParameterDict({"a": nn.Parameter(-torch.rand(shape)), "b": nn.Parameter(-torch.rand(shape).bfloat16())})
     if columns:  # not as files have it, so that blocks go through memory
         for name, param in model.items():

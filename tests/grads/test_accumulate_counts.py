@@ -11,7 +11,6 @@ from small_models import Block, Decoder
 from torch.distributed.fsdp import fully_shard
 
 from shardkit import CPUOffloadPolicy, MeshSpec, apply_plan, by_class, by_name, group, plan_model
-from shardkit.errors import PlanError
 from shardkit.grads import accumulate
 from shardkit.plan import Collectives
 from shardkit.testing import comm_counts, fake_world
@@ -62,16 +61,6 @@ def test_three_micro_batches_replicating_and_resharding_to_fewer_ranks() -> None
     count(Decoder(), mesh=MeshSpec.hybrid(8, 1))
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_frozen_layers_and_prefetching(frozen: int, prefetch: int) -> None:
-    model = Decoder(layers=4)
-    model.embed.requires_grad_(frozen == 0)
-    for layer in list(model.layers)[:frozen]:
-        layer.requires_grad_(False)
-    count(model, prefetch=prefetch)
-
-
 def test_ties_recomputation_offload_and_ignored_parameters() -> None:
     count(Decoder(tied=True))
     count(Decoder(), checkpoint_activations=True)
@@ -112,10 +101,3 @@ def test_a_part_of_a_model_and_several_roots() -> None:
         with comm_counts() as counted, accumulate(both[0].layers[0], last=False):
             both[0](torch.zeros(2, 5, dtype=torch.long)).square().mean().backward()
         assert counted.reduce_scatters == 3
-
-
-@pytest.mark.parametrize("micro_batches", [0, -1, 1.5, True - 1])
-def test_no_micro_batches(micro_batches: object) -> None:
-    plan = plan_model(Decoder(), mesh=MeshSpec.sharded(8))
-    with pytest.raises(PlanError, match="micro_batches must be an int of at least 1, got"):
-        plan.collectives(micro_batches)

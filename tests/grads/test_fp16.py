@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, one_large_batch, shard
-from grads_net import MESHES, Net, full_grads, give_grads, sharded_net
+from grads_net import MESHES, full_grads, give_grads, sharded_net
 from meshes import mesh_of
+from test_grads import TpBlock
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,14 +23,6 @@ from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 ADAMS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
-
-
-class TpBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
 
 
 def tp_block() -> nn.Module:
@@ -148,19 +140,6 @@ def test_it_is_torchs_and_its_state_too():
     ours.load_state_dict(torchs.state_dict())
     assert ours.scale(torch.ones(())).item() == 8.0
     assert GradScaler(enabled=False).scale(torch.ones(())).item() == 1.0
-
-
-def test_a_plain_model_is_unscaled_as_by_torchs():
-    results: list[Any] = []
-    for kind in (GradScaler, torch.amp.GradScaler):
-        torch.manual_seed(0)
-        net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        scaler = kind("cpu", init_scale=3.0)
-        scaler.scale(net(torch.zeros(2, 5, dtype=torch.long)).sum()).backward()
-        scaler.unscale_(optimizer)
-        results.append(list(full_grads(net).values()))
-    assert all(map(torch.equal, *results))
 
 
 def test_gradients_in_float16_are_refused():

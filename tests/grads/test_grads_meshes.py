@@ -103,42 +103,11 @@ def test_experts_and_replicas(p):
         check(nn.ModuleDict({"net": net, "expert": experts}), {"expert": name}, p, reduces)
 
 
-@pytest.mark.parametrize("p", [2.0, math.inf])
-@distributed(world_size=4, backend="gloo")
-def test_no_gradient_anywhere_on_several_meshes(p):
-    pair = DeviceMesh("cpu", [0, 1])
-    model = nn.ModuleDict({"net": sharded_net((4,), ignored=("gain",))})
-    if dist.get_rank() < 2:
-        model["expert"] = expert(pair, 2, [Shard(0)])
-        model.zero_grad()
-    assert clip_grad_norm_(model, 1.0, p).item() == 0.0
-
-
-@distributed(world_size=4, backend="gloo")
-def test_a_rank_in_no_mesh_has_a_norm_of_nothing():
-    alone = DeviceMesh("cpu", [0])
-    params = expert(alone, 2, [Shard(0)])
-    norm = clip_grad_norm_(params, math.inf)
-    assert (norm.item() > 0) is (dist.get_rank() == 0)
-
-
 @fake_world(4)
 def test_meshes_of_which_none_holds_all_ranks_are_refused():
     params = [*expert(DeviceMesh("cpu", [0, 1]), 2, [Shard(0)]), *expert(DeviceMesh("cpu", [0, 2]), 2, [Shard(0)])]
     with pytest.raises(ShardkitError, match=r"on a mesh of ranks \[0, 2\] and on one of ranks \[0, 1\]"):
         clip_grad_norm_(params, 1.0)
-
-
-@fake_world(4)
-def test_one_all_reduce_of_one_number():
-    """FSDP, HSDP and DDP-like parts of one model are sums over the same ranks."""
-    nets = nn.ModuleList(sharded_net(shape) for shape in ((4,), (2, 2), (4, 1)))
-    for net in nets:
-        for param in net.parameters():
-            param.grad = param.detach()
-    with CommDebugMode() as comms:
-        clip_grad_norm_(nets, 1.0)
-    assert comms.get_total_counts() == 1
 
 
 @fake_world(4)

@@ -1,4 +1,4 @@
-"""reset_after_error: the next step is that of a model that never failed. Unused parameters that ranks differ in."""
+"""reset_after_error: the next step is that of a model that never failed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accumulate_net import batches, integer_net, loss, micro_steps, shard
-from grads_net import MESHES, Net, full_grads
-from meshes import mesh_of
+from accumulate_net import batches, loss, micro_steps, shard
+from grads_net import MESHES, Net
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -123,27 +122,6 @@ def check_next_steps(settings):
     assert dirty >= len(FAILURES), "there was nothing to reset"
 
 
-@distributed(world_size=2, backend="gloo")
-def test_grouped_modules_and_prefetching():
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net, failing = Net(), Failing()
-        net.narrow.register_forward_hook(failing)
-        fully_shard(net.blocks[0])
-        fully_shard([net.blocks[1], net.narrow], reshard_after_forward=True)
-        fully_shard(net)
-        net.set_modules_to_forward_prefetch([net.blocks[0], net.blocks[1]])
-        net.blocks[1].set_modules_to_backward_prefetch([net.blocks[0]])
-        nets.append((net, failing, torch.optim.SGD(net.parameters(), lr=0.1)))
-    (net, failing, optimizer), (twin, _, twins) = nets
-    for seed, where in enumerate(("forward", "backward")):
-        fail(net, failing, where, batches(seed, 1))
-        reset_after_error(net)
-        ids = batches(10 + seed, 2)
-        assert all(map(torch.equal, step(net, optimizer, ids), step(twin, twins, ids)))
-
-
 def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     with fake_world(4):
         both = nn.ModuleList([Net(), Net()])
@@ -166,49 +144,3 @@ def test_several_roots_before_and_after_their_first_forward_and_plain_models():
     plain(torch.ones(1, 2)).sum().backward()
     reset_after_error(plain)
     assert plain.weight.grad is None
-
-
-# Unused parameters.
-
-
-class Choosing(Net):
-    """Uses ``narrow`` on some ranks and ``gain`` on the others."""
-
-    first = True
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x).relu()
-        x = self.frozen(x)
-        return self.head(x) + self.narrow(x).sum(-1, keepdim=True) if self.first else self.head(x * self.gain)
-
-
-def choosing_net() -> Choosing:
-    net = Choosing()
-    net.load_state_dict(integer_net().state_dict())
-    return net
-
-
-@distributed(world_size=4, backend="gloo")
-def test_ranks_that_use_different_parameters():
-    net, plain, rank = choosing_net(), choosing_net(), dist.get_rank()
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh_of((4,)))
-    fully_shard(net, mesh=mesh_of((4,)))
-    net.set_reduce_scatter_unused_params(True)
-    ids = batches(1, 3)
-    for i, micro_batch in enumerate(ids):
-        for other, theirs in enumerate(micro_batch):
-            plain.first = (other + i) % 3 != 0
-            (loss(plain, theirs) / 4).backward()
-    for options in ({}, {"keep_unsharded": True}, {"shard_gradients": True}):
-        for i, mine in enumerate(ids[:, rank]):
-            net.first = (rank + i) % 3 != 0
-            with accumulate(net, last=i == 2, **options):
-                loss(net, mine).backward()
-        expected = full_grads(plain)
-        grads = full_grads(net)
-        assert grads.keys() == expected.keys()
-        assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
-        net.zero_grad()

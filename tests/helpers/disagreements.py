@@ -1,13 +1,18 @@
-"""A training loop in which one rank does something else, by kind, and what ``watch`` must say of it."""
+"""A training loop in which one rank does something else, by kind, and what ``watch`` must say of it.
+
+``PYTHONPATH=. python tests/helpers/disagreements.py [kind ...]`` tries every kind, on two meshes of 4 ranks.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
+import forks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +28,7 @@ from torch import nn
 from shardkit import accumulate, by_name, clip_grad_norm_, full_state_dict, global_token_count, shard_model, watch
 from shardkit.apply.mesh import build_mesh
 from shardkit.plan import MeshSpec
+from shardkit.watching.watch import _Watch
 
 WORLD, ODD, STEP = 4, 1, 3  # rank ODD disagrees in step STEP
 
@@ -128,6 +135,8 @@ def rank_of(kind: str, rank: int, folder: Path, after: float, how: str, mesh: tu
     rendezvous = (folder / "rendezvous").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     torch.manual_seed(0)
+    if how == "gpu":  # where calls are compared later
+        _Watch._ask = lambda *_: None
     if how == "script":
         os.environ["SHARDKIT_WATCH"] = str(after)
     spec = MeshSpec.hybrid(*mesh) if len(mesh) == 2 else MeshSpec.sharded(*mesh)
@@ -173,7 +182,7 @@ def run(kind: str, folder: Path, after: float = 0.5, how: str = "with", mesh: tu
         each.start()
     until = time.monotonic() + 60
     while time.monotonic() < until and any(each.is_alive() for each in ranks):
-        if how in ("with", "script") and is_named(kind, read(folder).report):
+        if how in ("with", "script", "gpu") and is_named(kind, read(folder).report):
             break
         time.sleep(0.05)
     for each in ranks:
@@ -197,3 +206,21 @@ def is_named(kind: str, report: str) -> bool:
     first, *rows = report.splitlines() or [""]
     odd = [row for row in rows if re.match(rf"- rank {KINDS[kind].odd}: ", row)]
     return bool(re.search(KINDS[kind].problem, first)) and bool(odd) and bool(re.search(KINDS[kind].row, odd[0]))
+
+
+def main(kinds: list[str]) -> int:
+    """Print a line for each kind and mesh, with the report where it is not the right one; return how many are not."""
+    forks.serve()
+    failures = 0
+    for mesh, kind in itertools.product(((WORLD,), (2, WORLD // 2)), kinds):
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run(kind, Path(folder), 1.0, mesh=mesh)
+        good = is_named(kind, outcome.report) and outcome.seconds <= 3
+        failures += not good
+        shown = "" if good else outcome.report or "\n".join(outcome.output)[-3000:]
+        print(f"{'ok' if good else 'BAD'} {mesh} {kind}: {outcome.seconds:.1f} s {shown}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(KINDS)))

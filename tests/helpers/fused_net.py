@@ -156,10 +156,6 @@ def on_meta(mesh: tuple[int, ...] = (), **options: Any) -> nn.Module:
     return shard_model(model, mesh=mesh_of(mesh or (dist.get_world_size(),)), **options)
 
 
-def moved_by(state: dict[str, Tensor]) -> Tensor:
-    return torch.cat([(value - plain_start()[name]).flatten() for name, value in state.items()])
-
-
 # Each way to read state: of model, optimizer and a directory, tensors by name on every rank. Collective.
 
 

@@ -77,13 +77,6 @@ def batch(of: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in of]) for name in of[0]}
 
 
-def own_batches() -> list[dict[str, Tensor]]:
-    """The rank's part of each global batch."""
-    size = BATCH // dist.get_world_size()
-    starts = range(dist.get_rank() * size, ROWS, BATCH)
-    return [batch(rows()[start : start + size]) for start in starts]
-
-
 def plain_loop(steps: int, accumulate: int = 1, decay: float = 0.01, rows_of: int = ROWS) -> Trained:
     """Train the unsharded model on the global batches, in this process alone."""
     model = tiny()

@@ -1,6 +1,6 @@
 """Random models, trained plain and sharded: either bit for bit alike, or refused by name with the model unchanged.
 
-A case is plain data, so that hypothesis draws it in one process and every rank builds the same model. In each step
+A case is plain data, from which every rank builds the same model. In each step
 one rank's loss counts ``world_size`` times and the others' not at all: the mean over ranks is then exactly the plain
 gradient, and whatever is not reduced over all ranks shows. ``tests/helpers/sweep_models.py`` runs many.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.checkpoint import checkpoint
@@ -106,15 +105,10 @@ CHOICES: dict[str, list[Any]] = {
     "first": ["nothing", "nothing", "eval", "inference", "child"],
     "penalty": [False] * 9 + [True],
 }
-CASES = st.builds(
-    Case,
-    features=st.frozensets(st.sampled_from(FEATURES), max_size=4),
-    **{name: st.sampled_from(options) for name, options in CHOICES.items()},
-)
 
 
 def drawn(count: int, seed: int) -> list[Case]:
-    """That many cases, without hypothesis, which would draw many that are alike."""
+    """That many cases."""
     dice = random.Random(seed)
     features = [frozenset(dice.sample(FEATURES, dice.randrange(5))) for _ in range(count)]
     return [Case(each, **{name: dice.choice(options) for name, options in CHOICES.items()}) for each in features]

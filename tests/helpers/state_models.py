@@ -177,6 +177,9 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     )
 }
 
+# Those that ``layouts_net`` has not, and two of it, for models with ties, extra state and buffers.
+OTHERS = [name for name in LAYOUTS if name not in ("hsdp", "ddp_like", "columns")]
+
 
 def assert_same_state(found: dict[str, object], expected: dict[str, object]) -> None:
     """Keys in order, dtypes, values to the bit, and nothing but plain tensors."""

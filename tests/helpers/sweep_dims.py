@@ -7,11 +7,8 @@ Training is in float64 against one process that sees all batches. Where the arit
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,16 +28,13 @@ from shardkit import (
     full_params,
     full_state_dict,
     init_on_meta,
-    load_checkpoint,
     load_full_optimizer_state_dict,
     load_full_state_dict,
     materialize,
-    optimizer_in_backward,
-    save_checkpoint,
     shard_model,
     step_on_local_shards,
 )
-from shardkit.grads import GradScaler, set_reduce_precision
+from shardkit.grads import set_reduce_precision
 from shardkit.testing import RankPool
 
 # Sums over ranks and micro-batches in another order differ by some 2**-50 of their terms, and a step of Adam with this
@@ -129,41 +123,6 @@ def trains(
     assert_close(model, plain())
 
 
-def steps_in_backward() -> None:
-    """One backward a step, and no clipping: an optimizer in backward refuses both."""
-    models = [sharded(), sharded()]
-    optimizers = [adam(models[0].parameters()), optimizer_in_backward(models[1], adam)]
-    for step in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(model, step, 0, dist.get_rank()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(values(models[1]), values(models[0]))
-
-
-def scales() -> None:
-    """An inf in one rank's columns skips the step on all; a scale that is a power of two changes no bit."""
-    model = sharded(dtype=torch.float32)
-    twin = sharded(dtype=torch.float32)
-    optimizer, other = adam(model.parameters()), adam(twin.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    before = values(model)
-    for step, spoil in enumerate((True, False)):
-        scaler.scale(loss_of(model, step, 0, dist.get_rank())).backward()
-        if spoil and dist.get_rank() == 3:
-            model.get_parameter("layers.1.experts.down").grad.to_local()[0, 0, 0] = float("inf")  # type: ignore[union-attr]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        if spoil:
-            assert_same(values(model), before)
-    loss_of(twin, 1, 0, dist.get_rank()).backward()
-    other.step()
-    assert scaler.get_scale() == 2.0**9
-    for name, value in values(model).items():
-        torch.testing.assert_close(value, values(twin)[name], rtol=1e-5, atol=1e-6)
-
-
 def alike_on_dim_0(shape: tuple[int, ...], wire: bool, **options: Any) -> None:
     """Sums of two terms, or in an order of our own, have the same bits on whatever dim."""
     found = []
@@ -209,61 +168,6 @@ def state_in_memory() -> None:
         assert_same({name: param.detach() for name, param in model.named_parameters()}, whole)
 
 
-def checkpoints() -> None:
-    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(path)
-    directory = Path(str(path[0]))
-    layouts = [
-        ((4,), {}),
-        ((2, 2), {}),
-        ((4,), {"units": [ON_DIM_0]}),
-        ((4,), {"units": [by_class("MoEBlock", shard_dim=2)]}),
-    ]
-    for number, (shape, rules) in enumerate(layouts):
-        model = shard_model(build(), mesh=mesh_of(shape), **rules)
-        optimizer = adam(model.parameters())
-        train(model, optimizer)
-        save_checkpoint(directory / str(number), model, optimizer)
-        states = full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
-        for to, others in layouts:
-            other = shard_model(build(), mesh=mesh_of(to), **others)
-            its = adam(other.parameters())
-            load_checkpoint(directory / str(number), other, its)
-            assert_same(values(other), values(model))
-            again = full_optimizer_state_dict(other, its, rank0_only=False)["state"]
-            for name, state in states.items():
-                assert_same(again[name], state)
-    alone = build()
-    load_checkpoint(directory / "0", alone)
-    assert_same(dict(alone.named_parameters()), values(sharded_from(directory / "0")))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory)
-
-
-def sharded_from(path: Path) -> nn.Module:
-    model = sharded((2, 2))
-    load_checkpoint(path, model)
-    return model
-
-
-def without_grad(mode: Callable[[], Any]) -> None:
-    """The first forward, and one between steps."""
-    model = sharded()
-    tokens = torch.arange(10).view(2, 5) % 11
-    expected = build()(tokens)
-    with mode():
-        torch.testing.assert_close(model(tokens), expected, **CLOSE)
-    optimizer = adam(model.parameters())
-    train(model, optimizer)
-    assert_close(model, plain())
-    with mode():
-        model(tokens)
-    train(model, optimizer)
-    with mode():
-        assert not torch.equal(model(tokens), expected)
-
-
 CASES: dict[str, Callable[[], None]] = {
     "train": trains,
     "hsdp": functools.partial(trains, (2, 2)),
@@ -273,16 +177,11 @@ CASES: dict[str, Callable[[], None]] = {
     "keep unsharded": functools.partial(trains, how={"keep_unsharded": True}),
     "recompute": functools.partial(trains, checkpoint_activations=True, prefetch=2),
     "keep gathered": functools.partial(trains, reshard_after_forward=False),
-    "in backward": steps_in_backward,
-    "scaler": scales,
     "mixed precision": functools.partial(alike_on_dim_0, (2, 2), wire=False),
     "bf16 wire": functools.partial(alike_on_dim_0, (4,), wire=True),
     "bf16 wire, hsdp": functools.partial(alike_on_dim_0, (2, 2), wire=True),
     "meta": meta_init,
     "state": state_in_memory,
-    "checkpoints": checkpoints,
-    "no_grad": functools.partial(without_grad, torch.no_grad),
-    "inference_mode": functools.partial(without_grad, torch.inference_mode),
 }
 
 

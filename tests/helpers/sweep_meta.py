@@ -10,9 +10,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
 from meta_check import check_same_as_ordinary
@@ -94,6 +96,15 @@ def _is_size(present: int, value: int) -> bool:
     return present > 0 and value > 0
 
 
+def is_large(name: str) -> bool:
+    """Whether building it would take minutes; False where it does not build on meta either."""
+    try:
+        with torch.device("meta"):
+            return sum(param.numel() for param in builder(name)().parameters()) > 30_000_000
+    except Exception:
+        return False
+
+
 def builder(name: str) -> Callable[[], nn.Module]:
     """A function that builds the tiny model of that transformers class."""
     model_class = getattr(transformers, name)
@@ -111,28 +122,32 @@ def causal_lms() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
-def main(names: list[str]) -> None:
-    """Print one line for each model, and the count."""
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+def sweep(names: list[str], verdict: Callable[[str], tuple[str, str]]) -> None:
+    """Print a line for each model of which the verdict, a word and a detail, is not "equal", and the counts."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    equal = tried = 0
-    begin = time.perf_counter()
-    for name in names or [*causal_lms(), *OTHERS]:
-        try:
-            build = builder(name)
-            num_elements = sum(p.numel() for p in build().parameters())
-        except Exception as error:
-            print(f"{name}: not built: {type(error).__name__}: {str(error)[:120]}", flush=True)
-            continue
-        tried += 1
-        try:
-            check_same_as_ordinary(build)
-            equal += 1
-        except Exception as error:
-            print(f"{name} ({num_elements:,} elements): {type(error).__name__}: {str(error)[:600]}", flush=True)
-    print(f"{equal} of {tried} bitwise equal, in {time.perf_counter() - begin:.0f} s")
+    counts, begin = Counter[str](), time.perf_counter()
+    for name in names:
+        kind, detail = verdict(name)
+        counts[kind] += 1
+        if kind != "equal":
+            print(f"{name}: {kind}: {detail}", flush=True)
+    print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+
+
+def built_alike(name: str) -> tuple[str, str]:
+    try:
+        build = builder(name)
+        build()
+    except Exception as error:
+        return "not built", f"{type(error).__name__}: {str(error)[:120]}"
+    try:
+        check_same_as_ordinary(build)
+    except Exception as error:
+        return "different", f"{type(error).__name__}: {str(error)[:600]}"
+    return "equal", ""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+    sweep(sys.argv[1:] or [*causal_lms(), *OTHERS], built_alike)

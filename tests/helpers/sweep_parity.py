@@ -2,29 +2,26 @@
 
 Run by hand, about ten minutes: ``python tests/helpers/sweep_parity.py [name ...]``. Every base model of
 ``AutoModel`` that can be built tiny and run on made-up inputs is tried, in eval mode. CI runs those in the zoo.
-``--moe`` tries those with experts in one parameter, 3 of them on 4 ranks, so that the plan shards another dim.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
-import time
 import warnings
-from collections import Counter
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from sweep_meta import SMALL, builder
+from sweep_meta import builder, is_large, sweep
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardkit import plan_model, shard_model
+from shardkit import shard_model
 from shardkit.errors import ShardkitError
 from shardkit.testing import RankFailure, RankPool
 
@@ -103,78 +100,32 @@ def compare(plain: nn.Module) -> float:
     return worst
 
 
-def is_large(name: str) -> bool:
-    """Whether building it would take minutes; False where it does not build on meta either."""
+def outcome(name: str) -> float | str | None:
+    """What ``compare`` says of a model, the text of a refusal, or None if it does not run unsharded. Collective."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
     try:
-        with torch.device("meta"):
-            return sum(param.numel() for param in builder(name)().parameters()) > 30_000_000
-    except Exception:
-        return False
-
-
-def has_experts(name: str) -> bool:
-    """Whether experts share one parameter."""
-    try:
-        with torch.device("meta"):
-            return any("expert" in fqn and param.ndim > 2 for fqn, param in builder(name)().named_parameters())
-    except Exception:
-        return False
-
-
-def runs(name: str) -> nn.Module | None:
-    """The tiny model, if it can be built and trained unsharded on the made-up inputs."""
-    try:
-        if is_large(name):
-            return None
         torch.manual_seed(0)
         model = builder(name)().eval()
         loss_of(copy.deepcopy(model), inputs_of(model, 0)).backward()
     except Exception:
         return None
-    return model
-
-
-def outcome(name: str) -> float | str | None:
-    """What ``compare`` says of a model, the text of a refusal, or None if it cannot be run. Collective."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    model = runs(name)
     try:
-        return None if model is None else compare(model)
+        return compare(model)
     except ShardkitError as error:
         return str(error)[:400]
 
 
-def moe_outcome(name: str) -> float | str | None:
-    """The same with 3 experts, of which 2 are used; None also where the plan leaves all on dim 0. Collective."""
-    few = {key: 3 for key in SMALL if "experts" in key} | {"num_experts_per_tok": 2}
-    with mock.patch.dict(SMALL, few):
-        model = runs(name)
-        plan = None if model is None else plan_model(model)
-        dims = [fqn for unit in plan.units for fqn, _ in unit.shard_dims] if plan else []
-        return outcome(name) if any("expert" in fqn for fqn in dims) else None
-
-
-def main(names: list[str]) -> None:
-    """Print one line for each model that is not equal to the bit, and the counts."""
-    counts, begin = Counter[str](), time.perf_counter()
-    body, ranks = (moe_outcome, 4) if "--moe" in names else (outcome, 2)
-    names = [name for name in names if name != "--moe"]
-    with RankPool(ranks, timeout=300) as pool:  # a failure ends the ranks, and the next model gets new ones
-        for name in names or [name for name in base_models() if body is outcome or has_experts(name)]:
-            try:
-                found = pool.run(body, name)[0]
-            except RankFailure as failure:
-                found = failure
-            kind = {str: "refused", RankFailure: "failed"}.get(type(found))
-            if isinstance(found, float):
-                kind = "equal" if not found else "within rounding" if found < 1e-5 else "different"
-            if kind:
-                counts[kind] += 1
-            if kind not in (None, "equal") or (body is moe_outcome and kind):
-                print(f"{name}: {kind}: {str(found)[-900:] if kind == 'failed' else found}", flush=True)
-    print(f"of {counts.total()}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+def verdict(pool: RankPool, name: str) -> tuple[str, str]:
+    try:
+        found = None if is_large(name) else pool.run(outcome, name)[0]
+    except RankFailure as failure:  # it ended the ranks, and the next model gets new ones
+        return "failed", str(failure)[-900:]
+    if not isinstance(found, float):
+        return ("not run", "") if found is None else ("refused", found)
+    return "equal" if not found else "within rounding" if found < 1e-5 else "different", str(found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with RankPool(2, timeout=300) as ranks:
+        sweep(sys.argv[1:] or base_models(), functools.partial(verdict, ranks))

@@ -10,28 +10,22 @@ run a second time with float32 replaced by float64, and must then be equal too (
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import tempfile
-import time
+import functools
 import warnings
-from collections import Counter
-from pathlib import Path
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from sequence_parity import Batch, difference, kinds, plain_step, split, split_step
-from sweep_meta import FIXES, builder, causal_lms
-from sweep_parity import is_large
+from sequence_parity import difference, kinds, plain_step, split, split_step
+from sweep_meta import FIXES, builder, causal_lms, is_large, sweep
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardkit.errors import PlanError
+from shardkit.testing import RankFailure, RankPool
 
-SECONDS = 240
 # Sizes that the small values of sweep_meta do not fit.
 LATENT = {"head_dim": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "qk_head_dim": 8}
 FIXES.update(
@@ -47,7 +41,6 @@ FIXES.update(
         "XmodForCausalLM": {"default_language": "en_XX"},
     }
 )
-KINDS = ("odd", "left", "right", "packed")
 
 
 class OnlyFloat64(TorchFunctionMode):
@@ -70,81 +63,35 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def runs_of(name: str) -> list[str]:
-    """The kinds of batches that the model runs in one process."""
+def runs_of(name: str) -> list[int]:
+    """The kinds of batches that the model runs in one process, by their places."""
     runs = []
-    for index, kind in enumerate(KINDS):
-        try:
-            loss = float(plain_step(build(name), [kinds(0)[index]]))
-        except Exception as error:
-            print(f"{name}: {kind} does not run: {type(error).__name__}: {str(error)[:80]}", flush=True)
-            continue
-        if loss == loss:
-            runs.append(kind)
+    for index in range(len(kinds(0))):
+        with suppress(Exception):
+            runs += [index] if plain_step(build(name), [kinds(0)[index]]).isfinite() else []
     return runs
 
 
-def chosen(rank: int, runs: list[str]) -> list[Batch]:
-    """The micro-batches of a dp rank."""
-    return [batch for kind, batch in zip(KINDS, kinds(rank), strict=True) if kind in runs]
-
-
-def outcome(name: str, reference: nn.Module, loss: float, runs: list[str], sp: int) -> tuple[str, Any]:
-    """What splitting gives: refused, or how far from the reference it is. Collective."""
-    model = build(name)
-    try:
-        sequence = split(model, sp)
-    except PlanError as error:
-        return "refused", str(error)
-    found = float(split_step(model, sequence, chosen(dist.get_rank() // sp, runs)))
-    return "", max(abs(found - loss) / abs(loss), difference(model, reference))
-
-
-def compared(name: str, runs: list[str], sp: int, dp: int) -> tuple[str, str]:
-    """The verdict on a model."""
-
-    def apart() -> tuple[str, Any]:
-        reference, batches = build(name), [batch for rank in range(dp) for batch in chosen(rank, runs)]
-        loss = float(plain_step(reference, batches)) if batches else 0.0
-        return ranks(sp * dp, lambda: outcome(name, reference, loss, runs, sp))
-
-    kind, detail = apart()
-    if kind or detail < 1e-12:
-        return kind or "equal", str(detail)
-    torch.set_default_dtype(torch.float64)
-    with OnlyFloat64():
-        again, proof = apart()
-    torch.set_default_dtype(torch.float32)
-    equal = detail < 1e-5 and not again and proof < 1e-12
-    return "float32" if equal else "wrong", f"{detail}; without float32 inside {again}{proof}"
-
-
-def ranks(world: int, body: Any) -> tuple[str, Any]:
-    """Run ``body`` on ``world`` forks of this process; what the first returns, or how the first failed."""
-    fork = multiprocessing.get_context("fork")
-
-    def work(rank: int) -> None:
+def outcome(name: str, sp: int, exact: bool) -> tuple[str, str | float, list[int]]:
+    """What splitting gives: refused, or how far from one process it is; the kinds that were compared. Collective."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)
+    with OnlyFloat64() if exact else nullcontext():
+        runs, reference, model = runs_of(name), build(name), build(name)
         try:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-            result = body()
-        except BaseException as error:
-            result = ("failed", f"{type(error).__name__}: {str(error)[:600]}")
-        Path(folder, str(rank)).write_text(json.dumps(result))
-        os._exit(0)
-
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [fork.Process(target=work, args=(rank,)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(SECONDS)
-            process.kill()
-        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]"))]
-    failed = [result for result in results if result[0] == "failed"]
-    return (failed or results or [("hangs", f"after {SECONDS} s")])[0]
+            sequence = split(model, sp)
+        except PlanError as error:
+            return "refused", str(error), runs
+        if not runs:
+            return "does not run in one process", "", runs
+        batches = [[kinds(dp)[index] for index in runs] for dp in range(dist.get_world_size() // sp)]
+        loss = float(plain_step(reference, [each for dp in batches for each in dp]))
+        found = float(split_step(model, sequence, batches[dist.get_rank() // sp]))
+        return "", max(abs(found - loss) / abs(loss), difference(model, reference)), runs
 
 
-def verdict(name: str, sp: int, dp: int) -> tuple[str, str]:
+def verdict(pool: RankPool, sp: int, name: str) -> tuple[str, str]:
     """What splitting the model's sequences gives, in a word, and how far it is from one process."""
     try:
         if is_large(name):
@@ -152,30 +99,23 @@ def verdict(name: str, sp: int, dp: int) -> tuple[str, str]:
         build(name)
     except Exception as error:
         return "not built", f"{type(error).__name__}: {str(error)[:100]}"
-    runs = runs_of(name)
-    kind, detail = compared(name, runs, sp, dp)
-    if not runs and "does not run on" in detail:
-        return "does not run in one process", ""
-    return kind, detail + ("" if len(runs) == len(KINDS) else f" (only {', '.join(runs)})")
-
-
-def main(names: list[str], sp: int, dp: int) -> None:
-    """Print one line for each model, and the counts."""
-    counts, begin = Counter[str](), time.perf_counter()
-    for name in names or causal_lms():
-        kind, detail = verdict(name, sp, dp)
-        counts[kind] += 1
-        print(f"{name}: {kind}: {detail}", flush=True)
-    print(f"sp {sp}, dp {dp}: {dict(counts)}; {time.perf_counter() - begin:.0f} s")
+    try:
+        kind, detail, runs = pool.run(outcome, name, sp, False)[0]
+        some = "" if len(runs) == len(kinds(0)) else f" (only kinds {runs})"
+        if kind or detail < 1e-12:
+            return kind or "equal", f"{detail}{some}"
+        again, proof, _ = pool.run(outcome, name, sp, True)[0]
+    except RankFailure as failure:
+        return "failed", str(failure)[-600:]
+    equal = detail < 1e-5 and not again and proof < 1e-12
+    return "float32" if equal else "wrong", f"{detail}; without float32 inside {again}{proof}{some}"
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
-    main(given.names, given.sp, given.dp)
+    with RankPool(given.sp * given.dp, timeout=240) as ranks:
+        sweep(given.names or causal_lms(), functools.partial(verdict, ranks, given.sp))

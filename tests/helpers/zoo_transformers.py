@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -60,9 +59,7 @@ def _entry(
 
     def build() -> torch.nn.Module:
         kind = getattr(tf, head)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # MobileBERT's
-            return kind(kind.config_class(**arguments)).train()
+        return kind(kind.config_class(**arguments)).train()
 
     return Entry(build, batch, loss, crossing=crossing)
 
@@ -108,7 +105,6 @@ def _image_text(seed: int) -> Batch:
 TRANSFORMERS = {
     "llama": _entry("LlamaForCausalLM", _tokens, **GQA),
     "llama_tied": _entry("LlamaForCausalLM", _tokens, **GQA, tie_word_embeddings=True),
-    "mistral": _entry("MistralForCausalLM", _tokens, **GQA, sliding_window=4),
     "gemma2": _entry("Gemma2ForCausalLM", _tokens, **GQA, head_dim=8),
     "falcon": _entry("FalconForCausalLM", _tokens, **SIZES),
     "opt": _entry("OPTForCausalLM", _tokens, **SIZES, ffn_dim=20, word_embed_proj_dim=8, dropout=0.0,
@@ -132,8 +128,6 @@ TRANSFORMERS = {
         classifier_dropout_prob=0.0),
     "modernbert": _entry("ModernBertForMaskedLM", _tokens, **SIZES, attn_implementation="eager", bos_token_id=1,
         eos_token_id=2, cls_token_id=1, sep_token_id=2),
-    "distilbert": _entry("DistilBertForMaskedLM", _tokens, vocab_size=VOCAB, dim=16, hidden_dim=20, n_layers=2,
-        n_heads=2, max_position_embeddings=32, dropout=0.0, attention_dropout=0.0),
     "deberta": _entry("DebertaV2ForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, relative_attention=True,
         pos_att_type=["p2c", "c2p"], max_relative_positions=8),
     # Tokens are tables whose weights are read. With SAM's own initializer_range, 1e-10, gradients are denormal, which
@@ -162,8 +156,4 @@ TRANSFORMERS = {
         ctc_loss_reduction="mean", pad_token_id=0),
     "clip": _entry("CLIPModel", _image_text, text_config={**SIZES, "eos_token_id": VOCAB - 1, "bos_token_id": 1},
         vision_config={**SIZES, **IMAGE}, projection_dim=8),
-    "squeezebert": _entry("SqueezeBertForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, embedding_size=16,
-        **dict.fromkeys(("q_groups", "k_groups", "v_groups", "intermediate_groups", "output_groups"), 2)),
-    "mobilebert": _entry("MobileBertForMaskedLM", _tokens, **SIZES, **NO_DROPOUT, embedding_size=16,
-        intra_bottleneck_size=8, num_feedforward_networks=2),
 }  # fmt: skip

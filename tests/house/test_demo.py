@@ -1,37 +1,33 @@
 """The demo: it runs as the README says, its verdict can be no, and a failing rank is reported."""
 
 import os
-import subprocess
-import sys
 from functools import partial
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit import ShardkitError, demo
+from shardkit import demo
 from shardkit.__main__ import main
 from shardkit.demo import train
-from shardkit.demo.model import ByteTransformer, load_text
-from shardkit.demo.train import Run, compare, compare_resumed
+from shardkit.demo.train import ByteTransformer, Run, compare
 from shardkit.testing import RankPool, distributed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="expectations for CPUs")
 
 
 def test_the_command_runs_in_processes_of_its_own():
-    command = [sys.executable, "-m", "shardkit", "demo", "--ranks", "1", "--steps", "1", "--device", "cpu"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = forks.python("-m", "shardkit", "demo", "--ranks", "1", "--steps", "1")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == ""
-    assert "shardkit demo: 1 rank on cpu, 1 steps" in run.stdout
+    assert "shardkit demo: 1 rank(s) on cpu, 1 steps" in run.stdout
     assert run.stdout.count("  ok\n") == 3
 
 
 @pytest.fixture
 def same_environment(monkeypatch):
-    """What ``--device cpu`` and the demo set is taken back."""
-    for name in ("CUDA_VISIBLE_DEVICES", "PYTHONWARNINGS"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
+    """What the demo sets is taken back."""
+    monkeypatch.setenv("PYTHONWARNINGS", os.environ.get("PYTHONWARNINGS", ""))
 
 
 @pytest.mark.usefixtures("same_environment")
@@ -39,7 +35,7 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
     with RankPool(1) as pool:
         pool.run(dist.get_rank)
     capfd.readouterr()  # what the imports of the fork server say
-    assert main(["demo", "--ranks", "2", "--steps", "3", "--device", "cpu"]) == 0
+    assert main(["demo", "--ranks", "2", "--steps", "3"]) == 0
     shown = capfd.readouterr()
     assert shown.err == ""
     for words in (
@@ -47,12 +43,10 @@ def test_the_command_of_the_readme_trains_and_verifies(capfd):
         "layers.0 .. layers.3",
         "sharded  step 3/3",
         "plain    step 3/3",
-        "unsharded: ",
         "predicted peak: ",
     ):
         assert words in shown.out
-    assert "The checkpoint of 2 ranks, on 3:" in shown.out
-    assert shown.out.count("  ok\n") == 4
+    assert shown.out.count("  ok\n") == 3
     losses = [float(line.split()[-1]) for line in shown.out.splitlines() if line.startswith("sharded ")]
     assert losses[-1] < losses[0] - 1  # it learns
 
@@ -65,17 +59,17 @@ def test_one_wrong_last_digit_of_one_weight_fails_the_demo():
         weight[3, 5] = torch.nextafter(weight[3, 5], weight.new_tensor(1.0))
         return run
 
-    original = train.train_sharded
+    original, codes = train.train_sharded, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "leave", lambda code: code)  # the rank is the pool's
+        patch.setattr(demo, "leave", codes.append)  # the rank is the pool's
         patch.setattr(train, "ByteTransformer", partial(ByteTransformer, dim=32, num_layers=3))
         patch.setattr(train, "CONTEXT", 32)
         threads = torch.get_num_threads()
-        sound = main(["demo", "--steps", "1", "--device", "cpu"])  # like torchrun, the pool says which rank this is
+        main(["demo", "--steps", "1"])  # like torchrun, the pool says which rank this is
         patch.setattr(train, "train_sharded", corrupted)
-        corrupt = main(["demo", "--steps", "1", "--device", "cpu"])
+        main(["demo", "--steps", "1"])
         torch.set_num_threads(threads)
-    assert (sound, corrupt) == ((0, 1) if dist.get_rank() == 0 else (0, 0))
+    assert codes == ([0, 1] if dist.get_rank() == 0 else [0, 0])
 
 
 def lost(job):
@@ -87,29 +81,20 @@ def lost(job):
 @pytest.mark.usefixtures("same_environment")
 def test_a_failing_rank_is_reported_with_its_traceback(monkeypatch, capfd):
     monkeypatch.setattr(demo, "train_and_compare", lost)
-    assert main(["demo", "--ranks", "2", "--steps", "1", "--device", "cpu"]) == 1
+    assert main(["demo", "--ranks", "2", "--steps", "1"]) == 1
     errors = capfd.readouterr().err
     assert "KeyError: 'lost'" in errors
     assert "rank 1" in errors
 
 
-# --- The verdict ----------------------------------------------------------------------------------------------------
-
-
 def a_run() -> Run:
-    return Run(
-        losses=[torch.tensor(5.0), torch.tensor(4.0)],
-        norms=[torch.tensor(2.0), torch.tensor(1.0)],
-        weights={"a": torch.ones(3), "b": torch.zeros(2, 2)},
-    )
+    weights = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    return Run([torch.tensor(5.0), torch.tensor(4.0)], [torch.tensor(2.0), torch.tensor(1.0)], weights)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_equal_runs_pass(ranks):
-    assert all(check.holds for check in compare("cpu", ranks, a_run(), a_run()))
-
-
-@pytest.mark.parametrize(("ranks", "change", "holds"), [(2, 1e-7, False), (3, 1e-7, True), (3, 3e-3, False)])
+@pytest.mark.parametrize(
+    ("ranks", "change", "holds"), [(2, 0, True), (2, 1e-7, False), (3, 1e-7, True), (3, 3e-3, False)]
+)
 @pytest.mark.parametrize("what", ["losses", "final weights"])
 def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, what):
     changed = a_run()
@@ -121,65 +106,23 @@ def test_two_ranks_must_agree_exactly_and_more_closely(ranks, change, holds, wha
     assert verdicts == {"losses": True, "final weights": True, "clip norms": True} | {what: holds}
 
 
-@pytest.mark.parametrize(("change", "holds"), [(1e-5, True), (2e-4, False)])
+@pytest.mark.parametrize(("change", "holds"), [(1e-5, True), (2e-4, False), (float("nan"), False)])
 def test_norms_may_differ_by_rounding_only(change, holds):
     changed = a_run()
     changed.norms[0] *= 1 + change
     assert [check.holds for check in compare("cpu", 2, changed, a_run())] == [True, True, holds]
 
 
-def test_a_resumed_training_has_the_losses_of_the_first():
-    assert compare_resumed([4.0, 3.0], [4.0, 3.0005]).holds
-    assert not compare_resumed([4.0, 3.0], [4.0, 3.002]).holds
-    assert not compare_resumed([4.0, float("nan")], [4.0, 3.0]).holds
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nan_never_passes(ranks):
-    broken = a_run()
-    broken.weights["a"][0] = broken.losses[0] = torch.tensor(torch.nan)
-    broken.norms[0] = torch.tensor(torch.nan)
-    checks = compare("cpu", ranks, broken, broken)
-    assert not any(check.holds for check in checks)
-    assert all("FAILED" in str(check) for check in checks)
-
-
-# --- Its parts ------------------------------------------------------------------------------------------------------
-
-
-def test_a_python_without_sources_is_refused(tmp_path):
-    (tmp_path / "small.py").write_text("x = 1\n")
-    with pytest.raises(ShardkitError, match=r"demo needs at least 100,000 bytes .* has 6"):
-        load_text(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "environment", "code", "said"),
+    ("arguments", "code", "said"),
     [
-        (["demo", "--ranks", "0"], {}, 2, "0 is not a positive number"),
-        ([], {}, 2, "COMMAND"),
-        (["demo", "--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, 1, "--ranks is 3, and torchrun started 2"),
-        (
-            ["demo", "--steps", "300", "--ranks", "3", "--device", "cpu"],
-            {},
-            1,
-            "--steps is 300, and gradients on 3 ranks are",
-        ),
-        pytest.param(
-            ["demo", "--device", "cuda"],
-            {},
-            1,
-            "--device is cuda, and torch sees no GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
+        (["demo", "--ranks", "0"], 2, "0 is not a positive number"),
+        ([], 2, "COMMAND"),
+        (["demo", "--steps", "300", "--ranks", "3"], 1, "--steps is 300, and gradients are summed in another order"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_sentence(arguments, environment, code, said, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # --device cpu sets it
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_wrong_arguments_are_refused_in_one_sentence(arguments, code, said, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     try:
         got = main(arguments)
     except SystemExit as stop:  # argparse's own

@@ -87,12 +87,6 @@ def no_world_left():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_reader_is_told_of_the_world_that_a_page_runs_in(page):
-    for world in WORLD.finditer(page.read_text()):
-        assert f"`with shardkit.testing.fake_world({world[1]}):`" in page.read_text()[world.end() : world.end() + 200]
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers' own, met by peft
 @pytest.mark.usefixtures("no_world_left")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -182,62 +176,3 @@ def test_the_examples_of_docstrings_are_right(name):
     results = doctest.testmod(module, extraglobs=names, optionflags=options)
     assert results.attempted > 0
     assert results.failed == 0
-
-
-# --- The checks above can fail --------------------------------------------------------------------------------------
-
-
-def fenced(*codes: str) -> str:
-    return "\n".join(f"Text.\n\n```python\n{code}\n```\n" for code in codes)
-
-
-def test_there_is_something_to_run():
-    assert (ROOT / "docs" / "testing-your-model.md") in PAGES
-    assert FILES
-
-
-SIZE = "import torch.distributed as dist\nassert dist.is_initialized() is {}"
-
-
-def test_blocks_share_a_namespace_and_the_rest_of_a_page_runs_in_the_world_it_asks_for():
-    run_page(fenced("x = 1", ">>> x + 1\n2\n>>> y = 3", "assert y == 3"), "page.md")
-    run_page(fenced(SIZE.format(False)) + "\n<!-- fake_world(3) -->\n" + fenced(SIZE.format(True)), "page.md")
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("page", "error", "said"),
-    [
-        (fenced("x = 1", "x / 0"), ZeroDivisionError, "division by zero"),
-        (fenced(">>> 1 + 1\n3"), AssertionError, r"Expected:\s+3\s+Got:\s+2"),
-        ("- item\n\n  ```python\n  if True:\n      1 / 0\n  ```\n", ZeroDivisionError, "division by zero"),
-    ],
-    ids=["code", "session", "in a list"],
-)
-def test_a_failing_block_fails(page, error, said):
-    with pytest.raises(error, match=said):
-        run_page(page, "page.md")
-
-
-@pytest.mark.parametrize(
-    ("check", "arguments", "found"),
-    [
-        (
-            unlisted,
-            [["a.md", "b.md", "c.md"], "[a](a.md) [b](b.md#part)", "nav:\n  - a.md\n  - Part:\n      - c.md\n"],
-            {"b.md", "c.md"},
-        ),
-        (
-            dead_links,
-            [ROOT / "README.md", "# One `f_x`: yes\n[a](#one-f_x-yes) [b](#two) [d](docs/guide.md#pit) [e](no.md)"],
-            {"#two", "docs/guide.md#pit", "no.md"},
-        ),
-        (unknown_commands, ["$ python -m shardkit frobnicate --fast\npython -m shardkit demo"], {"frobnicate"}),
-    ],
-)
-def test_a_check_can_fail(check, arguments, found):
-    assert check(*arguments) == found
-
-
-def test_a_failing_test_file_fails(tmp_path):
-    assert run_pytest(tmp_path, "test_bad.py", "def test_bad():\n    assert False").returncode == 1

@@ -88,11 +88,3 @@ def test_no_test_is_lost_with_the_fork(run):
     assert "exit codes of all: [" in said
     assert "7" in said.split("exit codes of all: [")[1].split("]")[0]
     assert "1 failed, 11 passed, 10 skipped in" in said
-
-
-def test_the_first_failure_stops_all(run):
-    code, said = run("-x", before_others=FAILING)
-    assert code == 1
-    assert "stopping after 1 failures" in said
-    assert "1 failed" in said
-    assert "error" not in said

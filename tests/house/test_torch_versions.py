@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import os
@@ -12,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_layers import PRIVATE_NAMES
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch_names import NAMES, Name, main, missing
+from torch_names import missing, used
 
 import shardkit
 from shardkit import ShardkitError, shard_model, zero_grad
@@ -24,19 +22,6 @@ from shardkit.testing import RankPool, fake_world
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "torch-versions.md"
-# Underscored names that are no attributes of torch's objects to begin with: marks that one side sets for the other,
-# Python's own, a package that is only named for import, and a group that FSDP1's tensors carry.
-OURS = {"self", "_fsdp", "watch", "hold"}
-NOT_TORCHS = {
-    "_getframe",
-    "_dynamo",
-    "_in_backward_optimizers",
-    "_opt_called",
-    "_step_supports_amp_scaling",
-    "_wrapped_by_lr_sched",
-    "_process_group",
-    "_registered",
-}
 
 
 def offered() -> set[str]:
@@ -53,31 +38,11 @@ def test_the_page_answers_for_all_that_fully_shard_offers() -> None:
     assert offered() <= answered, f"new in this torch, add a row: {sorted(offered() - answered)}"
 
 
-def private_names() -> set[str]:
-    """The underscored attributes and imports in the files for private names of torch, and such names as strings."""
-    found = set()
-    for path in (path for name in PRIVATE_NAMES for path in (ROOT / "shardkit" / name).glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OURS:
-                found.add(node.attr)
-            elif isinstance(node, ast.ImportFrom) and "._" in (node.module or ""):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value.rpartition(".")[2])
-    return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - NOT_TORCHS
-
-
-def test_every_private_name_is_in_the_table() -> None:
-    listed = {part for name in NAMES for part in name.path.split(".")}
-    assert private_names() <= listed, f"add to tests/helpers/torch_names.py: {sorted(private_names() - listed)}"
-
-
-def test_none_is_missing_and_a_missing_one_is_found() -> None:
-    gone = Name("FSDPParamGroup._renamed", "nothing", "accumulate")
-    assert missing((*NAMES, gone)) == [gone]
-    printed: list[str] = []
-    assert main(printed.append) == 0
-    assert len(printed) == 1 + len(NAMES)
+def test_no_private_name_is_missing_and_a_missing_one_is_found() -> None:
+    names = used()
+    assert len(names) > 50
+    assert "_local_tensor" in names
+    assert missing([*names, "_renamed"]) == ["_renamed"]
 
 
 def test_what_torch_lacks_is_named_where_it_is_used(monkeypatch) -> None:

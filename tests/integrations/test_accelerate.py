@@ -21,7 +21,8 @@ def loader() -> DataLoader:
     return DataLoader(rows(), batch_size=BATCH // dist.get_world_size())
 
 
-def trains_like_the_plain_loop(tmp_path):
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_it_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_accelerate")
     with torchrun():
         accelerator, model, losses = train(tiny(), loader(), tmp_path / "half", steps=2)
@@ -39,16 +40,6 @@ def trains_like_the_plain_loop(tmp_path):
         from safetensors.torch import load_file
 
         assert_same(load_file(tmp_path / "weights" / "model.safetensors"), expected)
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_on_2_ranks(tmp_path):
-    trains_like_the_plain_loop(tmp_path)
-
-
-@distributed(world_size=4, backend="gloo", timeout=120)
-def test_on_4_ranks(tmp_path):
-    trains_like_the_plain_loop(tmp_path)
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)
@@ -70,15 +61,6 @@ def test_prepare_takes_several_models_and_no_plain_one():
             accelerator.prepare(nn.Linear(4, 1))
     with torchrun(), pytest.raises(ShardkitError, match="mixed_precision='fp16'"):
         keep_sharded(Accelerator(cpu=True, mixed_precision="fp16"))
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_accelerate_alone_fails():
-    """If this passes without keep_sharded one day, the page has a line too many."""
-    from accelerate import Accelerator
-
-    with torchrun(), pytest.raises(RuntimeError, match="DTensor"):
-        Accelerator(cpu=True).prepare(shard_model(tiny()))
 
 
 @distributed(world_size=2, backend="gloo", timeout=120)

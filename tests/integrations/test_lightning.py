@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric, unchanged, on sharded models: the functions of docs/integrations.md."""
+"""Lightning's Trainer, unchanged, on sharded models: the function of docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from other_trainers import (
     assert_same,
     full,
     of_the_page,
-    own_batches,
     packages,
     plain_loop,
     rows,
@@ -29,7 +28,8 @@ def loader() -> DataLoader:
     return DataLoader(half, BATCH // dist.get_world_size(), sampler=DistributedSampler(half, shuffle=False))
 
 
-def lightning_trains_like_the_plain_loop(tmp_path):
+@distributed(world_size=2, backend="gloo", timeout=120)
+def test_lightning_trains_like_the_plain_loop(tmp_path):
     train = of_the_page("with_lightning")
     with torchrun():
         trainer, module = train(tiny, loader(), tmp_path)
@@ -40,27 +40,3 @@ def lightning_trains_like_the_plain_loop(tmp_path):
         plain = plain_loop(4, rows_of=2 * BATCH)
         assert trainer.callback_metrics["loss"].item() == pytest.approx(plain.losses[-1], abs=1e-5)
         plain.assert_like(module, "model.")
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_lightning_on_2_ranks(tmp_path):
-    lightning_trains_like_the_plain_loop(tmp_path)
-
-
-@distributed(world_size=4, backend="gloo", timeout=120)
-def test_lightning_on_4_ranks(tmp_path):
-    lightning_trains_like_the_plain_loop(tmp_path)
-
-
-@distributed(world_size=2, backend="gloo", timeout=120)
-def test_fabric(tmp_path):
-    train = of_the_page("with_fabric")
-    with torchrun():
-        batches = own_batches() * 2
-        model, losses = train(tiny, batches, tmp_path / "checkpoint")
-        resumed, later = train(tiny, batches, tmp_path / "unused", resume=tmp_path / "checkpoint")
-        assert_same(full(resumed), full(model))
-        assert later == losses[4:]
-        plain = plain_loop(4, accumulate=2)
-        assert losses == pytest.approx(plain.losses, abs=1e-5)
-        plain.assert_like(model, next(iter(full(model))).removesuffix(next(iter(full(plain.model)))))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from other_trainers import LR, assert_same, full, of_the_page, packages, plain_loop, rows, tiny, torchrun
 from torch import nn
 
@@ -189,44 +188,3 @@ def test_what_is_refused_is_one_error_on_every_rank(tmp_path):
             keep_sharded(Trainer(tiny(), args))
         with pytest.raises(ShardkitError, match="got Llama"):
             keep_sharded(tiny())
-
-
-@distributed(world_size=4, backend="gloo", timeout=120)
-def test_4_ranks_of_which_some_hold_nothing(tmp_path):
-    """A classifier of 2 labels: accelerate's own prepare confuses the parameters whose shards are empty."""
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        config = BertConfig(**sizes, num_hidden_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        return BertForSequenceClassification(config)
-
-    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"][0] % 2} for row in rows()]
-    common = {"learning_rate": LR, "max_steps": 2, "save_steps": 1, "use_cpu": True, "report_to": []}
-    common |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "lr_scheduler_type": "constant"}
-    common |= {"average_tokens_across_devices": False}  # transformers multiplies a classifier's loss by the ranks
-
-    def run(model: nn.Module, batch: int, resume: str | None = None) -> nn.Module:
-        args = TrainingArguments(str(tmp_path), per_device_train_batch_size=batch, **common)
-        trainer = keep_sharded(Trainer(model, args, train_dataset=data))
-        trainer.train(resume_from_checkpoint=resume)
-        return model
-
-    with torchrun():
-        trained = run(shard_model(build()), 1)
-        held = [param.to_local().numel() for param in trained.parameters()]
-        assert dist.get_rank() < 2 or held.count(0) > 1
-        resumed = run(shard_model(build()), 1, f"{tmp_path}/checkpoint-1")
-        assert_same(full(resumed), full(trained))
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.0)
-    for start in (0, 4):
-        batch = data[start : start + 4]
-        inputs = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
-        plain(**inputs).loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, param in full(trained).items():
-        torch.testing.assert_close(param, plain.get_parameter(name).detach(), rtol=1e-4, atol=2e-5)

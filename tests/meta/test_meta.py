@@ -6,19 +6,17 @@ Values are right there, because materialize computes them locally. The ranks' ow
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 
 import forks
 import pytest
 import torch
 from meta_check import both, build_sharded, check_same_as_ordinary, differences, net, same_bits, shard
-from meta_constructions import FILLS, Holder, buffers, own
+from meta_constructions import FILLS, Holder, own
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import shard_model
 from shardkit.meta import init_on_meta, materialize
 from shardkit.meta import tape as tapes
 from shardkit.meta.context import recording
@@ -58,50 +56,6 @@ def test_real_tensors_from_outside():
         model = build(*parts)
     assert differences(plain, materialize(fully_shard(model))) == []
     assert all(same_bits(a, b) for a, b in zip(plain_parts, parts, strict=True))
-
-
-def test_real_tensors_may_change_after_they_were_read():
-    def build(table):
-        made = nn.Sequential(own(table + torch.rand(3)), own(table[1:] * torch.rand(2)))
-        table.zero_()
-        return made
-
-    torch.manual_seed(7)
-    plain = build(torch.ones(3))
-    torch.manual_seed(7)
-    table = torch.ones(3)
-    with init_on_meta():
-        model = build(table)
-    table.fill_(9)
-    assert differences(plain, materialize(fully_shard(model))) == []
-
-
-def test_empty_parameters():
-    def build():
-        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
-        model[1].empty = nn.Parameter(torch.empty(0, 4))
-        model[1].unwritten = nn.Parameter(torch.empty(4, 0))
-        return model
-
-    torch.manual_seed(7)
-    plain = build()
-    torch.manual_seed(7)
-    with init_on_meta():
-        model = build()
-    assert differences(plain, materialize(shard_model(model))) == []
-
-
-def test_init_on_meta_makes_meta_tensors_only():
-    with init_on_meta():
-        model = Holder(buffers)
-    tensors = [*model.parameters(), *model.buffers()]
-    assert len(tensors) == 6
-    assert all(tensor.is_meta for tensor in tensors)
-
-
-def test_weight_norm_of_the_old_kind():
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        check_same_as_ordinary(lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
 
 
 def test_tensors_in_plain_attributes():
@@ -213,17 +167,6 @@ def test_a_failed_construction_leaves_the_random_state():
         nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1 // 0))
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.empty(1).is_meta
-
-
-def test_pythons_random_numbers_are_drawn_during_construction():
-    def build():
-        return nn.Sequential(nn.Linear(4, random.randint(2, 50)))
-
-    random.seed(5)
-    plain = build()
-    random.seed(5)
-    model = build_sharded(build)
-    assert model[0].weight.shape == plain[0].weight.shape
 
 
 def test_contexts_inside_each_other_are_one_recording():

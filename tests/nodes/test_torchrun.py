@@ -20,6 +20,7 @@ SMALL += ["train.evaluate_every=5", "train.steps=16"]
 # What a cluster has: the job's variables, its nodes by scontrol, and srun, which runs a command on each node.
 JOB = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "77"}
 JOB |= {"SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "4"}  # one rank: most of the time, interpreters start
+JOB |= {"OMP_THREAD_LIMIT": "1", "MKL_NUM_THREADS": "1"}  # as many threads as the script asks for would spin
 SCONTROL = """#!/bin/sh
 [ "$*" = "show hostnames node[0-1]" ] && printf 'node0\\nnode1\\n'
 """

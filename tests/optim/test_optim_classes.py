@@ -9,13 +9,10 @@ import torch
 from grads_net import sharded_net
 from optim_nets import (
     OPTIONS,
-    assert_same_parameters,
-    assert_same_state,
     factory,
     give_random_grads,
     local,
     trainable,
-    two_nets,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -133,19 +130,6 @@ def test_what_needs_a_vouch():
         step_on_local_shards(make(params()), elementwise=True)
 
 
-@fake_world(4, rank=1)
-def test_an_optimizer_around_one_that_steps_on_local_shards():
-    net, other = two_nets()
-    ours = Lookahead(step_on_local_shards(factory("AdamW")(trainable(net))))
-    theirs = factory("AdamW")(trainable(other))
-    for step in range(2):
-        give_random_grads(net, step)
-        give_random_grads(other, step)
-        ours.step()
-        theirs.step()
-    assert_same_parameters(net, other)
-
-
 def test_a_step_that_somebody_replaced_is_refused():
     optimizer = factory("SGD")(params())
     optimizer.step = lambda: None
@@ -196,18 +180,6 @@ def test_a_vouched_class_and_a_closure_in_the_middle_of_the_step():
     assert moved == [old.numel() > 0 for old in before]
 
 
-@fake_world(4, rank=1)
-def test_a_closure_that_raises_leaves_the_optimizer_as_it_was():
-    net = sharded_net((4,))
-    for optimizer in (Lion(trainable(net)), factory("AdamW")(trainable(net))):
-        step_on_local_shards(optimizer, elementwise=True)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step(lambda: 1 / 0)
-        assert {type(param) for param in optimizer.param_groups[0]["params"]} == {DTensor}
-        give_random_grads(net, 0)
-        optimizer.step()
-
-
 @fake_world(4, rank=0)
 def test_a_step_that_assigns_to_data_reaches_the_shard():
     net = sharded_net((4,))
@@ -220,24 +192,6 @@ def test_a_step_that_assigns_to_data_reaches_the_shard():
         assert torch.equal(local(param), value)
         assert local(param).data_ptr() == address, "not where FSDP2 looks"
         assert param.grad is None
-
-
-@fake_world(4, rank=1)
-def test_numbers_of_a_parameter_without_dimensions_stay_numbers():
-    mesh = init_device_mesh("cpu", (4,))
-    scale = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
-    for make in (factory("NAdam"), factory("SGD"), lambda p: Lion(p)):
-        scale.grad = scale.detach().clone()
-        optimizer = step_on_local_shards(make([scale]), elementwise=True)
-        optimizer.step()
-        kinds = {key: type(value) for key, value in optimizer.state[scale].items()}
-        assert {key for key, kind in kinds.items() if kind is DTensor} == set(kinds) & {
-            "exp_avg",
-            "exp_avg_sq",
-            "momentum_buffer",
-            "momentum",
-            "half",
-        }
 
 
 @fake_world(4, rank=1)
@@ -260,30 +214,6 @@ def test_state_that_does_not_lie_like_its_parameter_is_refused():
 
 
 # Mixed precision and threads.
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@fake_world(4, rank=0)
-def test_grad_scaler_unscales_skips_and_steps(fused):
-    net, other = two_nets()
-    make = factory("AdamW", fused=fused)
-    ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
-    for model, optimizer in ((net, ours), (other, theirs)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        for step in range(3):
-            before = [local(param).clone() for param in trainable(model)]
-            give_random_grads(model, step)
-            for param in trainable(model):
-                local(param.grad).mul_(4.0 if step != 1 else torch.inf)
-            if step == 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            moved = any(not torch.equal(old, local(new)) for old, new in zip(before, trainable(model), strict=True))
-            assert moved is (step != 1)
-    assert_same_parameters(net, other)
-    assert_same_state(ours, theirs)
 
 
 class Watching(Lion):

@@ -150,28 +150,6 @@ def test_units_left_unsharded_and_a_parameter_that_is_not_used():
     assert_same_state(ours, theirs)
 
 
-@distributed(world_size=4, backend="gloo")
-def test_a_vouched_class():
-    net, other = two_nets()
-    ours, theirs = (
-        optimizer_in_backward(net, Lion, elementwise=True),
-        step_on_local_shards(Lion(trainable(other)), elementwise=True),
-    )
-    train(net, ours, 3)
-    train(other, theirs, 3)
-    assert_same_parameters(net, other)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_a_closure():
-    net, other = two_nets()
-    ours, theirs = optimizer_in_backward(net, factory("AdamW")), optimizer_in_backward(other, factory("AdamW"))
-    for step in range(2):
-        ours.step(lambda step=step: backward(net, step))
-        train(other, theirs, 1, start=step)
-    assert_same_parameters(net, other)
-
-
 # State.
 
 

@@ -22,10 +22,8 @@ from optim_nets import (
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from shardkit.grads import clip_grad_norm_
 from shardkit.optim import step_on_local_shards
 from shardkit.testing import distributed, fake_world
 
@@ -74,34 +72,6 @@ def test_the_same_bits_as_the_dtensor_step(name, flags):
     for rank in (1, 3):  # the last one's parts are smaller, or empty
         with fake_world(4, rank=rank):
             check_same_bits(name, flags, steps=4)
-
-
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-@fake_world(4, rank=1)
-def test_small_shards_on_the_cpu_are_stepped_as_a_list(name, monkeypatch):
-    """Where the user leaves the choice, with the bits of one after another; groups are as before."""
-    lists = []
-    adds = torch._foreach_add_
-    monkeypatch.setattr(torch, "_foreach_add_", lambda *args, **kwargs: (lists.append(args), adds(*args, **kwargs))[1])
-    for dtype in (torch.float32, torch.bfloat16):
-        net, other = two_nets(dtype=dtype)
-        make = factory(name)
-        ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
-        run_both(ours, theirs, net, other, 3)
-        assert_same_parameters(net, other)
-        assert len(lists) >= 3
-        assert ours.param_groups[0]["foreach"] is None
-        lists.clear()
-    for options in ({"foreach": False}, {"lr": torch.tensor(0.05)}):
-        one = step_on_local_shards(getattr(torch.optim, name)(trainable(net), **options))
-        run_both(one, theirs, net, other, 2)
-    assert not lists
-    for width, is_small in ((64, True), (256, False)):  # large ones take longer as a list
-        layer = fully_shard(nn.Linear(width, width, bias=False))
-        layer.weight.grad = torch.ones_like(layer.weight)
-        step_on_local_shards(getattr(torch.optim, name)(layer.parameters())).step()
-        assert bool(lists) is is_small
-        lists.clear()
 
 
 @pytest.mark.parametrize(("name", "flags"), PLAIN_ONLY)
@@ -153,22 +123,6 @@ def test_plain_parameters_beside_sharded_ones(flags):
         ours.step()
         for each in theirs:
             each.step()
-    assert_same_parameters(net, other)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_zero_grad_clip_and_step_in_a_real_loop():
-    net, other = two_nets()
-    make = factory("AdamW", fused=True)
-    ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
-    for optimizer, model in ((ours, net), (theirs, other)):
-        for step in range(4):
-            ids = torch.arange(10).view(2, 5) % 7
-            model(ids + 0 * step).square().sum().backward()
-            assert clip_grad_norm_(model, 0.5) > 0.5
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            assert step % 2 == 0 or all(not local(param.grad).any() for param in trainable(model))
     assert_same_parameters(net, other)
 
 
@@ -275,22 +229,6 @@ def test_hooks_and_closures_see_dtensors():
 
 
 @fake_world(4, rank=1)
-def test_parameters_added_later():
-    net, other = two_nets()
-    make = factory("AdamW", foreach=True)
-    optimizers = []
-    for model in (net, other):
-        optimizer = make(list(model.blocks.parameters()))
-        optimizers.append(step_on_local_shards(optimizer) if model is net else optimizer)
-    run_both(*optimizers, net, other, 2)
-    for model, optimizer in zip((net, other), optimizers, strict=True):
-        optimizer.add_param_group({"params": list(model.narrow.parameters()), "lr": 0.5})
-    run_both(*optimizers, net, other, 2, start=2)
-    assert_same_parameters(net, other)
-    assert_same_state(*optimizers)
-
-
-@fake_world(4, rank=1)
 def test_copies_and_pickles_step_on_local_shards_too():
     optimizer = step_on_local_shards(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), cpu_threads=1)
     file = io.BytesIO()
@@ -305,23 +243,6 @@ def test_copies_and_pickles_step_on_local_shards_too():
         each.step()
         assert not torch.equal(param, torch.ones(3))
         assert param is not optimizer.param_groups[0]["params"][0]
-
-
-@distributed(world_size=4, backend="gloo")
-def test_units_left_unsharded():
-    net, other = two_nets()
-    make = factory("AdamW", fused=True)
-    ours, theirs = step_on_local_shards(make(trainable(net))), make(trainable(other))
-    for model, optimizer in ((net, ours), (other, theirs)):
-        model.set_reshard_after_backward(False)
-        for _ in range(2):
-            model(torch.zeros(2, 5, dtype=torch.long)).square().sum().backward()
-            assert not isinstance(model.blocks[0].weight, DTensor), "not left unsharded"
-            optimizer.step()
-            optimizer.zero_grad()
-            for module in (model, *model.blocks):
-                module.reshard()
-    assert_same_parameters(net, other)
 
 
 @distributed(world_size=4, backend="gloo")

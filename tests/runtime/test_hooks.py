@@ -217,11 +217,10 @@ def test_a_first_forward_on_meta() -> None:
 
 METHODS = {
     ("decode",): "'decode', which is not a method",
-    ("layers.0.forward",): "'layers.0.forward', which gathers by itself",
+    ("layers.0.forward",): "'layers.0.forward', which is not a method besides",
     ("layers.0.up.reset_parameters",): "layers.0.up, which is not a unit",
     ("nowhere.encode",): "'nowhere.encode', which is not a method",
     "encode": "'encode'",
-    (3,): "3, which is not a method",
 }
 
 

@@ -109,7 +109,6 @@ def test_the_plan_says_so() -> None:
     other = plan_model(net(), mesh=MeshSpec.hybrid(2, 4), ignored_params=["scale"])
     assert other.ignored == ("scale",)
     assert "scale" not in other.replicated
-    assert other.digest() != plan.digest()
     assert "- replicated: ['scale', 'none'" in plan.diff(other)
     assert "scale: ignored but trained, so each rank keeps its own, unreduced gradient" in str(other)
     root = next(unit for unit in plan.units if unit.modules == ("",))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.shards import local_value
 from shardkit.state import (
     full_optimizer_state_dict,
@@ -59,7 +59,8 @@ def test_values_go_to_fresh_and_used_optimizers_of_other_meshes_and_to_adamw(kin
             found, own = full["state"][name][key], optimizer.state[param][key]
             assert (type(found), found.dtype) == (Tensor, torch.float32)
             assert torch.equal(local_value(distribute_tensor(found, own.device_mesh, own.placements)), values(own))
-    for mesh, made, used in (((4,), kind, False), ((2, 2), kind, True), ((4,), "adamw", False)):
+    ways = (((4,), kind, False), ((2, 2), kind, True), ((4,), "adamw", False))
+    for mesh, made, used in ways if kind == "AdamW8bit" else ways[:1]:
         other = build(mesh)
         makes = torch.optim.AdamW if made == "adamw" else getattr(torchao, kind)
         resumed, own = (makes(other.parameters(), lr=1e-2) for _ in range(2))

@@ -9,15 +9,12 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from pretend import pretend_accelerator
 from pretend_cases import STARTS, Net, adamw, check_same, devices, loss_of, made, mesh_on, plain, sharded
 from torch import nn
@@ -25,11 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from benchmarks.train import records
-from benchmarks.train.case import Case
-from benchmarks.train.group import Group
-from benchmarks.train.worker import Job
-from shardkit.demo import train
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.memory import memory_report
@@ -38,17 +30,14 @@ from shardkit.testing import RankPool
 OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "replicas": {"shape": (2, 1)},
-    "hybrid of one": {"shape": (1, 2)},
+    "replicas": {"shape": (2, 1), "sync_module_states": True},
     "pinned": {"offload_policy": OFFLOADED["pinned"]},
     "pageable": {"offload_policy": OFFLOADED["pageable"]},
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "recompute": {"checkpoint_activations": True},
-    "prefetch": {"prefetch": 1},
+    "recompute and prefetch": {"checkpoint_activations": True, "prefetch": 1},
     "kept": {"reshard_after_forward": False},
     "scalars": {"build": partial(Net, scalar=True)},
     "scalars and offload": {"build": partial(Net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
-    "synced": {"sync_module_states": True},
 }
 
 
@@ -293,49 +282,6 @@ def test_pinned_memory_is_told_apart(ranks: RankPool) -> None:
     ranks.run(check_pinned_memory)
 
 
-def check_demo(folder: str) -> None:
-    small = {"ByteTransformer": partial(train.ByteTransformer, dim=32, num_layers=1), "CONTEXT": 32}
-    with pretend_accelerator(), mock.patch.multiple(train, **small):
-        run = train.train_sharded(train.Job(dist.get_world_size(), steps=2))
-    assert devices([*run.losses, *run.norms]) == {"pretend"}
-    assert run.losses[1] < run.losses[0] < 6
-    held, peak = run.memory.measured["allocated"], run.memory.measured["peak"]
-    assert 0 < run.memory.measured["parameters"] < held < peak
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    case = Case("a", "shardkit", "tiny", fake_ranks=2, sequence=8, bf16=False)
-    group = Group("g", (case,), "each", rounds=1, steps=2, watch=("a",))
-    order = {"group": asdict(group), "cases": ["a"], "suite": "s", "device": "pretend", "folder": folder, "name": "g"}
-    with pretend_accelerator():
-        Job(order, lambda **message: None).run()
-    if rank > 0:
-        return  # the first one writes
-    record = records.read(Path(folder))["a"]
-    assert record["error"] is None
-    assert record["machine"]["device"] == "pretend"
-    assert [len(seconds) for seconds in record["seconds"]] == [2]
-    assert 0 < record["stayed"] < max(record["timeline"]) <= record["allocated"] == record["reserved"]
-
-
-def test_the_demo_and_the_benchmarks_worker(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(check_demo, str(tmp_path))
-
-
-def check_materialize() -> None:
-    with pretend_accelerator():
-        for device in (None, "cpu", "pretend"):
-            for settings in ({}, {"offload_policy": OFFLOADED["pinned"]}):
-                model = made("meta", "pretend")
-                shardkit.shard_model(model, mesh=mesh_on("pretend"), **settings)
-                shardkit.materialize(model, device=device, seed=3)
-                assert devices(model.parameters()) == {"cpu" if settings else "pretend"}, device
-                loss_of(model, "pretend").backward()
-
-
-def test_materialize_on_either_device(ranks: RankPool) -> None:
-    ranks.run(check_materialize)
-
-
 def check_drop_in(given: int | str | None) -> None:
     with pretend_accelerator(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -354,22 +300,6 @@ def check_drop_in(given: int | str | None) -> None:
             assert devices(model.state_dict().values()) == {"cpu"}
 
 
-@pytest.mark.parametrize("given", [0, "pretend", "pretend:0", None, "cpu"])
+@pytest.mark.parametrize("given", [0, None, "cpu"])
 def test_drop_in(ranks: RankPool, given: int | str | None) -> None:
     ranks.run(check_drop_in, given)
-
-
-def check_ties() -> None:
-    with pretend_accelerator():
-        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model[0].weight = model[1].weight
-        state = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2, device="pretend")}
-        shardkit.load_full_state_dict(model, state, src="all")
-        assert torch.equal(model[0].weight, torch.ones(2, 2))
-        state["1.weight"][0, 0] = 4
-        with pytest.raises(shardkit.ShardkitError, match=r"1\.weight differs from 0\.weight"):
-            shardkit.load_full_state_dict(model, state, src="all")
-
-
-def test_tied_tensors_on_two_devices_are_compared(ranks: RankPool) -> None:
-    ranks.run(check_ties)

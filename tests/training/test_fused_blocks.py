@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 import torch.distributed as dist
 from fsdp1_models import Decoder
 from fused_net import (
-    CLIP,
     CLOSE,
-    FOREACH,
     FUSED,
-    MICRO,
     READS,
     Plain,
     assert_close,
@@ -23,7 +19,6 @@ from fused_net import (
     finish,
     gradients,
     local_adam,
-    moved_by,
     on_meta,
     plain_start,
     state_of,
@@ -31,36 +26,21 @@ from fused_net import (
     train,
 )
 from meshes import mesh_of
-from small_models import Block
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim.lr_scheduler import LambdaLR
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit import (
-    GradScaler,
     accumulate,
-    clip_grad_norm_,
-    full_params,
-    full_state_dict,
-    global_token_count,
     init_on_meta,
     load_checkpoint,
     load_pretrained,
     materialize,
-    no_sync,
-    optimizer_in_backward,
     reset_after_error,
     save_checkpoint,
-    scale_loss,
-    shard_like_fsdp1,
     shard_model,
 )
-from shardkit.checkpoint import write_tensors
 from shardkit.grads import set_reduce_precision
 from shardkit.testing import distributed
-
-# A program from meta to a continuation on another mesh.
 
 
 @distributed(world_size=4, backend="gloo")
@@ -92,145 +72,6 @@ def test_from_meta_over_an_asynchronous_save_to_another_mesh(tmp_path):
     assert_close(state_of(*elsewhere[:2]), plain)
 
 
-@distributed(world_size=4, backend="gloo")
-def test_an_optimizer_in_backward_goes_on_from_its_checkpoint(tmp_path):
-    def start(mesh: tuple[int, ...], seed: int) -> tuple[Any, ...]:
-        model = on_meta(mesh)
-        materialize(model, seed=seed)
-        optimizer = optimizer_in_backward(model, functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True))
-        return model, optimizer, LambdaLR(optimizer, lambda epoch: 0.8**epoch)
-
-    def steps(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> None:
-        for step in steps:
-            ids, labels = batch(step, 0, dist.get_rank())
-            tokens = global_token_count((labels != -100).sum(), model)
-            scale_loss(summed_loss(model, ids, labels), tokens, model).backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-
-    run = start((4,), 0)
-    steps(*run, range(2))
-    handle = save_checkpoint(tmp_path / "step-2", *run, async_=True)
-    steps(*run, range(2, 4))
-    handle.wait()
-    end = state_of(*run[:2])
-    for mesh in ((4,), (2, 2)):
-        resumed = start(mesh, 1)
-        load_checkpoint(tmp_path / "step-2", *resumed)
-        assert resumed[2].get_last_lr() == [0.01 * 0.8**2]
-        steps(*resumed, range(2, 4))
-        found = state_of(*resumed[:2])
-        if mesh == (4,):
-            assert_equal(found, end)
-        for name, value in end.items():
-            torch.testing.assert_close(found[name], value, **CLOSE)
-    assert not torch.equal(end["embed.weight"], plain_start()["embed.weight"])
-
-
-# FSDP1's arguments.
-
-
-@distributed(world_size=4, backend="gloo")
-def test_fsdp1_arguments_then_no_sync_clip_and_files(tmp_path):
-    def start() -> nn.Module:
-        precision = MixedPrecision(torch.bfloat16, torch.float32)
-        wrap = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "mixed_precision": precision, "use_orig_params": True}
-        return shard_like_fsdp1(Decoder(), sharding_strategy="HYBRID_SHARD", ranks_per_node=2, **wrap)
-
-    def step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> Tensor:
-        mine = [batch(number, micro, dist.get_rank()) for micro in range(MICRO)]
-        tokens = global_token_count(sum((labels != -100).sum() for _, labels in mine), model)
-        with no_sync(model):
-            for each in mine[:-1]:
-                scale_loss(summed_loss(model, *each), tokens, model).backward()
-        scale_loss(summed_loss(model, *mine[-1]), tokens, model).backward()
-        return finish(model, optimizer, scheduler)
-
-    model, plain = start(), Plain(torch.float32)
-    run = model, *local_adam(model)
-    norms = [step(*run, number) for number in range(2)]
-    torch.testing.assert_close(norms, plain.train(range(2)), rtol=2**-6, atol=0)  # bf16 rounds by 2**-9
-    state = full_state_dict(model, rank0_only=False)
-    update, expected = (moved_by(each) for each in (state, plain.model.state_dict()))
-    assert (update - expected).norm() < 0.1 * expected.norm()  # relu and small gradients make more of the rounding
-    save_checkpoint(tmp_path / "own", *run)
-    write_tensors(tmp_path, state)
-    for path in (tmp_path / "own", tmp_path / "model.safetensors"):
-        other = start()
-        load_pretrained(other, path)
-        assert_equal(full_state_dict(other, rank0_only=False), state)
-    resumed = other, *local_adam(other)
-    load_checkpoint(tmp_path / "own", *resumed)
-    for each in (run, resumed):
-        step(*each, 2)
-    assert_equal(state_of(*resumed[:2]), state_of(*run[:2]))
-
-
-# fp16.
-
-
-@distributed(world_size=4, backend="gloo")
-def test_an_inf_on_one_rank_skips_the_step_of_all_and_training_goes_on(tmp_path):
-    def start() -> tuple[nn.Module, Any, Any, GradScaler]:
-        policy = MixedPrecisionPolicy(torch.float16, torch.float32)
-        model = shard_model(Decoder(), mesh=mesh_of((2, 2)), mp_policy=policy)
-        return model, *local_adam(model, FOREACH), GradScaler(init_scale=2.0**10)
-
-    def step(model: nn.Module, optimizer: Any, scheduler: Any, scaler: GradScaler, number: int, bad: bool) -> None:
-        mine = [batch(number, micro, dist.get_rank()) for micro in range(MICRO)]
-        tokens = global_token_count(sum((labels != -100).sum() for _, labels in mine), model)
-        for micro, each in enumerate(mine):
-            with accumulate(model, last=micro == MICRO - 1):
-                loss = scale_loss(summed_loss(model, *each), tokens, model)
-                overflows = bad and micro == 1 and dist.get_rank() == 2
-                scaler.scale(loss * (1e30 if overflows else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model, CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step() if not bad else None
-        optimizer.zero_grad()
-
-    run, twin = start(), start()
-    step(*run, 0, bad=False)
-    before = state_of(*run[:2])
-    step(*run, 1, bad=True)
-    assert run[3].get_scale() == 2.0**9
-    assert_equal(state_of(*run[:2]), before)
-    save_checkpoint(tmp_path / "c", *run[:3], extra={"scaler": run[3].state_dict()})
-    run[3].load_state_dict(load_checkpoint(tmp_path / "c", *run[:3])["scaler"])
-    step(*run, 2, bad=False)
-    assert run[3].get_scale() == 2.0**9
-    for number in (0, 2):
-        step(*twin, number, bad=False)
-    end = state_of(*run[:2])
-    for name, value in state_of(*twin[:2]).items():  # a scale is a power of two; what underflows differs
-        torch.testing.assert_close(end[name], value, rtol=1e-3, atol=1e-5)
-
-
-# State, in the middle of a step.
-
-
-@distributed(world_size=2, backend="gloo")
-def test_full_params_written_back_between_steps():
-    plain = Plain()
-    model = on_meta(reshard_after_forward=False)
-    materialize(model)
-    run = model, *local_adam(model)
-    train(*run, range(1))
-    with full_params(model, writeback=True):
-        model.layers[2].up.weight.data.mul_(0.5)
-        model.embed.weight.data[3] = 1
-    norms = train(*run, range(1, 3))
-    plain.train(range(1))
-    with torch.no_grad():
-        plain.model.layers[2].up.weight.mul_(0.5)
-        plain.model.embed.weight[3] = 1
-    torch.testing.assert_close(norms, plain.train(range(1, 3)), **CLOSE)
-    assert_close(state_of(*run[:2]), plain)
-
-
 @pytest.mark.parametrize("keep", [None, True])
 @distributed(world_size=2, backend="gloo")
 def test_state_is_read_between_two_micro_batches(tmp_path, keep):
@@ -252,28 +93,6 @@ def test_state_is_read_between_two_micro_batches(tmp_path, keep):
         finish(*run)
     plain.train(range(1 + len(READS)))
     assert_close(state_of(*run[:2]), plain)
-
-
-@distributed(world_size=2, backend="gloo")
-def test_state_is_read_between_forward_and_backward_and_after(tmp_path):
-    model, plain = on_meta(reshard_after_forward=False), Plain()
-    materialize(model)
-    run = model, *local_adam(model)
-    before = state_of(*run[:2])
-    for read in READS.values():
-        loss = summed_loss(model, *batch(0, 0, dist.get_rank()))
-        found = read(model, run[1], tmp_path)
-        loss.backward()
-        for each in (found, read(model, run[1], tmp_path)):
-            assert len(each) > 20
-            assert_equal(each, {name: before[name] for name in each})
-    (sum(summed_loss(plain.model, *batch(0, 0, rank)) for rank in range(2)) * len(READS) / 2).backward()
-    for name, param in plain.model.named_parameters():
-        if param.requires_grad:
-            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, **CLOSE)
-
-
-# After an error.
 
 
 class OutOfMemoryError(RuntimeError):
@@ -316,9 +135,6 @@ def test_an_error_while_accumulating_then_a_step_and_a_checkpoint(tmp_path, opti
     assert torch.equal(train(*run, range(2, 3), **options)[0], norms[1])
 
 
-# The wire, and the CPU.
-
-
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 @distributed(world_size=4, backend="gloo")
 def test_sixteen_bits_on_the_wire_with_accumulation_offload_and_a_checkpoint(tmp_path, mesh):
@@ -346,6 +162,3 @@ def test_sixteen_bits_on_the_wire_with_accumulation_offload_and_a_checkpoint(tmp
     train(*resumed, range(2, 3), shard_gradients=True)
     assert_equal(state_of(*resumed[:2]), end)
     assert not torch.equal(end["embed.weight"], plain_start()["embed.weight"].float())
-
-
-# Misuse.

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import Block, Decoder, step
+from small_models import Decoder, step
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardkit import (
     ShardkitError,
-    by_class,
     full_state_dict,
     load_full_state_dict,
     ranks,
@@ -45,17 +44,11 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     return lambda: caplog.text
 
 
-# 10: values.
-
-
 @distributed(world_size=2)
 def test_10_ranks_that_start_from_different_values():
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ShardkitError, match=r"embed.weight.*sync_module_states=True"):
         shard_model(Decoder())
-
-
-# 2, 5, 6, 7, 17, 45: optimizers.
 
 
 @distributed(world_size=2)
@@ -97,41 +90,6 @@ def test_17_ignored_parameters_that_train(said: Callable[[], str]) -> None:
 
 
 @distributed(world_size=2)
-def test_45_muon():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model = shard_model(copy.deepcopy(plain))
-    for param, other in zip(plain.parameters(), model.parameters(), strict=True):
-        param.grad = torch.randn(8, 8)
-        other.grad = distribute_tensor(param.grad, other.device_mesh, other.placements)
-    before = [param.detach().clone() for param in plain.parameters()]
-    for each in (plain, model):
-        torch.optim.Muon(each.parameters(), lr=0.1).step()
-    for old, param, other in zip(before, plain.parameters(), model.parameters(), strict=True):
-        moved = (param - old).abs().max()
-        # It orthogonalizes in bfloat16, so partial sums of two ranks round otherwise.
-        assert (other.full_tensor() - param).abs().max() < 2**-5 * moved
-
-
-# 16, 19, 31, 55: forwards.
-
-
-class Flat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lin(x).view(-1)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns since 2.13")
-def test_16_a_unit_that_returns_a_view() -> None:
-    with fake_world(2), pytest.warns(UserWarning, match=r"FSDPFlat\) returned a view.*`.clone\(\)`"):
-        shard_model(nn.Sequential(Flat(), nn.Unflatten(0, (2, 4)), Block(4)), units=by_class(Flat))(torch.ones(2, 4))
-
-
-@distributed(world_size=2)
 def test_19_31_and_55_other_ways_into_a_model():
     model, plain = sharded(), Decoder()
     load_full_state_dict(model, plain.state_dict(), src="all")
@@ -140,9 +98,6 @@ def test_19_31_and_55_other_ways_into_a_model():
         assert torch.equal(model.embed(tokens()), hidden)  # a child first
         assert torch.equal(model(tokens()), plain(tokens()))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-# 22, 23, 38, 62: methods and arguments.
 
 
 def test_22_23_and_38_torch_raises() -> None:

@@ -146,17 +146,3 @@ def test_a_file_that_cannot_be_written_raises_on_every_rank():
     with pytest.raises(ShardkitError, match="No such file"):  # noqa: SIM117
         with record_run(model, torch.optim.SGD(model.parameters(), lr=0.1), "/absent/run"):
             model(torch.ones(2, 6))
-
-
-def test_integer_parameters_are_compared(tmp_path):
-    for name, packed in (("a", 3), ("b", 4)):
-        model = nn.Linear(2, 2)
-        nn.init.ones_(model.weight)
-        nn.init.ones_(model.bias)
-        model.packed = nn.Parameter(torch.tensor([packed], dtype=torch.uint8), requires_grad=False)
-        optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
-        with record_run(model, optimizer, tmp_path / name):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-    assert compare_runs(tmp_path / "a", tmp_path / "a") is None
-    assert compare_runs(tmp_path / "a", tmp_path / "b").at == "packed"

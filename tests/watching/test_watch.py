@@ -1,6 +1,6 @@
 """watch: ranks that disagree, and ranks that are lost, are named with the call and the line.
 
-``python tests/helpers/sweep_disagreements.py`` runs every kind, within its time, on two meshes.
+``tests/helpers/disagreements.py`` runs every kind, within its time, on two meshes.
 """
 
 import importlib
@@ -38,6 +38,11 @@ def test_a_script_is_watched_without_changes(tmp_path):
     assert disagreements.is_named("skips a unit", outcome.report), outcome.output
     shown = (Path(__file__).parents[2] / "docs" / "when-ranks-disagree.md").read_text()
     assert re.sub(r"\d+", "N", outcome.report.splitlines()[0]) in re.sub(r"\d+", "N", shown)
+
+
+def test_ranks_that_do_not_wait_are_named_too(tmp_path):
+    outcome = disagreements.run("skips a unit", tmp_path, how="gpu")
+    assert disagreements.is_named("skips a unit", outcome.report), outcome.output
 
 
 @pytest.mark.parametrize("kind", ["skips a larger unit", "skips a smaller unit"])

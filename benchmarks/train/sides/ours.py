@@ -26,7 +26,6 @@ from benchmarks.train.training import (
 )
 from shardkit import (
     MeshSpec,
-    by_class,
     by_name,
     clip_grad_norm_,
     group,
@@ -62,7 +61,8 @@ def make(case: Case, device: torch.device, together: int = 1) -> Training:
 def units_of(model: nn.Module, together: int) -> list[Rule]:
     """The default's units, but that blocks share one."""
     names = {module: fqn for fqn, module in model.named_modules()}
-    units: list[Rule] = [by_class(type(next(iter(blocks(model)))), together=together)]
+    layers = [names[block] for block in blocks(model)]
+    units: list[Rule] = [group(*layers[first : first + together]) for first in range(0, len(layers), together)]
     embed, norm, head = ends(model)
     tied = embed.weight is head.weight
     last = (embed, norm, head) if tied else (norm, head)

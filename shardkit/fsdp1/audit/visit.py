@@ -56,8 +56,8 @@ class Finding:
     likely: bool = False
 
     def __str__(self) -> str:
-        place = f"{self.path}:{self.line}:{self.column}"  # which terminals make a link
-        lines = [f"{place}  {SUPPORT[self.support]}{', likely' * self.likely}  {self.code}"]
+        support = f"{SUPPORT[self.support]}{', likely' * self.likely}"
+        lines = [f"{self.path}:{self.line}:{self.column}  {support}  {self.code}"]
         lines += [f"    -> {self.replacement}"] if self.replacement else []
         return "\n".join([*lines, f"       {self.why}"] if self.why else lines)
 
@@ -176,7 +176,7 @@ class _Visitor(ast.NodeVisitor):
         rows = dict(found for _, path in _imported(node) if (found := row_of(path)) and found[1] is not _CONFIGURED)
         worst = _worst([row for name, row in rows.items() if name not in NAMES])
         if FSDP in rows:
-            worst = worst._replace(use="from shardkit import shard_like_fsdp1, FSDPModule")
+            worst = worst._replace(use=f"from shardkit import shard_like_fsdp1; from {PACKAGE} import FSDPModule")
         if rows:
             self._add(node, "import", worst)
 

@@ -11,23 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.errors import TranslationError, message
-from shardkit.fsdp1.configs.reader import (
-    BOOLEAN,
-    DTYPE,
-    NAMES,
-    NUMBER,
-    RANKS,
-    Key,
-    Kind,
-    Reader,
-    Table,
-    choice,
-    given,
-    switch,
-)
+from shardkit.fsdp1.configs.reader import BOOLEAN, NAMES, NUMBER, RANKS, Key, Kind, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target, Wrap, note_on_ranks
 from shardkit.fsdp1.translate.strategy import parse_strategy, resolve_strategy
 from shardkit.plan import MeshSpec
@@ -50,26 +38,13 @@ _STATE_DICTS = {
     "SHARDED_STATE_DICT": "noted: model.state_dict() is sharded: save it with save_checkpoint or "
     "torch.distributed.checkpoint.",
 }
-_PREFETCHES = {
-    "BACKWARD_PRE": "implied: FSDP2 all-gathers the next unit before the current unit's backward.",
-    **dict.fromkeys(
-        ("BACKWARD_POST", "NO_PREFETCH"),
-        "noted: FSDP2 always prefetches like BACKWARD_PRE: more overlap, one more unit gathered.",
-    ),
-}
 _BOTH: Table = {
-    "offload_params cpu_offload": switch(
-        "mapped: CPUOffloadPolicy for every unit.", "mapped: Shards stay on the device."
-    ),
+    "offload_params cpu_offload": switch("mapped: CPUOffloadPolicy for every unit."),
     "activation_checkpointing": switch(
-        "mapped: checkpoint_activations=True for the units that are blocks. Leave the model's own "
-        "gradient_checkpointing off.",
-        "mapped: Activations are kept.",
+        "mapped: checkpoint_activations=True for blocks. Turn the model's own gradient_checkpointing off."
     ),
     "cpu_ram_efficient_loading": switch(
-        "noted: Only rank 0 read the weights. With shardkit, build the model under init_on_meta, shard it, then "
-        "load_checkpoint or load_full_state_dict, which load each rank's shards.",
-        "implied: Every rank loads the weights.",
+        "noted: Only rank 0 read the weights. Build under init_on_meta, shard, then load_pretrained reads shards."
     ),
     "state_dict_type": Key(choice(_STATE_DICTS, numbered=True), {None: _WHOLE, **_STATE_DICTS}),
     "ignored_modules": given("refused: Pass the parameters as ignored_params to plan_model."),
@@ -77,26 +52,22 @@ _BOTH: Table = {
 }
 _APART = "Parameters keep their names and become DTensors."
 _VERSION_1: Table = {
-    "sync_module_states": switch(
-        "mapped: Rank 0's values are broadcast before sharding.", "mapped: Nothing is broadcast.", default=True
-    ),
-    "forward_prefetch": switch(
-        "mapped: prefetch=1: each unit all-gathers the next one explicitly.", "implied: FSDP2's default."
-    ),
+    "sync_module_states": switch("mapped: Rank 0's values are broadcast before sharding.", default=True),
+    "forward_prefetch": switch("mapped: prefetch=1: each unit all-gathers the next one explicitly."),
     "limit_all_gathers": switch(
         "implied: FSDP2 gathers at most two units at a time.", "noted: FSDP2 always limits all-gathers.", default=True
     ),
     "use_orig_params": switch(f"implied: {_APART}", f"noted: {_APART}", default=True),
     # The second until accelerate 0.30.
-    "backward_prefetch backward_prefetch_policy": Key(choice(_PREFETCHES, True), _PREFETCHES, "BACKWARD_PRE"),
+    "backward_prefetch backward_prefetch_policy": Key(
+        choice(("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), numbered=True),
+        lambda name: f"{'implied' if name == 'BACKWARD_PRE' else 'noted'}: FSDP2 always prefetches like BACKWARD_PRE.",
+        "BACKWARD_PRE",
+    ),
 }
 _VERSION_2: Table = {
-    "forward_prefetch": switch(
-        "refused: Version 2 does not support it. Remove it, or pass prefetch=1 to shard_model.", "implied: Off."
-    ),
-    "backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params": (
-        "noted: Version 2 does not have this key."
-    ),
+    "forward_prefetch": switch("refused: Version 2 has no such key. Remove it, or pass prefetch=1 to shard_model."),
+    "backward_prefetch backward_prefetch_policy limit_all_gathers use_orig_params": "noted: Version 2 has no such key.",
     "sync_module_states": "noted: Version 2 ignores it: nothing is broadcast.",
 }
 
@@ -110,16 +81,10 @@ def read_fsdp(
     policy: str = ROOT_ONLY,
     root: bool = False,
 ) -> Target:
-    """Return the target of an ``fsdp_config`` section of a version of FSDP, and answer for every key that it knows.
+    """Return ``target`` with what an ``fsdp_config`` section says, for all whose keys it answers.
 
-    Args:
-        section: the section.
-        version: 1 or 2.
-        ranks: what is known of the ranks.
-        target: what the format says elsewhere.
-        strategy: one that the format names elsewhere, as in transformers' ``fsdp="full_shard"``.
-        policy: the wrap policy if the section names none.
-        root: whether the root reshards when blocks do, in version 2.
+    ``strategy`` is one named elsewhere, ``policy`` the wrap policy if the section names none; ``root`` reshards the
+    root too, in version 2.
     """
     strategy = _strategy_1(section, strategy) if version == 1 else _strategy_2(section, strategy)
     values = section.read({**_BOTH, **(_VERSION_1 if version == 1 else _VERSION_2)})
@@ -158,13 +123,11 @@ def _strategy_1(section: Reader, elsewhere: ShardingStrategy | None) -> Sharding
     if elsewhere not in (None, found):
         key = "sharding_strategy" if first else "reshard_after_forward"
         problem = f"is {found.name}, but elsewhere the strategy is {elsewhere.name}"
-        section.problem(key, problem, "", "Remove one of them")
-    section.note("sharding_strategy", STRATEGIES[found.name.lstrip("_")])
-    differs = second not in (None, found)
-    answer = (
-        "noted: In version 1 sharding_strategy takes precedence." if differs else STRATEGIES[found.name.lstrip("_")]
-    )
-    section.note("reshard_after_forward", answer)
+        section.problem(key, problem, "Remove one of them")
+    answer = STRATEGIES[found.name.lstrip("_")]
+    later = "noted: In version 1 sharding_strategy takes precedence."
+    section.note("sharding_strategy", answer)
+    section.note("reshard_after_forward", answer if second in (None, found) else later)
     return found
 
 
@@ -174,11 +137,8 @@ def _strategy_2(section: Reader, elsewhere: ShardingStrategy | None) -> Sharding
     section.note("reshard_after_forward", f"mapped: {where}, in all units but the root.")
     strategy = FULL_SHARD if reshard else SHARD_GRAD_OP
     same = section.get("sharding_strategy", STRATEGY) in (None, strategy)
-    answer = (
-        "Version 2 ignores it, and reshard_after_forward says otherwise. Set fsdp_version: 1, or remove it and give"
-    )
-    answer = "implied: Version 2 ignores it." if same else f"refused: {answer} the sizes of the mesh axes."
-    section.note("sharding_strategy", answer)
+    other = "Version 2 ignores it, and reshard_after_forward says otherwise. Set fsdp_version: 1, or remove it."
+    section.note("sharding_strategy", "implied: Version 2 ignores it." if same else f"refused: {other}")
     return strategy
 
 
@@ -196,41 +156,32 @@ def _mesh(section: Reader, ranks: Ranks, strategy: ShardingStrategy) -> MeshSpec
 
 def _wrap(section: Reader, policy: str) -> Wrap:
     policy = section.get("auto_wrap_policy", choice(POLICIES, numbered=True), policy)
-    named = section.get("transformer_layer_cls_to_wrap", NAMES, ())
-    classes: tuple[str, ...] = named if policy == BY_CLASS else ()
-    which = f"of each {' and '.join(classes)}" if classes else "of each block that the model lists in _no_split_modules"
+    named: tuple[str, ...] = section.get("transformer_layer_cls_to_wrap", NAMES, ())
     least = section.get("min_num_params", NUMBER, 0)
-    by_class = by_size = f"noted: auto_wrap_policy {policy} ignores it."
-    answer = "noted: The root is the only unit, so the whole model is gathered at once, which is rarely intended."
-    if policy == BY_CLASS:
-        answer = by_class = f"mapped: A unit {which}."
-    elif policy == BY_SIZE and least:
-        by_size = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
-    elif policy == BY_SIZE:
-        by_size = "mapped: With 0 the root is the only unit."
-    section.note("transformer_layer_cls_to_wrap", by_class)
-    section.note("min_num_params", by_size)
-    section.note("auto_wrap_policy", answer)
-    if policy == ROOT_ONLY and "auto_wrap_policy" not in section:
-        section.note_absent("auto_wrap_policy", answer)
+    classes = named if policy == BY_CLASS else ()
+    ignored, alone = f"noted: auto_wrap_policy {policy} ignores it.", "mapped: The root is the only unit."
+    by_class = f"mapped: A unit of each {' and '.join(classes) or 'block that the model lists in _no_split_modules'}."
+    by_size = "refused: shardkit wraps by size in code only: shard_model(model, units=[by_size(...)])."
+    section.note("auto_wrap_policy", by_class if policy == BY_CLASS else alone)
+    section.note("transformer_layer_cls_to_wrap", by_class if policy == BY_CLASS else ignored)
+    section.note("min_num_params", ignored if policy != BY_SIZE else by_size if least else alone)
     return Wrap("classes" if classes else "declared" if policy == BY_CLASS else "root", classes)
 
 
-def _pin_memory(section: Reader, version: int, offload: bool) -> bool | None:
-    pin: bool | None = section.get("cpu_offload_pin_memory", BOOLEAN)
-    if pin is not False:
+def _pin_memory(section: Reader, version: int, offload: bool) -> bool:
+    pin: bool = section.get("cpu_offload_pin_memory", BOOLEAN, True)
+    answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
+    if pin:
         answer = "implied: Offloaded shards are pinned where there is an accelerator."
     elif version == 1:
         answer = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
     elif not offload:
         answer = "noted: Without offload_params: true there is nothing to pin."
-    else:
-        answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
     section.note("cpu_offload_pin_memory", answer)
-    return pin if offload else None
+    return pin
 
 
-# --- Sizes of the axes of ranks ----------------------------------------------------------------------------------
+# --- Sizes of the axes of ranks ---------------------------------------------------------------------------------------
 
 SPLIT = 'These ranks shard too. After shard_model: split_sequence(model, training_mesh(sp={})["sp"])'
 _OTHERS = {
@@ -254,20 +205,14 @@ def read_axes(
     """Return the data-parallel mesh by the sizes of its axes, None if no size is given; and the sizes of other axes.
 
     Context parallel ranks shard the parameters too: each sees a part of every sequence, so their gradients add up.
-
-    Args:
-        config: has the sizes.
-        version: of FSDP; version 1 has no other axes.
-        world: the number of ranks, if known.
-        names: the key of each axis.
-        rest_shards: whether ``dp_shard`` is all remaining ranks by default, else 1.
-        known: sizes of axes that are not in ``config``.
+    ``names`` are the keys of the axes, ``known`` sizes that are not in ``config``; with ``rest_shards`` the default of
+    ``dp_shard`` is all remaining ranks.
     """
     sizes = {**known} | {axis: size for axis, key in names.items() if (size := config.get(key, RANKS)) is not None}
     mesh = _mesh_of(config, world, sizes, rest_shards) if sizes else None
     for axis, key in names.items():
         if version == 1 and sizes.get(axis, 1) > 1:
-            config.problem(key, "needs FSDP version 2", "", "Set fsdp_version: 2")
+            config.problem(key, "needs FSDP version 2", "Set fsdp_version: 2")
         config.note(key, _answer(axis, sizes.get(axis, 1), mesh))
     config.read({"cp_comm_strategy cp_handler cp_backend sp_handler sp_backend": CONTEXT})
     return mesh, {axis: size for axis, size in sizes.items() if axis in _OTHERS and size > 1}
@@ -285,7 +230,7 @@ def _mesh_of(config: Reader, world: int | None, sizes: Mapping[str, int], rest_s
     if world is not None and product != world:
         shown = ", ".join(f"{axis}={size}" for axis, size in {**sizes, "dp_shard": shard}.items())
         problem = f"and the other sizes of axes, {shown}, make {product} ranks, but there are {world}"
-        config.problem(next(iter(config), "sizes"), problem, "", "Change one of them, or the number of ranks")
+        config.problem(next(iter(config), "sizes"), problem, "Change one of them, or the number of ranks")
     return MeshSpec.hybrid(replicate, shard * context) if replicate > 1 else MeshSpec.sharded(shard * context)
 
 
@@ -300,12 +245,14 @@ def _answer(axis: str, size: int, mesh: MeshSpec | None) -> str:
     return f"noted: {_OTHERS[axis]}. Pass the data-parallel submesh{of} to shard_model."
 
 
-# --- A whole file -----------------------------------------------------------------------------------------------
+# --- A whole file -----------------------------------------------------------------------------------------------------
 
-_OTHER = "noted: With {} accelerate ignores fsdp_config. It is translated here as for FSDP."
 _TYPES = {"FSDP": "mapped: As fsdp_config says."}
-_TYPES |= dict.fromkeys(["NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"], _OTHER)
-_TYPES |= dict.fromkeys(["DEEPSPEED", "TP", "XLA", "TPU", "MEGATRON_LM"], "refused: {} is not FSDP.")
+_TYPES |= dict.fromkeys(("DEEPSPEED", "TP", "XLA", "TPU", "MEGATRON_LM"), "refused: {} is not FSDP.")
+_TYPES |= dict.fromkeys(
+    ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA"),
+    "noted: With {} accelerate ignores fsdp_config. It is translated here as for FSDP.",
+)
 _KEYS: Table = {
     "distributed_type": Key(choice(_TYPES), _TYPES, "FSDP"),
     """
@@ -318,7 +265,7 @@ _KEYS: Table = {
     "fp8_config": "elsewhere: Only used with mixed_precision: fp8, which is refused.",
     "gradient_accumulation_steps": "elsewhere: The training loop accumulates.",
     "dynamo_config dynamo_backend": COMPILE,
-    "deepspeed_config": "elsewhere: For DeepSpeed, which is not translated.",
+    "deepspeed_config megatron_lm_config tp_config": "elsewhere: Not for FSDP.",
 }
 _PRECISION = (
     "mapped: MixedPrecisionPolicy with {{}} for parameters, gradients and {}. accelerate also casts trainable "
@@ -332,8 +279,6 @@ def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of a whole file."""
     config.read(_KEYS)
     ranks = _ranks(config, ranks)
-    config.section("megatron_lm_config")  # its keys are unknown, and noted as such
-    config.section("tp_config")
     section = config.section("fsdp_config", prefix="fsdp_")
     version = 2 if section.take("version", VERSION) == "2" else 1
     section_of_axes = config.section("parallelism_config", prefix="parallelism_config_")
@@ -347,7 +292,7 @@ def _precision(config: Reader, version: int) -> Precision:
     off = "mapped: Computes and reduces in the parameters' dtypes."
     answers = {"no": off, "fp16": f"{answer} fp16 needs torch.amp.GradScaler.", "bf16": answer, "fp8": _FP8}
     name = config.take("mixed_precision", Key(choice(answers), answers, "no"))
-    return Precision.of(DTYPE.parse(name) if name in ("fp16", "bf16") else None, version)
+    return Precision.of({"fp16": torch.float16, "bf16": torch.bfloat16}.get(name), version)
 
 
 def _ranks(config: Reader, ranks: Ranks) -> Ranks:

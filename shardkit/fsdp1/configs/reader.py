@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,12 +18,8 @@ from shardkit.replacements import Support
 
 _FALSE = ("false", "no", "off", "0")
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(_FALSE, False)
-_DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-    **dict.fromkeys(("fp64", "float64"), torch.float64),
-}
+_DTYPES = dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16) | dict.fromkeys(("fp16", "float16"), torch.float16)
+_DTYPES |= dict.fromkeys(("fp32", "float32"), torch.float32)
 
 
 class Kind(NamedTuple):
@@ -39,15 +36,15 @@ def choice(names: Iterable[str], numbered: bool = False) -> Kind:
     by_text = {name.lower(): name for name in names}
     by_text |= {str(number): name for number, name in enumerate(names, 1)} if numbered else {}
     places = f", or their number from 1 to {len(names)}" if numbered else ""
-    parse = _lookup(by_text, lambda value: str(value).rpartition(".")[2].strip().lower())  # an enum's member by name
-    return Kind(f"one of {', '.join(names)}{places}", names[0], parse)
+    return Kind(f"one of {', '.join(names)}{places}", names[0], _lookup(by_text))
 
 
-def _lookup(table: Mapping[str, Any], text: Callable[[Any], str]) -> Callable[[Any], Any]:
+def _lookup(table: Mapping[str, Any]) -> Callable[[Any], Any]:
     def parse(value: Any) -> Any:
-        if text(value) not in table:
+        text = re.sub(r"^[A-Za-z_.]+\.", "", str(value).strip()).lower()  # of an enum or a dtype the last part
+        if text not in table:
             raise ValueError
-        return table[text(value)]
+        return table[text]
 
     return parse
 
@@ -66,12 +63,10 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item.strip() for item in items))
 
 
-BOOLEAN = Kind("true or false", "true", _lookup(_BOOLEANS, lambda value: str(value).strip().lower()))
+BOOLEAN = Kind("true or false", "true", _lookup(_BOOLEANS))
 NUMBER = Kind("a whole number, 0 or more", "100000000", _integer)
 RANKS = Kind("a number of ranks, at least 1", "8", lambda value: _integer(value, 1))
-DTYPE = Kind(
-    "a dtype such as bf16 or float32", "bf16", _lookup(_DTYPES, lambda v: str(v).lower().removeprefix("torch."))
-)
+DTYPE = Kind("a dtype such as bf16 or float32", "bf16", _lookup(_DTYPES))
 NAMES = Kind("a name, names with commas between them, or a list of names", "LlamaDecoderLayer", _names)
 GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
 
@@ -112,7 +107,6 @@ class Reader:
         self._path, self._prefix = path, prefix
         self._values = {str(key): value for key, value in section.items()}
         self.problems: list[str] = around.problems if around else []  # what finish raises, of all sections
-        self.absent: list[Note] = around.absent if around else []
         self._asked: set[str] = set()
         self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
         self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
@@ -136,7 +130,7 @@ class Reader:
         try:
             return kind.parse(value)
         except ValueError:
-            self.problem(key, f"must be {kind.what}, got {value!r}", "", f"Use {kind.example}")
+            self.problem(key, f"must be {kind.what}, got {value!r}", f"Use {kind.example}")
             return default
 
     def take(self, key: str, row: Key) -> Any:
@@ -152,8 +146,7 @@ class Reader:
     def read(self, table: Table) -> dict[str, Any]:
         """Answer for all keys of a table, and return the values of those that have a kind.
 
-        A row of a table may name several keys. One that ends in ``*`` answers for all keys with that prefix that have
-        no other answer.
+        A row may name several keys; one that ends in ``*`` answers for keys with that prefix that have no other answer.
         """
         rows = [(word, row) for words, row in table.items() for word in words.split()]
         for word, row in rows:
@@ -170,11 +163,6 @@ class Reader:
             assert spelling not in self._answers, f"{self._place(spelling)} is answered for twice"
             self._answers[spelling] = self._noted(spelling, answer)
 
-    def note_absent(self, key: str, answer: Answer) -> None:
-        """Add a note on what it means that a key is absent."""
-        support, _, sentence = answer.partition(": ")
-        self.absent.append(Note(self._place(f"{self._prefix}{key}"), "not given", cast(Support, support), sentence))
-
     def section(self, key: str, prefix: str = "") -> Reader:
         """Return a reader of the keys below ``key``, an empty one if the section is absent or empty."""
         value = self.raw(key)
@@ -185,24 +173,19 @@ class Reader:
         elif value is None or isinstance(value, Mapping):
             self.note(key, "elsewhere: It is empty.")
         else:
-            self.problem(key, f"must be a section of keys and values, got {value!r}", "", "Indent its keys below it")
+            self.problem(key, f"must be a section of keys and values, got {value!r}", "Indent its keys below it")
         return inner
 
-    def problem(self, key: str, problem: str, rule: str, fix: str) -> None:
+    def problem(self, key: str, problem: str, fix: str) -> None:
         """Record an error for ``finish`` to raise, which answers for the key."""
         self._answers[self._spelling(key) or key] = None
-        self.problems.append(message(self._place(self._spelling(key) or key), problem, rule, fix))
+        self.problems.append(message(self._place(self._spelling(key) or key), problem, "", fix))
 
     def finish(self) -> tuple[Note, ...]:
-        """Return a note for every key, in the order of the file.
-
-        Raises:
-            TranslationError: all problems at once.
-        """
-        notes = (*self.notes(), *self.absent)
+        """Return a note for every key, in the order of the file, or raise all problems at once."""
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
-        return notes
+        return tuple(self.notes())
 
     def notes(self) -> Iterator[Note]:
         """Yield a note for each key here and below, in the order of the file."""
@@ -239,34 +222,22 @@ class Reader:
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    """Return the keys and values of a JSON or YAML file.
-
-    Raises:
-        TranslationError: it cannot be read or parsed, holds no keys, or is YAML and PyYAML is not installed.
-    """
+    """Return the keys and values of a JSON file, or of a YAML file by any other name."""
     file = Path(path)
+    parse: Callable[[str], Any] = json.loads
+    invalid: type[Exception] = ValueError
+    if file.suffix != ".json":
+        try:
+            import yaml
+        except ImportError:
+            fix = "pip install pyyaml, or give a .json file"
+            raise TranslationError(message(str(file), "needs PyYAML, which is not installed", "", fix)) from None
+        parse, invalid = yaml.safe_load, yaml.YAMLError
     try:
-        found = _parse(file, file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give the path of a file")) from None
+        found = parse(file.read_text())
+    except (OSError, UnicodeDecodeError, invalid) as error:
+        raise TranslationError(message(str(file), f"cannot be read: {error}", "", "Give a valid file")) from None
     if not isinstance(found, Mapping):
         problem = f"must be a mapping of keys to values, got {'nothing' if found is None else type(found).__name__}"
         raise TranslationError(message(str(file), problem, "", "Give the file that the training script reads"))
     return found
-
-
-def _parse(file: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        if file.suffix == ".json":
-            raise TranslationError(message(str(file), f"is not valid JSON: {error}", "", "Fix the syntax")) from None
-    try:
-        import yaml
-    except ImportError:
-        problem = "is not valid JSON, and PyYAML is not installed"
-        raise TranslationError(message(str(file), problem, "", "pip install pyyaml, or give JSON")) from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise TranslationError(message(str(file), f"is not valid YAML: {error}", "", "Fix the syntax")) from None

@@ -20,20 +20,13 @@ _FSDP = ("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")
 _RANGE = re.compile(r"^\s*list\(\s*range\(\s*(?:(\d+)\s*,\s*)?(\d+)\s*\)\s*\)\s*$")
 
 _PIPELINE: Table = {"*": "elsewhere: For the pipeline; its roles configure sharding."}
-_ROLE: Table = {
-    "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls": (
-        "elsewhere: For the training loop."
-    ),
-}
+_FOR_TRAINING = "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls"
 _ONE = "implied: An axis of size 1 changes nothing."
 _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
     "compute_dtype": "elsewhere: For the model.",
     "ulysses_size": Key(RANKS, lambda size: f"mapped: {SPLIT.format('ulysses_size')}." if size > 1 else _ONE, 1),
-    "disable_gradient_checkpointing": switch(
-        "mapped: Activations are kept.",
-        "mapped: checkpoint_activations=True. Leave the model's own gradient checkpointing off.",
-    ),
+    "disable_gradient_checkpointing": switch("mapped: Activations are kept.", "mapped: checkpoint_activations=True."),
     "freeze_module_prefix": Key(NAMES, "noted: Freeze {} before sharding with requires_grad_(False).", ()),
 }
 _EVERY = "mapped: For every unit and the root."
@@ -42,27 +35,22 @@ _STRATEGY: Table = {
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
-    "apply_expert_patch": switch(
-        "mapped: may_skip=True for the experts, so the patch may go. Files written for others need it."
-    ),
+    "apply_expert_patch": switch("mapped: may_skip=True for the experts, so the patch may go."),
     "apply_tiled_mlp": switch(TILES),
-    "model_type": "elsewhere: For apply_tiled_mlp, where the model says it.",
-    "async_save_ckpt": "elsewhere: Use save_checkpoint.",
-    "use_batched_model_update": "elsewhere: For weight updates of ROLL's inference engine.",
+    "model_type async_save_ckpt use_batched_model_update": "elsewhere: Not about sharding.",
 }
 _WRAP: Table = {
     "transformer_layer_cls_to_wrap": Key(
         NAMES, lambda names: f"mapped: A unit of each {' and '.join(names) or 'declared block'}.", ()
     ),
-    "wrap_embeddings": switch("mapped: The input embedding is a unit.", "mapped: In the root's unit."),
-    "wrap_lm_output": switch("mapped: The output head is a unit.", "mapped: In the root's unit."),
+    "wrap_embeddings wrap_lm_output": switch("mapped: A unit of its own.", "mapped: In the root's unit."),
 }
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of a pipeline, a role, or a ``strategy_config``."""
     role = _role(config)
-    role.read(_ROLE)
+    role.read({_FOR_TRAINING: "elsewhere: For the training loop."})
     config.read(_PIPELINE if role is not config else {})
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role
@@ -80,7 +68,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         mesh=mesh,
         reshard_after_forward=values["reshard_after_forward"] is not False,
         root_reshards=values["reshard_after_forward"] is True,  # None keeps the root gathered
-        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"], mesh),
+        wrap=_wrap(inside.section("wrap_policy"), values["apply_expert_patch"]),
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
         vision_casts=False,
         offload=values["offload_policy"],
@@ -119,9 +107,8 @@ def _world(role: Reader, ranks: Ranks) -> int | None:
     elif isinstance(value, str) and (match := _RANGE.match(value)):
         found = int(match[2]) - int(match[1] or 0)
     elif value is not None:
-        role.problem(
-            "device_mapping", f"must be a list, or list(range(0,8)), got {value!r}", "", "Use list(range(0,8))"
-        )
+        problem = f"must be a list, or list(range(0,8)), got {value!r}"
+        role.problem("device_mapping", problem, "Use list(range(0,8))")
     role.note("device_mapping", note_on_ranks("ranks in all", found, ranks.world_size))
     return ranks.world_size or found or None
 
@@ -131,9 +118,9 @@ def _mesh(section: Reader, world: int | None, sequence: int) -> MeshSpec | None:
     size = -1 if section.raw("fsdp_size") == -1 else section.get("fsdp_size", NUMBER, 1)
     if size > 1 and (world is None or size < world):
         if world is None:
-            section.problem("fsdp_size", "needs a known number of ranks", "", "Give device_mapping, or --world 16")
+            section.problem("fsdp_size", "needs a known number of ranks", "Give device_mapping, or --world 16")
         elif world % size:
-            section.problem("fsdp_size", f"{size} does not divide {world} ranks", "", "Use a divisor")
+            section.problem("fsdp_size", f"{size} does not divide {world} ranks", "Use a divisor")
         else:
             mesh = MeshSpec.hybrid(world // size, size)
             section.note("fsdp_size", f"mapped: A mesh of {mesh.shape}: replicates, and shards over {size} ranks.")
@@ -157,7 +144,7 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
         return mesh
     if mesh is None or mesh.shard_size % size:
         of = "an unknown number of" if mesh is None else mesh.shard_size
-        section.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "", "Correct it")
+        section.problem("ep_size", f"{size} must divide the ranks that shard, {of} ranks", "Correct it")
         return mesh
     answer = "mapped: Split experts over the mesh's axis ep first; shard_model shards their modules on efsdp."
     section.note("ep_size", f"{answer} Each is in one parameter: a ModuleList of experts cannot be split.")
@@ -166,7 +153,7 @@ def _with_experts(section: Reader, mesh: MeshSpec | None) -> MeshSpec | None:
     return MeshSpec((*mesh.shape[:-1], *shape), (*mesh.axis_names[:-1], *names), len(shape))
 
 
-def _wrap(policy: Reader, patched: bool, mesh: MeshSpec | None) -> Wrap:
+def _wrap(policy: Reader, patched: bool) -> Wrap:
     answer = "mapped: Not units, as in ROLL without apply_expert_patch."
     experts = policy.take(
         "moe_experts", Key(NAMES, "mapped: A unit of each {}, with may_skip=True." if patched else answer, ())
@@ -178,6 +165,5 @@ def _wrap(policy: Reader, patched: bool, mesh: MeshSpec | None) -> Wrap:
         classes=(*classes, *experts) if patched else classes,
         embeddings=values["wrap_embeddings"],
         head=values["wrap_lm_output"],
-        experts="efsdp" if mesh is not None and "ep" in mesh.axis_names else None,
         skipped=tuple(experts) if patched else (),
     )

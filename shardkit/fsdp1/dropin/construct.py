@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,10 +17,10 @@ from shardkit.apply.mesh import ensure_process_group
 from shardkit.errors import TranslationError, message
 from shardkit.fsdp1.dropin import optimizers
 from shardkit.fsdp1.dropin.record import Record, is_wrapper
+from shardkit.fsdp1.translate import translate
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation, mesh_for, shard_translated
 from shardkit.fsdp1.translate.strategy import HYBRID, groups_to_agree, parse_strategy
-from shardkit.fsdp1.translate.translate import translate
 from shardkit.runtime.hooks import install_hooks
 
 Wrap: TypeAlias = Callable[[nn.Module, Record], nn.Module]  # makes a wrapper around a module that is sharded
@@ -41,8 +41,8 @@ def construct(module: nn.Module, given: Arguments, wrap: Wrap) -> Record:
     wrapped = [fqn for fqn, child in module.named_modules() if is_wrapper(child) and child is not module]
     _check(module, given, wrapped)
     given = _with_node(given)
-    if is_wrapper(module) or (not wrapped and _all_ignored(module, given)):
-        return _without_parameters(module, given)
+    if is_wrapper(module) or next(module.parameters(), None) is None:
+        return _without_parameters(given)
     before = dict(module.named_parameters(remove_duplicate=False))
     apart = [fqn for fqn in dict.fromkeys(wrapped) if not any(fqn.startswith(f"{outer}.") for outer in wrapped)]
     groups = groups_to_agree(given.process_group, given.device_mesh)
@@ -71,21 +71,10 @@ def _put_in_place(module: nn.Module, given: Arguments, translation: Translation,
 
 def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
     """Raise TranslationError for what FSDP1 refused too."""
-    strategy = parse_strategy(given.sharding_strategy)
-    places = (given.process_group, given.device_mesh, given.auto_wrap_policy)
-    if strategy.name in HYBRID and all(each is None for each in places):
-        problem = f"is {strategy.name} without process_group, device_mesh or policy"
-        rule = f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh"
-        fix = "Pass (shard_group, replicate_group) or a 2-d device_mesh"
-        raise TranslationError(message("sharding_strategy", problem, rule, fix))
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         rule = "It has no forward, so nothing would gather its parameters; FSDP1 did not gather them either"
         fix = "Wrap each of its modules, or the module that contains it"
         raise TranslationError(message("module", f"is a {type(module).__name__}", rule, fix))
-    if any(map(is_wrapper, [*_each(given.ignored_modules), *_each(given.ignored_states)])):
-        rule = "`ignored_modules` should not include FSDP modules"
-        fix = "Leave them out: modules that are wrapped already are left as they are"
-        raise TranslationError(message("ignored_modules", "contains modules that FSDP wraps already", rule, fix))
     if given.auto_wrap_policy is not None and (is_wrapper(module) or wrapped):
         found = "(root)" if is_wrapper(module) else wrapped[0]
         problem = f"is given, and FSDP wraps {found} already"
@@ -95,28 +84,12 @@ def _check(module: nn.Module, given: Arguments, wrapped: list[str]) -> None:
         )
 
 
-def _all_ignored(module: nn.Module, given: Arguments) -> bool:
-    """Return whether no parameter is left to shard; False for invalid arguments, which the translation refuses."""
-    states = [*_each(given.ignored_modules), *_each(given.ignored_states)]
-    both = given.ignored_modules is not None and given.ignored_states is not None
-    if both or len({isinstance(state, nn.Module) for state in states}) > 1:
-        return False
-    ignored = {param for state in states if isinstance(state, nn.Module) for param in state.parameters()}
-    return {*ignored, *states}.issuperset(module.parameters())
-
-
-def _each(states: Any) -> list[Any]:
-    return list(states) if isinstance(states, Iterable) and not isinstance(states, nn.Module) else []
-
-
-def _without_parameters(module: nn.Module, given: Arguments) -> Record:
+def _without_parameters(given: Arguments) -> Record:
     """Return the record of a wrapper that shards nothing, which FSDP1 allows; its mesh is that of any module."""
     plain = replace(given, auto_wrap_policy=None, ignored_modules=None, ignored_states=None, param_init_fn=None)
     translation = translate(nn.Linear(1, 1), replace(plain, sync_module_states=False))
     translation = replace(translation, plan=replace(translation.plan, units=(), params=()))
-    ignored = {inner for each in _each(given.ignored_modules) for inner in each.modules()}
-    fqns = tuple(fqn for fqn, child in module.named_modules() if child in ignored)
-    return Record(given, replace(translation, ignored_modules=fqns), _shared_mesh(translation), top=True)
+    return Record(given, translation, _shared_mesh(translation), top=True)
 
 
 def _with_node(given: Arguments) -> Arguments:

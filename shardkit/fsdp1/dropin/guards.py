@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from shardkit._fsdp.fsdp1 import TOTAL_NORM
 from shardkit.errors import message
 from shardkit.fsdp1.dropin import optimizers, tensors
-from shardkit.fsdp1.dropin.errors import Unavailable
-from shardkit.fsdp1.dropin.record import wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, wrappers_of
 from shardkit.replacements import private
 
 _STATICS = [name for name, value in vars(TorchFSDP).items() if isinstance(value, staticmethod) and name[0] != "_"]

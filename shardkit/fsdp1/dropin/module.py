@@ -17,13 +17,16 @@ from shardkit import _fsdp, grads
 from shardkit._fsdp.fsdp1 import accumulating_in_param_dtype
 from shardkit._torch import sharded_parameters, sharded_stand_ins
 from shardkit.errors import message
-from shardkit.fsdp1.dropin import attributes, guards, optim_state, roots, state, summon, tensors
+from shardkit.fsdp1.dropin import guards, optim_state, roots, state, tensors
 from shardkit.fsdp1.dropin.construct import construct
-from shardkit.fsdp1.dropin.errors import DropinRuntimeError, Unavailable
 from shardkit.fsdp1.dropin.record import (
     KEY,
     WRAPPED,
+    DropinRuntimeError,
     Record,
+    Unavailable,
+    UnavailableAttribute,
+    in_full_precision,
     inner_of,
     record_of,
     roots_of,
@@ -33,16 +36,41 @@ from shardkit.fsdp1.dropin.record import (
 )
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.strategy import RESHARDING
-from shardkit.replacements import MEMBERS
+from shardkit.replacements import ATTRIBUTES, MEMBERS
+from shardkit.shards import device_of
+
+# FSDP1's settings, which are never None.
+_OF_RECORD: dict[str, Callable[[Record], Any]] = {
+    "process_group": lambda record: record.process_group,
+    "rank": lambda record: record.process_group.rank(),
+    "world_size": lambda record: record.process_group.size(),
+    "sharding_strategy": lambda record: record.strategy,
+    "cpu_offload": lambda record: record.given.cpu_offload or CPUOffload(),
+    "backward_prefetch": lambda record: record.given.backward_prefetch,
+    "forward_prefetch": lambda record: bool(record.given.forward_prefetch),
+    "limit_all_gathers": lambda record: bool(record.given.limit_all_gathers),
+    "compute_device": lambda record: device_of(record.mesh),
+    "_use_orig_params": lambda record: bool(record.given.use_orig_params),
+}
+
+
+_BY_NAME = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
+
+
+def _refusing(name: str, rule: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Raise Unavailable, which names the replacement."""
+        raise Unavailable(message(name, "is not supported", rule, MEMBERS[name].fix()))
+
+    return refuse
 
 
 class FullyShardedDataParallel(nn.Module):
     """FSDP1's wrapper on FSDP2: an FSDP1 program runs on ``fully_shard`` after changing one import.
 
-    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, with the same order and defaults;
-    ``translate_fsdp1`` reports how each is translated. ``module`` is sharded in place, and each part that the policy
-    chooses becomes the ``module`` of a wrapper of its own, as in FSDP1. Names of parameters are always those of the
-    plain model. Collective.
+    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``; ``translate_fsdp1`` reports how each is
+    translated. ``module`` is sharded in place, and each part that the policy chooses becomes the ``module`` of a
+    wrapper of its own, as in FSDP1. Names of parameters are always those of the plain model. Collective.
 
     Args:
         module: the model, or, when wrapping by hand, a part of it; inner parts first.
@@ -89,7 +117,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return attributes.attribute(self, super().__getattr__(WRAPPED), name)
+            return _attribute(self, super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._modules[WRAPPED][key]  # type: ignore[index]
@@ -146,9 +174,8 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them; the first backward after this context reduces the sum. Local.
 
-        As in FSDP1, gradients are added up in ``param_dtype``. SHARD_GRAD_OP keeps parameters gathered between
-        micro-batches, and gathers them once a step; FULL_SHARD gathers them for each micro-batch again. Inside,
-        ``p.grad`` can be cleared, and any other use raises; FSDP1 showed full-size gradients there.
+        As in FSDP1, gradients are added up in ``param_dtype``, and SHARD_GRAD_OP gathers parameters once a step.
+        Inside, ``p.grad`` can be cleared, and any other use raises; FSDP1 showed full-size gradients there.
 
         Raises:
             RuntimeError: it is not the root.
@@ -197,7 +224,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         return state.state_dict(self, destination, prefix, keep_vars)
 
-    summon_full_params = staticmethod(summon.summon_full_params)
+    summon_full_params = staticmethod(state.summon_full_params)
     set_state_dict_type = staticmethod(state.set_state_dict_type)
     get_state_dict_type = staticmethod(state.get_state_dict_type)
     state_dict_type = staticmethod(state.state_dict_type)
@@ -214,17 +241,14 @@ class FullyShardedDataParallel(nn.Module):
     shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
     flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(_refusing("rekey_optim_state_dict", _BY_NAME))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
-        summon.apply(self, fn)
+        state.apply(self, fn)
         return self
 
-    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raise a TranslationError: FSDP2 reduces gradients in other ways."""
-        rule, fix = "FSDP2 has no hook that takes a flat gradient", MEMBERS["register_comm_hook"].fix()
-        raise Unavailable(message("register_comm_hook", "is not supported", rule, fix))
+    register_comm_hook = _refusing("register_comm_hook", "FSDP2 has no hook that takes a flat gradient")
 
 
 def _around(module: nn.Module, record: Record) -> FullyShardedDataParallel:
@@ -248,3 +272,24 @@ def _check_root(wrapper: FullyShardedDataParallel, method: str) -> None:
         rule = f"`{method}` should only be called on the root FSDP instance"
         problem = "was called on an inner FSDP instance"
         raise DropinRuntimeError(message(method, problem, rule, "Call it on the whole model"))
+
+
+def _attribute(wrapper: nn.Module, module: object, name: str) -> Any:
+    """Return FSDP1's attribute of that name, or the wrapped module's.
+
+    Raises:
+        AttributeError: there is none; also a TranslationError where FSDP1's wrapper had one.
+    """
+    record = record_of(wrapper)
+    if name in _OF_RECORD:
+        return _OF_RECORD[name](record)
+    if name == "mixed_precision":
+        return MixedPrecision() if in_full_precision(wrapper) else record.mixed_precision
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        if name not in ATTRIBUTES:
+            raise
+        rule = "FSDP2 has no flat parameters and no handles: each parameter is a DTensor of its own"
+        text = message(name, "is an internal of FSDP1", rule, ATTRIBUTES[name].fix())
+        raise UnavailableAttribute(text) from None

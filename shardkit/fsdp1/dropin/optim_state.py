@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -24,12 +23,11 @@ from shardkit._fsdp.fsdp1 import is_sharded_tensor
 from shardkit._torch.dispatch import tree_map
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.dropin import optimizers
-from shardkit.fsdp1.dropin.errors import Unavailable
-from shardkit.fsdp1.dropin.record import record_of, wrappers_of
+from shardkit.fsdp1.dropin.record import Unavailable, record_of, wrappers_of
 from shardkit.fsdp1.dropin.state import copied, get_state_dict_type, part_of, whole_of
 from shardkit.ranks import groups_of, together
 from shardkit.shards import device_of, replicated
-from shardkit.state.names import clean_name, parameter_names
+from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import full_optimizer_state_dict, group_names, sharded_optimizer_state_dict
 from shardkit.state.optimizer_load import install, load_full_optimizer_state_dict
 
@@ -45,9 +43,8 @@ def optim_state_dict(
     """Return a copy of the optimizer's state by name, full or sharded as ``state_dict_type`` says.
 
     ``{"state": {fqn: {...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. FULL gives full tensors, with
-    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors, where FSDP1 without a
-    ``device_mesh`` gave ShardedTensors; each on the CPU unless ``offload_to_cpu=False``. Parameters without state have
-    no entry. **Collective** if FULL.
+    ``rank0_only`` on the lowest rank alone (``{}`` on others); SHARDED gives DTensors; each on the CPU unless
+    ``offload_to_cpu=False``. Parameters without state have no entry. **Collective** if FULL.
 
     Args:
         model: the model, or a module around it.
@@ -153,19 +150,6 @@ def flatten_sharded_optim_state_dict(
     """:func:`optim_state_dict_to_load` of what :func:`sharded_optim_state_dict` gave."""
     _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _to_load(model, optim, sharded_optim_state_dict)
-
-
-def rekey_optim_state_dict(
-    optim_state_dict: dict[str, Any],
-    optim_state_key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-    optim: Optimizer | None = None,
-) -> dict[str, Any]:
-    """Raise a TranslationError: state is by name, and :func:`optim_state_dict_to_load` numbers it."""
-    rule = "optim_state_dict gives state by name, and optim_state_dict_to_load by number"
-    fix = "Call one of these, or torch's own rekey_optim_state_dict on an unwrapped model"
-    raise Unavailable(message("rekey_optim_state_dict", "is not supported", rule, fix))
 
 
 def _warn(name: str, replacement: str, optim_input: object = None) -> None:

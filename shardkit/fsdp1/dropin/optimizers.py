@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._fsdp.fsdp1 import optimizers_in_backward
 from shardkit.errors import ShardkitError, listing
 from shardkit.fsdp1.dropin import tensors
 from shardkit.optim import step_on_local_shards
@@ -29,11 +28,10 @@ logger = logging.getLogger("shardkit")
 
 _replaced: Any = WeakIdKeyDictionary()  # from a parameter that was sharded to its replacement and its FQN
 _settled: WeakSet[Optimizer] = WeakSet()  # those that were checked since the last wrapping
-_stepping: Any = WeakIdKeyDictionary()  # parameters that are stepped in backward
 
 
 class _Replaced(nn.Parameter):
-    """A parameter that was sharded; an optimizer may hold it until its first step, and a scaler unscale it."""
+    """A parameter that was sharded; an optimizer may hold it until its first step, and clear or unscale it."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -73,7 +71,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         tensors.as_gradients(group["params"])
-    finish_step(optimizer)
+    finish_step(optimizer)  # its first step began as torch's own, before it was settled
 
 
 def settle(optimizer: Optimizer) -> None:
@@ -120,20 +118,3 @@ def _sharded(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     if isinstance(value, Tensor) and value.shape == old.shape and value.ndim and isinstance(new, DTensor):
         return as_sharded(local_part(value, new).to(new.to_local().device, copy=True), new)
     return value
-
-
-def step_in_backward(root: nn.Module) -> None:
-    """Step the optimizers that torch's ``_apply_optimizer_in_backward`` gave to parameters in backward. Local.
-
-    Each steps when the gradient of its parameter is reduced, and clears it, as under FSDP1; FSDP2 ignores them.
-    """
-    for param in root.parameters():
-        if optimizers_in_backward(param) and param not in _stepping:
-            _stepping[param] = True
-            param.register_post_accumulate_grad_hook(_step)  # type: ignore[no-untyped-call]
-
-
-def _step(param: Tensor) -> None:
-    for optimizer in optimizers_in_backward(param):
-        optimizer.step()
-        optimizer.zero_grad()

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 )
 
 from shardkit._fsdp.fsdp1 import full_precision_classes
-from shardkit.errors import TranslationError, message
+from shardkit.errors import ShardkitError, TranslationError, message
+from shardkit.fsdp1.translate import casts_inputs
 from shardkit.fsdp1.translate.arguments import Arguments
 from shardkit.fsdp1.translate.shard import Translation
 from shardkit.fsdp1.translate.strategy import RESHARDING, parse_strategy
-from shardkit.fsdp1.translate.translate import casts_inputs
 from shardkit.replacements import MEMBERS
 
 KEY = "_shardkit"
@@ -32,31 +32,21 @@ WRAPPED = "_fsdp_wrapped_module"  # FSDP1's own name for it, which programs know
 
 @dataclass(eq=False)
 class Record:
-    """How a wrapper was constructed, and its state since.
+    """How a wrapper was constructed, and its state since."""
 
-    Attributes:
-        given: the constructor's arguments; for a module that a policy chose, with the policy's own in their place.
-        translation: of the whole constructor call.
-        mesh: the mesh that the call sharded on.
-        top: whether the constructor was called with this module. The translation's FQNs are relative to it.
-        root: whether it is the root; None until the first forward, or another call that needs the root.
-        buffer_dtypes: the original dtypes of buffers that the first forward cast, by module and name.
-        state_dict_settings: what ``state_dict_type`` was set to.
-        summoned: whether ``summon_full_params`` is active.
-    """
-
-    given: Arguments
-    translation: Translation
+    given: Arguments  # of the constructor; for a module that a policy chose, with the policy's own in their place
+    translation: Translation  # of the whole constructor call
     mesh: DeviceMesh
-    top: bool
-    root: bool | None = None
+    top: bool  # the constructor was called with this module, to which the translation's FQNs are relative
+    root: bool | None = None  # None until the first forward, or another call that needs the root
+    # The original dtypes of buffers that the first forward cast, by module and name.
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = field(default_factory=dict)
     state_dict_settings: StateDictSettings = field(
         default_factory=lambda: StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
     )
-    summoned: bool = False
+    summoned: bool = False  # in summon_full_params
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -149,3 +139,22 @@ def in_full_precision(wrapper: nn.Module) -> bool:
     """Return whether FSDP1 kept it in float32 under mixed precision, as it did BatchNorm."""
     record = record_of(wrapper)
     return not record.top and isinstance(inner_of(wrapper), full_precision_classes(record.mixed_precision))
+
+
+# Errors that are also of the class that FSDP1 raised, because programs catch that one.
+
+
+class DropinRuntimeError(ShardkitError, RuntimeError):
+    """A RuntimeError too."""
+
+
+class DropinAssertionError(ShardkitError, AssertionError):
+    """An AssertionError too."""
+
+
+class Unavailable(TranslationError, RuntimeError):
+    """What FSDP2 cannot do, where FSDP1 or torch raised a RuntimeError."""
+
+
+class UnavailableAttribute(TranslationError, AttributeError):
+    """An attribute that only FSDP1 has, so that ``hasattr`` and ``getattr`` with a default keep working."""

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import sys
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardkit._fsdp import not_compiled, own_parameters
-from shardkit._fsdp.fsdp1 import set_cast_forward_inputs
-from shardkit.fsdp1.dropin import optimizers, tensors
-from shardkit.fsdp1.dropin.announce import announce
-from shardkit.fsdp1.dropin.record import in_full_precision, inner_of, is_wrapper, record_of, sharded_of, wrappers_of
+from shardkit._fsdp import not_compiled
+from shardkit._fsdp.fsdp1 import optimizers_in_backward, set_cast_forward_inputs
+from shardkit.errors import message
+from shardkit.fsdp1.dropin import tensors
+from shardkit.fsdp1.dropin.record import (
+    Unavailable,
+    in_full_precision,
+    inner_of,
+    is_wrapper,
+    record_of,
+    sharded_of,
+    without_wrappers,
+    wrappers_of,
+)
+
+QUIET = "SHARDKIT_FSDP1_QUIET"
+
+_shown = False
 
 
 @not_compiled
@@ -28,7 +42,7 @@ def begin(wrapper: nn.Module) -> bool:
             _set_up_unit(each)
         _cast_behind(wrapper)
         _cast_buffers(wrapper)
-        optimizers.step_in_backward(wrapper)
+        _refuse_optimizers_in_backward(wrapper)
         announce(wrapper)
     return record.root is True
 
@@ -46,17 +60,13 @@ def _set_up_unit(wrapper: nn.Module) -> None:
         return
     sharded.set_reshard_after_forward(record.reshards, recurse=False)
     set_cast_forward_inputs(sharded, record.casts_inputs)
-    precision = record.mixed_precision
-    if precision.keep_low_precision_grads and precision.param_dtype is not None:
-        for param in own_parameters(sharded):  # type: ignore[arg-type]
-            param.grad_dtype = None  # any
-            hook = partial(_cast_gradient, precision.param_dtype)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _cast_gradient(dtype: torch.dtype, param: torch.Tensor) -> None:
-    if param.grad is not None:
-        param.grad = param.grad.to(dtype)
+def _refuse_optimizers_in_backward(root: nn.Module) -> None:
+    if any(map(optimizers_in_backward, root.parameters())):
+        rule = "FSDP2 does not step such optimizers, so nothing would train"
+        fix = "Call shardkit.optimizer_in_backward(model, factory) after wrapping instead"
+        raise Unavailable(message("_apply_optimizer_in_backward", "was called on the parameters", rule, fix))
 
 
 def _cast_behind(root: nn.Module) -> None:
@@ -83,3 +93,38 @@ def _cast_buffers(root: nn.Module) -> None:
                 if dtype is not None and buffer.is_floating_point():
                     record.buffer_dtypes.setdefault((module, name), buffer.dtype)
                     buffer.data = buffer.to(dtype)
+
+
+def announce(root: nn.Module) -> None:
+    """Print to stderr how a model runs, on rank 0, once in a process, unless ``SHARDKIT_FSDP1_QUIET`` is set. Local.
+
+    Args:
+        root: a wrapper that has just become a root, with all that is wrapped below it.
+    """
+    global _shown
+    if _shown or os.environ.get(QUIET, "0") not in ("", "0") or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    _shown = True
+    print("", announcement(root), sep="\n", file=sys.stderr, flush=True)  # a progress bar may have begun a line
+
+
+def announcement(root: nn.Module) -> str:
+    """Return the text: the plan and the notes of each call of the constructor at and below ``root``. Pure."""
+    parts = [f"shardkit.fsdp1: FullyShardedDataParallel runs on fully_shard. Shown once; set {QUIET}=1 to silence."]
+    named = {id(module): without_wrappers(name) for name, module in root.named_modules()}
+    notes: dict[str, None] = {}
+    for wrapper in wrappers_of(root):
+        record = record_of(wrapper)
+        if record.top and record.translation.plan.units:
+            name = named[id(wrapper)]
+            parts.append((f"{name}: " if name else "") + str(record.translation.plan))
+            changed = record.given.changed()
+            told = [note for note in record.translation.notes if note.argument.partition(".")[0] in changed]
+            notes.update({f"- {note}": None for note in told if note.support not in ("mapped", "implied")})
+    if notes:
+        parts.append("\n".join(["What differs in FSDP2:", *notes]))
+    parts.append(
+        "The same without the wrapper: model = shard_like_fsdp1(model, ...) from shardkit.fsdp1, with the same "
+        "arguments,\nbefore the optimizer is built. For the rest of the program: python -m shardkit audit FILES"
+    )
+    return "\n\n".join(parts)

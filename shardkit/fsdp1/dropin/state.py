@@ -1,9 +1,9 @@
-"""Model state of wrapped models: full or sharded tensors by the names of the plain model; and state_dict_type."""
+"""State of wrapped models by the names of the plain model, in FSDP1's types; and full parameters for a while."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,16 +25,24 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
-from shardkit._torch import local_tensor
-from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import message
-from shardkit.fsdp1.dropin.errors import DropinAssertionError, DropinRuntimeError
-from shardkit.fsdp1.dropin.record import WRAPPED, record_of, wrappers_of, wrappers_or_refuse
+from shardkit.fsdp1.dropin.record import (
+    WRAPPED,
+    DropinAssertionError,
+    DropinRuntimeError,
+    inner_of,
+    record_of,
+    sharded_of,
+    wrappers_of,
+    wrappers_or_refuse,
+)
 from shardkit.runtime.hooks import reshard
 from shardkit.shards import as_sharded, device_of, local_part
-from shardkit.state.model import full_state_dict, sharded_state_dict
-from shardkit.state.names import clean_name, is_extra, live_tensors, wants_live
+from shardkit.state.full_params import full_params
+from shardkit.state.model import clean_name, full_state_dict, is_extra, live_tensors, sharded_state_dict, wants_live
 
 # Of models and of optimizers.
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -245,3 +253,80 @@ def whole_of(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
     return gathered_sharded_tensor(value) if is_sharded_tensor(value) else value
+
+
+# ---- summon_full_params and apply ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Make the parameters at and below ``module`` full in this context, in their own dtype. Collective.
+
+    ``shardkit.full_params`` by FSDP1's rules: modules and methods such as ``generate`` run on them, on each rank by
+    itself, and afterwards the same sharded parameters are in place.
+
+    Args:
+        module: a wrapper, or a module around some.
+        recurse: False is for ``module`` alone, and does nothing where that is not a wrapper.
+        writeback: keep what was written; under NO_SHARD it is kept in any case, since the parameters themselves are
+            shown.
+        rank0_only: full on the lowest rank only.
+        offload_to_cpu: on the CPU.
+        with_grads: with gradients.
+
+    Raises:
+        AssertionError: inside a forward, a backward or another such context.
+        TranslationError: the model is sharded, but not wrapped.
+    """
+    found = wrappers_or_refuse(module, "summon_full_params")
+    wrappers = [each for each in found if recurse or each is module]
+    records = [record_of(each) for each in wrappers]
+    if any(record.summoned for record in records):
+        raise _in_use("when already unsharding parameters", "Leave out the inner context")
+    if any(map(_fsdp.is_under_way, wrappers)):
+        raise _in_use("during forward/backward", "Call it before or after")
+    if not wrappers:
+        yield
+        return
+    shown = all(record.strategy is ShardingStrategy.NO_SHARD for record in records) and not rank0_only
+    if not recurse and (sharded := sharded_of(wrappers[0])) is not None:
+        _fsdp.initialize(sharded)  # as a root: units inside it then gather themselves as parts of it
+    for record in records:
+        record.summoned = True
+    try:
+        with full_params(
+            module if recurse else inner_of(wrappers[0]),
+            writeback=writeback or shown,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+            recurse=recurse,
+        ):
+            yield
+    finally:
+        for record in records:
+            record.summoned = False
+
+
+def apply(wrapper: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """Call ``fn`` with each module, children first, on full parameters, and keep what it writes. Collective."""
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        fn(module)
+
+    with summon_full_params(wrapper):
+        visit(wrapper)
+
+
+def _in_use(when: str, fix: str) -> DropinAssertionError:
+    rule = "Parameters cannot be exchanged while they are in use"
+    return DropinAssertionError(message("summon_full_params", f"was called {when}", rule, fix))

@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from shardkit.fsdp1.configs import FORMATS, read_config, write
-from shardkit.fsdp1.configs.target import Ranks, build
+from shardkit.fsdp1.configs import FORMATS, read_config
+from shardkit.fsdp1.configs.target import Ranks, accelerate2, build, comments, notes_on_accelerate, torch_code
 from shardkit.planning.named import named_model
 
 USAGE = 2  # argparse's own exit code for invalid commands
@@ -19,17 +19,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "translate",
         help="translate a configuration of FSDP1 to FSDP2, with a note for each key",
-        description="Translate a configuration file of accelerate, transformers, axolotl or ROLL to an FSDP2 "
-        "configuration, code or plan, with a note for each key. Exit code: 0 if everything was translated, 1 if "
-        "anything was refused, which prints the notes only, 2 if the command itself is invalid.",
+        description="Translate a configuration file of accelerate, transformers, axolotl or ROLL to FSDP2, with a note "
+        "for each key. Exit code: 0 if everything was translated, 1 if anything was refused, which prints the notes "
+        "only, 2 if the command itself is invalid.",
     )
     parser.add_argument("file", help="a JSON file, or a YAML file if PyYAML is installed")
-    parser.add_argument(
-        "--to",
-        choices=("accelerate2", "torch", "plan"),
-        default="accelerate2",
-        help="an accelerate file with fsdp_version 2, or a model's torch code or plan (default: %(default)s)",
-    )
+    to = "an accelerate file with fsdp_version 2, or a model's torch code or plan (default: %(default)s)"
+    parser.add_argument("--to", choices=("accelerate2", "torch", "plan"), default="accelerate2", help=to)
     parser.add_argument("--world", type=_ranks, metavar="RANKS", help="number of ranks (default: from the file)")
     parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="ranks on a node, for hybrid strategies")
     parser.add_argument("--model", metavar="MODEL", help="package.module:factory, or a config.json of transformers")
@@ -48,20 +44,20 @@ def run(options: argparse.Namespace) -> int:
     model = None if options.model is None else named_model(options.model)
     notes, text = reading.notes, ""
     if options.to == "accelerate2":
-        notes = (*notes, *write.notes_on_accelerate(reading.target, model))
-        text = write.accelerate2(reading.target)
+        notes = (*notes, *notes_on_accelerate(reading.target, model))
+        text = accelerate2(reading.target)
     elif model is not None and not reading.refused:
         made = build(reading.target, model, notes, ranks)
-        notes, text = made.notes, write.torch_code(made) if options.to == "torch" else str(made.plan)
+        notes, text = made.notes, torch_code(made) if options.to == "torch" else str(made.plan)
     refused = any(note.support == "refused" for note in notes)
     text = "" if refused else text
     if options.json:
-        values = {"format": reading.format, "saw": list(reading.saw), "output": text, "notes": [*map(vars, notes)]}
+        values = {"format": reading.format, "output": text, "notes": [*map(vars, notes)]}
         print(json.dumps(values, indent=2))
     elif options.to == "plan":
-        print("\n".join([text, *(line.removeprefix("# ") for line in write.comments(reading, notes))]))
+        print("\n".join([text, *(line.removeprefix("# ") for line in comments(reading, notes))]))
     else:
-        print("\n".join([*write.comments(reading, notes), "", text.rstrip("\n")]))
+        print("\n".join([*comments(reading, notes), "", text.rstrip("\n")]))
     return int(refused)
 
 

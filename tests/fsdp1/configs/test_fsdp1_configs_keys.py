@@ -2,16 +2,15 @@
 
 import pytest
 import torch.nn as nn
-from config_keys import KEYS, WRONG, section
+from config_keys import KEYS, section
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import Decoder
 
 from shardkit import PlanError
 from shardkit.errors import TranslationError
-from shardkit.fsdp1.configs import accelerate, axolotl, from_config, read_config, roll, transformers
-from shardkit.fsdp1.configs.target import Ranks
-from shardkit.fsdp1.configs.write import accelerate2, notes_on_accelerate
+from shardkit.fsdp1.configs import accelerate, from_config, read_config, roll, trainers
+from shardkit.fsdp1.configs.target import Ranks, accelerate2, notes_on_accelerate
 from shardkit.replacements import SUPPORT
 
 UNKNOWN = st.dictionaries(st.sampled_from(["zz", "q_x", "Qqq", "0", "zz.top"]), st.integers(), max_size=3)
@@ -40,48 +39,25 @@ def test_every_key_is_answered_for_once(name, data):
         reading = read_config(config, ranks, format=name)
     except TranslationError:
         return
-    arguments = [note.argument for note in reading.notes if note.value != "not given"]
+    arguments = [note.argument for note in reading.notes if note.argument != "units"]
     assert sorted(arguments) == sorted(leaves(config, reading.notes))
     assert all(note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes)
     if name == "accelerate":  # the others have keys of their own
         assert unknown.keys() == {note.argument for note in reading.notes if note.support == "unknown"}
     assert accelerate2(reading.target)
-    assert all(note.support in ("noted", "refused") for note in notes_on_accelerate(reading.target))
-
-
-@pytest.mark.parametrize("name", KEYS)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_with_a_model_it_is_a_plan_or_an_error(name, data):
-    config = data.draw(section(KEYS[name]))
     try:
         translation = from_config(config, MODEL, world_size=16, ranks_per_node=8, format=name)
     except (TranslationError, PlanError):
         return
     translation.plan.check()
-    assert not translation.refused
     assert translation.plan.mesh.size <= 16  # fewer where other axes share the ranks
-
-
-@pytest.mark.parametrize("name", KEYS)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_wrong_values_are_errors_that_name_the_key_or_are_not_looked_at(name, data):
-    config = data.draw(section(dict.fromkeys(KEYS[name], WRONG)))
-    try:
-        reading = read_config(config, Ranks(16, 8), format=name)
-    except TranslationError as error:
-        for line in str(error).splitlines():
-            subject = line.partition(" ")[0]
-            assert subject.split(".")[0] in {*config, "sharding_strategy", "nonsense"}, line
-        return
-    assert len(reading.notes) >= len([value for value in config.values() if value != {"a": 1}])
+    assert all(note.support in ("noted", "refused") for note in notes_on_accelerate(reading.target))
 
 
 def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
-    modules = (accelerate, transformers, axolotl, roll)
+    modules = (accelerate, trainers, roll)
     names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
-    assert len(names) > 12
+    assert len(names) > 10
     for module, name in names:
         table = getattr(module, name)
         words = [word for words in table for word in words.split()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from shim_optimizers import (
     wrapped,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
@@ -34,26 +32,6 @@ from shardkit.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel 
 from shardkit.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-STATICS = [
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "full_optim_state_dict",
-    "sharded_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "flatten_sharded_optim_state_dict",
-    "rekey_optim_state_dict",
-]
-
-
-def test_signatures_are_torchs():
-    for name in STATICS:
-        ours, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (FSDP, TorchFSDP))
-        assert [(p.name, p.default, p.kind) for p in ours.values()] == [
-            (p.name, p.default, p.kind) for p in theirs.values()
-        ], name
 
 
 def test_what_is_not_supported_says_what_to_use():

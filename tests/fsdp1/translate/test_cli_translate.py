@@ -43,16 +43,7 @@ def test_accelerates_file_of_version_2_is_the_default_and_yaml(capsys):
     notes = [line for line in out.splitlines() if line.startswith("# ")]
     assert len(notes) == 1 + len(keys)
     assert all(f" {key} " in line for key, line in zip(keys, notes[1:], strict=True))
-    assert "# accelerate (distributed_type, compute_environment, main_training_function and 1 more)" in notes[0]
-
-
-def test_torch_code_runs(capsys):
-    assert run(FSDP1, "--to", "torch", "--model", "small_models:Decoder") == 0
-    model = Decoder()
-    with fake_world(16):
-        exec(compile(capsys.readouterr().out, "translated", "exec"), {"model": model})
-        model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
-    assert model.layers[0].up.weight.to_local().shape == (2, 8)
+    assert notes[0] == "# accelerate"
 
 
 def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(tmp_path, capsys, monkeypatch):
@@ -69,6 +60,7 @@ def test_the_code_of_a_model_broadcasts_and_casts_buffers_as_fsdp1_did(tmp_path,
     model = WithBuffer()
     with fake_world(2):
         exec(compile(out, "translated", "exec"), {"model": model})
+        model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
     assert "dist.broadcast(value, 0)" in out
     assert model.scale.dtype is torch.bfloat16
 
@@ -79,20 +71,15 @@ class WithBuffer(Decoder):
         self.register_buffer("scale", torch.ones(2))
 
 
-def test_a_plan_of_a_model(capsys):
-    assert run(FSDP1, "--to", "plan", "--model", "small_models:Decoder") == 0
-    out = capsys.readouterr().out
-    assert out.startswith("ShardingPlan: 1,080 parameters in 4 units on mesh dp_replicate=2 x dp_shard=8")
-    assert "\nmapped    fsdp_config.fsdp_sharding_strategy " in out
-
-
 def test_the_model_may_be_a_configuration_of_transformers(tmp_path, capsys):
     model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
     path = tmp_path / "model.json"
     path.write_text(json.dumps(model))
     file = config_file(tmp_path, fsdp="full_shard auto_wrap", fsdp_config={}, num_train_epochs=1)
     assert run(file, "--to", "plan", "--model", path, "--world", 4) == 0
-    assert "transformer.h.0 .. transformer.h.1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "transformer.h.0 .. transformer.h.1" in out
+    assert "\nmapped    fsdp " in out
 
 
 def test_ranks_of_the_command_go_before_those_of_the_file(capsys):
@@ -121,18 +108,9 @@ def test_what_was_refused_prints_the_notes_alone_and_the_exit_code_is_1(values, 
     ("arguments", "code", "said"),
     [
         ((FSDP1, "--to", "plan"), 2, "--to plan needs --model"),
-        ((FSDP1, "--to", "torch"), 2, "--to torch needs --model"),
         ((FSDP1, "--world", "0"), 2, "0 is not a number of ranks"),
-        ((FSDP1, "--to", "jax"), 2, "invalid choice: 'jax'"),
-        ((), 2, "the following arguments are required: file"),
         (("absent.yaml",), 1, "absent.yaml cannot be read"),
         ((FSDP1, "--to", "plan", "--model", "small_models:Absent"), 1, "model small_models:Absent cannot be built"),
-        ((FSDP1, "--to", "plan", "--model", "small_models:Block.forward"), 1, "cannot be built"),
-        (
-            (FSDP1, "--to", "plan", "--model", "builtins:dict"),
-            1,
-            "model builtins:dict must return an nn.Module, got dict",
-        ),
     ],
 )
 def test_the_exit_codes(arguments, code, said, capsys):
@@ -143,10 +121,8 @@ def test_the_exit_codes(arguments, code, said, capsys):
 def test_json_holds_the_notes(capsys):
     assert run(FSDP1, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["format"] == "accelerate"
     assert yaml.safe_load(data["output"])["distributed_type"] == "FSDP"
     assert {"argument", "value", "support", "sentence"} == data["notes"][0].keys()
-    assert len(data["notes"]) == len(read_config(FSDP1, Ranks()).notes)
 
 
 def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, monkeypatch):
@@ -159,5 +135,5 @@ def test_without_pyyaml_json_works_and_yaml_says_what_to_do(tmp_path, capsys, mo
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
     assert run(FSDP1) == 1
-    assert "PyYAML is not installed. pip install pyyaml" in capsys.readouterr().err
+    assert "needs PyYAML, which is not installed. pip install pyyaml" in capsys.readouterr().err
     assert run(config_file(tmp_path, distributed_type="FSDP")) == 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp1_models import ConvNet, Decoder, fsdp1, hybrid_mesh, image_loss, losses, pairs, token_loss
 from small_models import Block
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -78,10 +78,10 @@ def _reduces_narrower(precision):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=4, backend="gloo")
 def test_four_ranks_of_which_one_counts(strategy):
-    """Every policy with each strategy, and the first or last precisions; a test below runs all of them."""
-    first = STRATEGIES.index(strategy) % 2 * 2
+    """Two policies with each strategy, and two precisions; a test below runs all of them."""
+    first = STRATEGIES.index(strategy) % 3 * 2
     cases = [*zip(PRECISIONS.values(), itertools.cycle(POLICIES.values()))]
-    for precision, policy in cases[first : first + len(POLICIES)]:
+    for precision, policy in cases[first : first + 2]:
         compare(
             Decoder,
             token_loss,
@@ -94,12 +94,13 @@ def test_four_ranks_of_which_one_counts(strategy):
         )
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=4, backend="gloo")
-def test_four_ranks_that_all_count_where_no_sum_is_of_more_than_two(strategy):
-    """The groups of both strategies, each with half of the precisions."""
+def test_all_ranks_count_where_no_sum_is_of_more_than_two(strategy):
+    """The groups of every strategy, each with half of the precisions."""
     half = list(PRECISIONS.values())[STRATEGIES.index(strategy) % 2 :: 2]
-    ranks = itertools.cycle([{"device_mesh": hybrid_mesh()}, {"process_group": pairs()}])
+    hybrid = [{"device_mesh": hybrid_mesh()}, {"process_group": pairs()}]
+    ranks = itertools.cycle(hybrid if "HYBRID" in strategy else [{"process_group": pairs()[0]}])
     for precision, where in zip(half, ranks, strict=False):
         compare(
             Decoder,
@@ -109,23 +110,6 @@ def test_four_ranks_that_all_count_where_no_sum_is_of_more_than_two(strategy):
             auto_wrap_policy=POLICIES["class"],
             use_orig_params=True,
             **where,
-        )
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@distributed(world_size=2, backend="gloo")
-def test_two_ranks_that_all_count(strategy):
-    """Every precision with FULL_SHARD, and each other strategy with half of them."""
-    others = ["NO_SHARD", "SHARD_GRAD_OP"]
-    half = slice(others.index(strategy), None, 2) if strategy in others else slice(None)
-    for precision in list(PRECISIONS.values())[half]:
-        compare(
-            Decoder,
-            token_loss,
-            sharding_strategy=ShardingStrategy[strategy],
-            mixed_precision=precision,
-            auto_wrap_policy=POLICIES["class"],
-            use_orig_params=True,
         )
 
 
@@ -152,25 +136,6 @@ def test_a_custom_policy_gives_units_arguments_of_their_own():
         use_orig_params=True,
         process_group=pairs()[0],
     )
-
-
-@distributed(world_size=4, backend="gloo")
-def test_with_all_ranks_gradients_differ_by_the_order_of_a_sum_at_most():
-    """Two sums of n numbers in two orders differ by at most 2 (n - 1) u times the sum of their sizes."""
-    for precision, unit in ((None, 2**-24), (MixedPrecision(BF16), 2**-8)):
-        arguments = {"auto_wrap_policy": POLICIES["class"], "mixed_precision": precision, "use_orig_params": True}
-        theirs, ours = fsdp1(Decoder(), **arguments), shard_like_fsdp1(Decoder(), **arguments)
-        alone = shard_like_fsdp1(Decoder(), process_group=_own_group(), **arguments)
-        for model in (theirs, ours, alone):
-            token_loss(model, dist.get_rank()).backward()
-        sizes = {name: param.grad.full_tensor().abs() for name, param in alone.named_parameters() if _trains(param)}
-        with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
-            for name, param in ours.named_parameters():
-                if _trains(param):
-                    dist.all_reduce(sizes[name])
-                    expected = theirs.get_parameter(name).grad
-                    assert ((param.grad.full_tensor() - expected).abs() <= 2 * 3 * unit * sizes[name] / 4).all(), name
-                    assert sizes[name].any()
 
 
 @distributed(world_size=4, backend="gloo")
@@ -205,11 +170,3 @@ class CastingDecoder(Decoder):
         super().__init__()
         for module in (self.head, *(layer.up for layer in self.layers)):
             module.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
-
-
-def _own_group():
-    return dist.new_subgroups(1)[0]
-
-
-def _trains(param):
-    return param.requires_grad

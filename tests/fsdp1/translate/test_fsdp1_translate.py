@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import Block, Decoder, snapshot
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -89,7 +88,6 @@ POLICIES = st.sampled_from(
         CustomPolicy(
             lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if type(module) is Block else False
         ),
-        CustomPolicy(lambda module: {"device_id": 0} if type(module) is Block else False),
         CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)} if type(module) is Block else False),
         "no policy",
     ]
@@ -106,7 +104,6 @@ ARGUMENTS_OF = {
     "device_id": st.sampled_from([0, torch.device("cpu"), "cuda:1"]),
     "sync_module_states": st.booleans(),
     "forward_prefetch": st.booleans(),
-    "limit_all_gathers": st.booleans(),
     "use_orig_params": st.booleans(),
     "ignored_states": st.sampled_from(["module", "parameter", "both"]),
     "ranks_per_node": st.sampled_from([1, 2, 3, 4, 0, "8"]),
@@ -178,11 +175,11 @@ def test_a_strategy_in_any_form_is_a_mesh_and_resharding(strategy, mesh, reshard
     plain = strategy.strip("_")
     for form in (enum, strategy, plain.lower(), f"ShardingStrategy.{plain}", plain.replace("_", "-"), enum.value):
         assert parse_strategy(form) is enum
-        plan = translate_fsdp1(
-            Decoder(), sharding_strategy=form, world_size=8, ranks_per_node=4, auto_wrap_policy=BLOCKS
-        ).plan
-        assert resolve_strategy(form, 8, 4) == (mesh, reshards) == (plan.mesh, plan.units[0].reshard_after_forward)
-        assert plan.units[-1].reshard_after_forward is False  # FSDP1 keeps its root
+        assert resolve_strategy(form, 8, 4) == (mesh, reshards)
+    where = {"world_size": 8, "ranks_per_node": 4, "auto_wrap_policy": BLOCKS}
+    plan = translate_fsdp1(Decoder(), sharding_strategy=strategy, **where).plan
+    assert (plan.mesh, plan.units[0].reshard_after_forward) == (mesh, reshards)
+    assert plan.units[-1].reshard_after_forward is False  # FSDP1 keeps its root
 
 
 def test_the_node_size_comes_from_torchrun_an_argument_or_an_error(monkeypatch):
@@ -272,17 +269,13 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
 # Errors.
 
 
-def test_what_fsdp1_has_wrapped_is_refused():
+def test_what_fsdp1_has_wrapped_and_evaluating_in_full_precision_are_refused(monkeypatch):
     with fake_world(2):
         model = Decoder()
         model.layers[1] = fsdp1(model.layers[1])
         with pytest.raises(TranslationError, match=r"layers.1 is wrapped by FSDP1 already"):
             translate_fsdp1(model)
-
-
-def test_evaluating_in_full_precision_is_refused(monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    assert translate_fsdp1(Decoder())
     with pytest.raises(TranslationError, match="is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"):
         translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
 
@@ -311,11 +304,3 @@ def test_what_is_no_model_or_cannot_be_sharded_is_a_translation_error():
     ):
         with pytest.raises(TranslationError, match=match):
             translate_fsdp1(model)
-
-
-def test_a_mesh_of_one_axis_without_a_name_is_used_as_it_is():
-    with fake_world(4):
-        mesh = init_device_mesh("cpu", (4,))
-        translation = translate_fsdp1(Decoder(), device_mesh=mesh)
-        assert translation.device_mesh is mesh
-        assert translation.plan.mesh == MeshSpec.sharded(4)

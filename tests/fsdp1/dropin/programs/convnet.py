@@ -5,14 +5,12 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import parse, read, run, write
+from harness import generator_of, parse, read, run, write
 from torch import nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy, wrap
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 
 class Net(nn.Module):
@@ -38,22 +36,18 @@ def init_weights(module):
             module.weight.copy_(torch.sin(torch.arange(module.weight.numel()).float()).view_as(module.weight) / 3)
 
 
-def images(seed, count=16):
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.rand(count, 1, 8, 8, generator=generator)
-    return TensorDataset(data, torch.randint(0, 10, (count,), generator=generator))
+def images(seed):
+    generator = generator_of(seed)
+    return torch.rand(4, 1, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
 
 
-def test(model, loader):
+@torch.no_grad()
+def test(model):
     model.eval()
-    total = torch.zeros(2)
-    with torch.no_grad():
-        for data, target in loader:
-            output = model(data)
-            total[0] += F.nll_loss(output, target, reduction="sum").item()
-            total[1] += len(data)
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    data, target = images(999)
+    loss = F.nll_loss(model(data), target)
+    dist.all_reduce(loss)
+    return loss.item()
 
 
 def build(args):
@@ -76,11 +70,6 @@ def build(args):
 
 def main(argv=None):
     args = parse(argv, strategy="FULL_SHARD", offload=False, manual=False, init=False, out="", load="")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_set, test_set = images(0), images(1, 8)
-    sampler = DistributedSampler(train_set, rank=rank, num_replicas=world_size, shuffle=True)
-    loader = DataLoader(train_set, batch_size=4, sampler=sampler)
-    test_loader = DataLoader(test_set, batch_size=4, sampler=DistributedSampler(test_set, world_size, rank))
     model = build(args)
     if args.load:
         model.load_state_dict(read(args.load))
@@ -92,14 +81,14 @@ def main(argv=None):
     losses = []
     for epoch in range(2):
         model.train()
-        sampler.set_epoch(epoch)
-        for data, target in loader:
+        for step in range(2):
+            data, target = images(10 * epoch + step)
             optimizer.zero_grad()
             loss = F.nll_loss(model(data), target, reduction="mean")
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        losses.append(test(model, test_loader))
+        losses.append(test(model))
         scheduler.step()
     if args.out:
         write(model.state_dict(), args.out)

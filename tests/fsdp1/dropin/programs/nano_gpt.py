@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from harness import generator_of, parse, run, write
+from harness import Block, generator_of, parse, run, write
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -29,42 +29,7 @@ class GPTConfig:
     block_size: int = 8
     vocab_size: int = 48
     n_layer: int = 2
-    n_head: int = 2
     n_embd: int = 16
-    dropout: float = 0.0
-    bias: bool = True
-
-
-class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.n_head, self.dropout = config.n_head, config.dropout
-        self.register_buffer("bias", torch.tril(torch.ones(config.block_size, config.block_size))[None, None])
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (part.view(b, t, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(c, dim=2))
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
-        scores = scores.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
-        y = F.dropout(F.softmax(scores, dim=-1), self.dropout, self.training) @ v
-        return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd)
-        )
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -75,7 +40,7 @@ class GPT(nn.Module):
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                "h": nn.ModuleList([Block(config.n_embd) for _ in range(config.n_layer)]),
                 "ln_f": nn.LayerNorm(config.n_embd),
             }
         )
@@ -114,8 +79,8 @@ def configure_optimizer(model, weight_decay, lr, use_orig_params):
     if not use_orig_params:
         return torch.optim.AdamW(params.values(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     plain = {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in params.items()}
-    no_decay = [p for name, p in plain.items() if "ln_" in name or name.endswith("bias")]
-    decay = [p for name, p in plain.items() if not ("ln_" in name or name.endswith("bias"))]
+    no_decay = [p for name, p in plain.items() if "norm" in name or "ln_" in name or name.endswith("bias")]
+    decay = [p for name, p in plain.items() if not ("norm" in name or "ln_" in name or name.endswith("bias"))]
     groups = [
         {"params": decay, "weight_decay": weight_decay},
         {"params": no_decay, "weight_decay": 0.0},

@@ -29,16 +29,12 @@ class LayerNormBase(nn.Module):
 class OLMoBlock(nn.Module):
     def __init__(self, layer_id, width):
         super().__init__()
-        self.layer_id = layer_id
-        self.att_norm, self.ff_norm = LayerNormBase(width), LayerNormBase(width)
-        self.att_proj, self.attn_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.ff_proj, self.ff_out = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+        self.layer_id, self.norm = layer_id, LayerNormBase(width)
+        self.ff_proj, self.ff_out = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width)
 
     def forward(self, x, attention_bias=None):
-        q, k, v = self.att_proj(self.att_norm(x)).chunk(3, dim=-1)
-        scores = q @ k.transpose(1, 2) / q.size(-1) ** 0.5 + attention_bias.to(q.dtype)
-        x = x + self.attn_out(scores.softmax(-1) @ v)
-        return x + self.ff_out(F.silu(self.ff_proj(self.ff_norm(x))))
+        mixed = attention_bias.to(x.dtype).exp() @ self.norm(x)
+        return x + self.ff_out(F.silu(self.ff_proj(mixed)))
 
 
 @dataclass
@@ -77,7 +73,7 @@ class OLMo(nn.Module):
     def forward(self, input_ids):
         x = self.transformer.emb_drop(self.transformer.wte(input_ids))
         size = input_ids.size(1)
-        bias = self.cache.setdefault(size, torch.full((size, size), -1e4).triu(1))
+        bias = self.cache.setdefault(size, torch.full((size, size), -1e4).triu(1) - 1.0)
         for block in self.transformer.blocks:
             x = block(x, attention_bias=bias)
         x = self.transformer.ln_f(x)
