@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters
-from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, groups_of, together
 from shardkit.state.boxes import ModelGroup, gather, model_group
