@@ -108,30 +108,16 @@ def vision_language() -> nn.Module:
     """A tiny Qwen3-VL."""
     torch.manual_seed(0)
     text = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
         "initializer_range": 0.2,
-    }
+    }  # fmt: skip
     vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-        "initializer_range": 0.2,
-    }
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1], "initializer_range": 0.2,
+    }  # fmt: skip
     tokens = dict(zip(("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True))
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=93, **tokens)
     return transformers.Qwen3VLForConditionalGeneration(config).double()
