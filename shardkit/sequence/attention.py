@@ -169,7 +169,7 @@ def _mask_of_whole(make: Callable[..., Any], *, q_length: int, mask_function: _M
     kwargs |= {"q_length": whole.padded, "kv_length": whole.padded, "q_offset": 0, "kv_offset": 0}
     made = make(mask_function=mask_function, **kwargs)
     if isinstance(made, Tensor) and made.is_floating_point():  # eager: a row without any key attends to all of them
-        made[..., whole.length :] = -torch.inf  # but not to what split added
+        made[..., : whole.length, whole.length :] = -torch.inf  # but not to what split added
     return made
 
 
