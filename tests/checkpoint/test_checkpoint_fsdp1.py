@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
-from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict
 from shardkit.testing import distributed

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.checkpoint.directory import finish_deletions
-from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
