@@ -53,8 +53,6 @@ from shardkit.state.plan import (
 
 logger = logging.getLogger("shardkit")
 
-_INNER = "__tensor_flatten__"  # the key of quantized state as it was saved until version 0.1: by inner tensors
-
 
 def load_checkpoint(
     path: str | os.PathLike[str],
@@ -297,10 +295,6 @@ def _plan_optimizer(
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
     kept = set(chain.from_iterable(own))
     entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
-    if inner := [n for n, entry in entries.items() if any(isinstance(v, dict) and _INNER in v for v in entry.values())]:
-        rule = "Quantized state was saved so until version 0.1, and now as its values"
-        fix = "Load the model alone, and start with a fresh optimizer"
-        raise CheckpointError(message(request.where, f"has inner tensors of {listing(inner)}", rule, fix))
     load = _OptimizerLoad(optimizers, names, {"param_groups": read_values(source, found["param_groups"])})
     present = sharded_optimizer_state_dict(model, optimizers, initialize=source.contents.quantized)["state"]
 
