@@ -34,7 +34,7 @@ from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.format import File
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 
-NAME = "json"
+NAME = "manifest.json"
 VERSIONS = (1, 2)  # that are read; version 1 had "state" in a file of its own
 CONFIG = "config.json"  # the model's, for other programs; users may edit it, so it has no checks
 FORMATS = ("safetensors", "dcp")

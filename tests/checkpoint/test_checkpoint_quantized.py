@@ -146,12 +146,13 @@ def test_state_of_2_ranks_goes_to_4_and_to_1(tmp_path):
         check(net, optimizer, torch.load(tmp_path / f"{name}.pt"))
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
 @distributed(world_size=2, backend="gloo")
-def test_adamw_takes_the_values_in_the_same_shards_too(tmp_path):
+def test_adamw_takes_the_values_in_the_same_shards_too(format, tmp_path):
     net = build((2,))
     optimizer = make_optimizer("AdamW8bit", net)
     step(net, optimizer, 2)
-    save_checkpoint(tmp_path, net, optimizer)
+    save_checkpoint(tmp_path, net, optimizer, format=format, async_=True).wait()
     for begun in (False, True):
         resumed = build((2,))
         adamw = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
