@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardkit._torch.states import is_wrapper, with_local
+from shardkit._torch import is_wrapper, with_local
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (start, length) in elements for each dim of the full tensor
 

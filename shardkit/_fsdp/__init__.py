@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._torch import missing_name, units_of
@@ -103,3 +103,42 @@ def is_under_way(model: nn.Module) -> bool:
     """Whether a forward or backward of a unit of the model has begun and not ended. Local, pure."""
     states = states_of(model.modules())
     return any(each._training_state.name != "IDLE" for s in states for each in (s, *units_of(s)))
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any]:
+    """Return the hooks of ``register_hook``, which torch has no public way to list. Local, pure."""
+    return tensor._backward_hooks or {}
+
+
+def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Return the hooks of ``register_post_accumulate_grad_hook``; None if there never was one. Local, pure."""
+    return tensor._post_accumulate_grad_hooks
+
+
+def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
+    """Give a tensor the hooks of another one, in the same dict, so that their handles still remove them."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
+def slot_of(fsdp_param: Any) -> tuple[int, str]:
+    """Return where an ``FSDPParam`` is registered: the ``id`` of its module, and its name there. Local, pure."""
+    return id(fsdp_param._module_info.module), fsdp_param._module_info.param_name
+
+
+def follow(fsdp_param: Any, registered: Callable[[Tensor], None]) -> None:
+    """Call ``registered`` with each tensor that FSDP2 puts into the parameter's place: sharded, gathered, resharded.
+
+    FSDP2 also sets it on the modules that share the parameter, with ``setattr`` where a module overrides that.
+    """
+    fsdp_param._module_info.shared_modules.append(_Follower(registered))
+    fsdp_param._module_info.shared_param_names.append("param")
+
+
+class _Follower:
+    _registered: Callable[[Tensor], None]
+
+    def __init__(self, registered: Callable[[Tensor], None]) -> None:
+        vars(self)["_registered"] = registered
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        self._registered(value)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -85,7 +84,7 @@ def asked_by_checkpoint() -> bool:
     Its ``get_model_state_dict`` returns sharded state whatever FSDP1's ``state_dict_type`` is, by setting that for
     models of torch's own class only (torch 2.11 to 2.13).
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
     return frame is not None
@@ -117,9 +116,7 @@ def has_gradient(param: Any) -> bool:
 
 def is_sharded_tensor(tensor: object) -> bool:
     """Return whether it is a ShardedTensor, as in FSDP1's SHARDED state; the class has no public name. Local, pure."""
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-
-    return isinstance(tensor, ShardedTensor)
+    return type(tensor).__name__ == "ShardedTensor"
 
 
 def gathered_sharded_tensor(tensor: Any) -> Tensor:

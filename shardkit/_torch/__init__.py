@@ -1,15 +1,15 @@
-"""Private names of torch that the path of ``shard_model`` needs, and version checks, each with its reason.
+"""Private names of torch, each with its reason: here those of the path of ``shard_model``, of models, and versions.
 
-The other files of this package are for what imports them: ``dispatch``, ``steps``, ``states``, ``worlds``, ``flops``.
+The other files of this package are for what imports them: ``dispatch``, ``steps``, ``worlds``.
 Besides ``_fsdp``, no other module of shardkit uses a torch name with an underscore (``tests/house/test_layers.py``).
 When a new torch breaks shardkit, look here first.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,10 +42,6 @@ if torch_version() < MINIMUM_TORCH:
         f"{'.'.join(map(str, MINIMUM_TORCH))}. Upgrade with: pip install --upgrade torch."
     )
 
-if torch_version() > NEWEST_TESTED:
-    untested = "torch %s is newer than %s.%s, the newest that shardkit is tested with"
-    logging.getLogger("shardkit").debug(untested, torch.__version__, *NEWEST_TESTED)
-
 
 def missing_name(path: str) -> ShardkitError:
     """Return the error for a private name that this torch does not have."""
@@ -57,18 +53,15 @@ def missing_name(path: str) -> ShardkitError:
 def named_sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return ``model.named_parameters()``, with each gathered parameter replaced by its sharded one. Local.
 
-    Between an unshard and a reshard FSDP2 registers unsharded parameters, while gradients and the optimizer's
-    entries stay with the sharded ones, which torch has no public way to reach (2.13 to 2.15).
+    While a unit is gathered FSDP2 registers unsharded parameters, but gradients and the optimizer's entries stay with
+    the sharded ones, which torch has no public way to reach (2.13 to 2.15).
     """
     sharded = sharded_stand_ins(model.modules())
     return [(name, sharded.get(param, param)) for name, param in model.named_parameters()]
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return ``model.parameters()``, with each gathered parameter replaced by its sharded one. Local.
-
-    Every clip asks; with their names it would take three times as long.
-    """
+    """Return those parameters without names, in a third of the time, as every clip asks. Local."""
     modules = list(model.modules())
     sharded = sharded_stand_ins(modules)
     found = dict.fromkeys(param for module in modules for param in module._parameters.values())
@@ -97,8 +90,7 @@ real_tensors = torch._subclasses.fake_tensor.unset_fake_temporarily
 
 def has_own_dispatch(cls: type) -> bool:
     """Return whether a tensor class wraps other tensors (DTensor, quantized weights) instead of its own storage."""
-    own = getattr(cls, "__torch_dispatch__", None)
-    return own not in (torch._C._disabled_torch_dispatch_impl, getattr(Tensor, "__torch_dispatch__", None))
+    return getattr(cls, "__torch_dispatch__", None) != Tensor.__torch_dispatch__
 
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
@@ -115,8 +107,7 @@ local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
 def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of the ``replicate`` axes and one axis of all in ``shard``. Collective when it is new.
 
-    apply: torch has no public way to join axes that keeps the mesh they came from (torch 2.13 to 2.15), without which
-    ``fully_shard`` refuses parameters that are DTensors on its other axes.
+    apply: torch has no public way to join axes of a mesh so that ``fully_shard`` takes DTensors on its other axes.
     """
     flat = mesh[shard]._flatten()
     return DeviceMesh._concatenate([mesh[replicate], flat]) if replicate else flat
@@ -125,8 +116,7 @@ def flattened(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ..
 def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     """Give a mesh's groups the timeout that ``init_process_group`` was given, and return the mesh. Local, in place.
 
-    apply: torch gives them its default of 10 or 30 minutes, and can neither read nor change a timeout publicly (torch
-    2.13 to 2.15).
+    apply: torch gives them 10 or 30 minutes, and has no public way to read or change a timeout (2.13 to 2.15).
     """
     world = dist.group.WORLD
     assert world is not None, "the mesh has groups"
@@ -134,3 +124,38 @@ def with_timeout_of_world(mesh: DeviceMesh) -> DeviceMesh:
     for group in mesh.get_all_groups() if hasattr(options, "_timeout") else ():  # gloo and NCCL
         torch.distributed.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
+
+
+def state_dict_metadata(state_dict: Any) -> dict[str, Any]:
+    """Return the module versions that ``nn.Module.state_dict`` attaches to its result; empty if there are none."""
+    return getattr(state_dict, "_metadata", None) or {}
+
+
+def with_state_dict_metadata(state_dict: Any, metadata: dict[str, Any]) -> Any:
+    """Attach the result of :func:`state_dict_metadata` where ``nn.Module.load_state_dict`` looks for it."""
+    state_dict._metadata = OrderedDict(metadata)
+    return state_dict
+
+
+def with_local(like: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor placed like another, with this local tensor on any device, which ``from_local`` would move."""
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+# checkpoint: whether a tensor has ``__tensor_flatten__`` and ``__tensor_unflatten__``, as DTensors do too.
+is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+
+
+def _fsdp_params(module: FSDPModule) -> list[Any]:
+    return [param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params]
+
+
+def offloaded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of this FSDP module that are offloaded to the CPU."""
+    return [param.sharded_param for param in _fsdp_params(module) if param.offload_to_cpu]
+
+
+def reread_sharded_parameters(module: FSDPModule) -> None:
+    """Make FSDP2 use the replaced local shards of this module, as its ``_apply`` does, which drops their attributes."""
+    for param in _fsdp_params(module):
+        param.reset_sharded_param()

@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# testing: sees every collective that is dispatched; meta: every aten call of a construction. The module has an
-# underscore, yet the class is the documented way to intercept operators, and CommDebugMode is built on it.
+# testing, meta: the documented way to intercept operators, in a module with an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # meta: a lazy negation is a bit on the tensor, which set_() on a storage does not restore; no public setter.
@@ -42,14 +41,10 @@ def has_tag(op: Any, name: str) -> bool:
 def recorded_samplers(record: Callable[..., None]) -> Iterator[None]:
     """Inside of the block ``torch.nn.init.trunc_normal_`` on a meta tensor is one call of ``record``.
 
-    It draws until every value is in range (torch 2.13), so its aten calls depend on values. Should torch rename the
-    function, those calls are recorded instead, which is slower and as exact.
+    It draws until every value is in range (torch 2.13), so its aten calls depend on values.
     """
     name = "_no_grad_trunc_normal_"
-    original = getattr(torch.nn.init, name, None)
-    if original is None:
-        yield
-        return
+    original = getattr(torch.nn.init, name)
 
     def sampler(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.untyped_storage().device.type != "meta":
@@ -68,9 +63,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that random ops on the device use by default."""
     if device.type == "cpu":
         return torch.default_generator
-    module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    return cast(torch.Generator, module.default_generators[index])
+    module: Any = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return generator
 
 
 def accelerator_state() -> Tensor | None:
@@ -86,8 +83,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, with the types that libraries registered
-# (transformers' ModelOutput); torch 2.13 has no public name for it.
+# memory: FSDP2's hooks map over arguments and outputs with torch's pytree, and what libraries registered there.
 tree_leaves = torch.utils._pytree.tree_leaves
 tree_map = torch.utils._pytree.tree_map
 

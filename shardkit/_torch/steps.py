@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,11 +20,11 @@ foreach_mul_ = torch._foreach_mul_
 
 def by_device_and_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     """Return the local tensors in groups that one such kernel accepts."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor is not None:
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-            groups.setdefault((local.device, local.dtype), []).append(local)
+            groups[local.device, local.dtype].append(local)
     return list(groups.values())
 
 
@@ -32,11 +33,8 @@ def local_tensors(
 ) -> list[Any]:
     """Return the local tensor of each DTensor placed like its parameter, and other tensors unchanged. Local.
 
-    Args:
-        tensors: gradients or state, in the order of ``params``.
-        params: the parameters.
-        layouts: their placements; None for plain parameters.
-        otherwise: called with a DTensor of other placements and its parameter; returns its local tensor.
+    ``layouts`` are the placements of ``params``, None for plain ones; ``otherwise`` is called with a DTensor of other
+    placements and its parameter, and returns its local tensor.
     """
     # One comprehension without calls, because this runs for every tensor in every step.
     return [
@@ -51,10 +49,7 @@ COLLECT = "_init_group"
 
 
 def count_for_schedulers(step: Any) -> None:
-    """Mark a step function as wrapped by an LR scheduler; it must then call :func:`note_step`.
-
-    Otherwise a scheduler replaces ``optimizer.step`` with a wrapper around the class's function (torch 2.13 to 2.15).
-    """
+    """Keep LR schedulers from replacing a step function (torch 2.13 to 2.15), which then calls :func:`note_step`."""
     step._wrapped_by_lr_sched = True
 
 
@@ -64,7 +59,7 @@ def counts_for_schedulers(step: Any) -> bool:
 
 
 def note_step(optimizer: Any) -> None:
-    """Do what an LR scheduler's wrapper does besides stepping; otherwise the scheduler warns of a wrong order."""
+    """Tell an LR scheduler that the optimizer stepped; otherwise it warns of a wrong order."""
     optimizer._opt_called = True
 
 
@@ -73,10 +68,7 @@ SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
 def steps_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Return whether ``optimizer_in_backward`` steps any of the parameters, so that they never keep a gradient.
-
-    Its hook has an attribute for this; torch has no public way to list hooks (2.13 to 2.15).
-    """
+    """Return whether ``optimizer_in_backward`` steps any of the parameters: its hook has an attribute for this."""
     hooks = (hook for param in parameters for hook in (param._post_accumulate_grad_hooks or {}).values())
     return any(getattr(hook, "steps_in_backward", False) for hook in hooks)
 

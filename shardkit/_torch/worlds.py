@@ -18,11 +18,7 @@ def fake_store() -> Any:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches, which are keyed by meshes that compare equal although their groups differ.
-
-    Otherwise the next world of the same shape gets tensors on the previous mesh: "Could not resolve the process group
-    registered under the name 5" (torch 2.13 to 2.15).
-    """
+    """Empty DTensor's caches, keyed by meshes that compare equal though their groups differ (torch 2.13 to 2.15)."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

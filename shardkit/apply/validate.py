@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.apply.param_attrs import cannot_carry
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.plan import ShardingPlan
+from shardkit.plan import ParamSpec, ShardingPlan
 from shardkit.planning.build import method_problems
 from shardkit.planning.tree import ModelTree, assign, split_problem
 
@@ -75,10 +75,9 @@ def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
             problem = f"is for another model: the {owner} has no parameter {listing(sorted(fqns))}"
             yield message("plan", problem, *_OTHER_MODEL)
     for fqn in tree.params:
-        now, was = mine[fqn]._asdict(), plan.specs.get(fqn, mine[fqn])._asdict()
-        changed = [name for name in now if now[name] != was[name]]
-        if changed:
-            texts = [", ".join(f"{name} {spec[name]}" for name in changed) for spec in (now, was)]
+        now, was = mine[fqn], plan.specs.get(fqn, mine[fqn])
+        if changed := [name for name in ParamSpec.__annotations__ if getattr(now, name) != getattr(was, name)]:
+            texts = [", ".join(f"{name} {getattr(spec, name)}" for name in changed) for spec in (now, was)]
             yield message(fqn, f"has {texts[0]} in the model and {texts[1]} in the plan", *_OTHER_MODEL)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import with_local
+from shardkit._torch import with_local
 from shardkit.checkpoint.directory import finish_deletions
 from shardkit.ranks import Groups
 from shardkit.shards import local_value

@@ -46,16 +46,7 @@ _ADMITTED = {
 
 
 class DcpDirectory:
-    """A DCP directory as a source.
-
-    Args:
-        directory: has a ``.metadata``.
-        allow_pickle: unpickle other objects than plain data, which can run code.
-
-    Raises:
-        CheckpointError: the chunks of a tensor do not fill it, or the metadata names files elsewhere. What unpickling
-            raises passes through.
-    """
+    """A DCP directory as a source."""
 
     def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
         self._directory = directory
@@ -124,11 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def write(directory: Path, tree: dict[str, Any], groups: Groups) -> dict[str, FileEntry]:
-    """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``.
-
-    ``dcp.load`` of the same nested dicts reads them. torch needs numpy to send plans between ranks as pickles. Across
-    ranks it gathers errors and raises on all ranks.
-    """
+    """Save nested dicts with ``dcp.save``, and return the entries of its files. Collective over ``groups``."""
     group = groups[0] if groups else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)

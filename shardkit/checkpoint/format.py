@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.checkpoint.chunks import Part, common, inside, opened, part_of, raw, read_all, runs_of, staged
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, local_value

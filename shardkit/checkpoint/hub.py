@@ -87,10 +87,7 @@ class Group:
     targets: dict[str, Tensor] = field(default_factory=dict)  # on meta, by name
 
     def convert(self, name: str, read: Callable[[str], Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
-        """Convert the sources that ``read`` returns; ``name`` is that of the first target.
-
-        Of a conversion that stacks each source as a row, ``rows`` converts these alone.
-        """
+        """Convert what ``read`` returns to a first target ``name``; ``rows`` are those of stacked sources."""
         one, by_pattern = copy.deepcopy(self.converter), dict[str, list[str]]()
         for source, pattern in self.sources:
             by_pattern.setdefault(pattern, []).append(source)

@@ -42,15 +42,8 @@ _FIX = "Leave it out, or save plain data instead, such as its state_dict()"
 def encode(value: Any, where: str, *, sharded: bool = False) -> tuple[Any, dict[str, Any]]:
     """Return ``value`` as data for ``json.dumps``, and its tensors by their paths in it. Local, pure.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, torch.dtype, torch.device, plain tensors, and list, tuple,
-            torch.Size, set, dict, OrderedDict, Counter and defaultdict (as a dict) of these. A :class:`Stored` counts
-            as a tensor.
-        where: the name of the value in errors and in the names of tensors; may be empty.
-        sharded: accept DTensors too.
-
-    Raises:
-        CheckpointError: with the paths of all values of other types and of sharded tensors; or for a cycle.
+    ``where`` names the value in errors and in the names of tensors, and may be empty; a :class:`Stored` counts as a
+    tensor. Raises with the paths of all values that cannot be saved; of DTensors unless ``sharded``.
     """
     encoder = _Encoder(sharded)
     try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch.states import with_local
+from shardkit._torch import with_local
 from shardkit.checkpoint import dcp, directory
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import (

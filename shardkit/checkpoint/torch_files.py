@@ -37,15 +37,8 @@ _Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # the state dict of each rank
 class TorchFiles:
     """Open files of ``torch.save``. Reading needs neither the world that wrote them nor a process group.
 
-    Args:
-        path: for messages.
-        sets: the files of each rank, by the start of their names, as from :func:`rank_files`; a lone file under "".
-        shapes: of the model's parameters, in order, for FSDP1's flat parameters; None if they are not known.
-        allow_pickle: unpickle other objects than tensors and plain data, which can run code.
-
-    Raises:
-        CheckpointError: the pieces of a tensor do not fill it, or flat parameters do not fit the model. What torch
-            raises for a file that it cannot read passes through.
+    ``sets`` are the files of all ranks, by the start of their names, as from :func:`rank_files`; a lone file is under
+    "". ``shapes`` are those of the model's parameters, in order, for FSDP1's flat parameters.
     """
 
     def __init__(
@@ -93,9 +86,6 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     """Return the files of all ranks in a directory, or of the set of one file, by the start of their names. Local.
 
     Files of generators and schedulers, such as verl's ``extra_state_*``, are left out.
-
-    Raises:
-        CheckpointError: files of some ranks are missing, or there is more than one set for the model or the optimizer.
     """
     directory = path if path.is_dir() else path.parent
     sets: dict[tuple[str, str], dict[int, Path]] = {}
@@ -139,11 +129,7 @@ def _load(file: Path, allow_pickle: bool) -> Mapping[Any, Any]:
 
 
 def _parts(values: list[Any], key: str) -> tuple[torch.Size, dict[Box, Tensor]]:
-    """Return the shape of a tensor, and the parts of all ranks.
-
-    Raises:
-        CheckpointError: they are not the parts of one tensor.
-    """
+    """Return the shape of a tensor, and the parts of all ranks, which must fill it."""
     first = values[0]
     if isinstance(first, _ShardedPieces):
         shape, parts = first.size_of_full, {box: part for each in values for part, box in each.pieces}
@@ -186,8 +172,8 @@ class _Shell:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of slots; or of TensorProperties, which starts with the dtype
-            state = state[1] if len(state) == 2 else {"dtype": state[0]}
+        if isinstance(state, tuple):  # of slots; or of TensorProperties, which is not needed
+            state = state[1] if len(state) == 2 else {}
         self.__dict__.update(state)
 
 
@@ -257,9 +243,6 @@ def _by_parameter(trees: _Trees, shapes: Shapes | None, where: str) -> dict[Any,
 
     A flat parameter is the parameters of a unit, without those of the units inside it, in the model's order, and zeros
     at the end. With ``use_orig_params=True`` its parameters start at multiples of 16 bytes, and are listed by name too.
-
-    Raises:
-        CheckpointError: sizes are not known, or do not fit.
     """
     if shapes is None:
         rule = "Flat parameters do not store the shapes of parameters, so the model must give them"

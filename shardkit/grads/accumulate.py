@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import nn
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.accumulation import (
+from shardkit._fsdp.states import (
     drop_unreduced_gradients,
     fsdp_roots,
     gathered_until_backward,

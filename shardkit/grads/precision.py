@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.accumulation import reduce_dtype
+from shardkit._fsdp.states import reduce_dtype
 from shardkit.errors import ShardkitError, listing, message
 
 WIRE = (torch.bfloat16, torch.float16)

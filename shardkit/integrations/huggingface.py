@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.accumulation import compute_dtypes
+from shardkit._fsdp.states import compute_dtypes
 from shardkit.errors import ShardkitError, message
 from shardkit.optim import step_on_local_shards, step_on_whole_matrices
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.undone import gathered_tensors
+from shardkit._fsdp.states import gathered_tensors
 from shardkit._torch import local_tensor, named_sharded_parameters
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.errors import PlanError, message

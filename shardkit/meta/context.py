@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardkit._torch import dispatch, has_own_dispatch
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import dispatch, has_own_dispatch, is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.record import FakeDeviceMode, Recorder
 from shardkit.meta.tape import Tape, View, open_tape

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp.params import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
-from shardkit._torch import local_tensor
-from shardkit._torch.states import is_wrapper, offloaded_parameters, reread_sharded_parameters
+from shardkit._fsdp import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
+from shardkit._torch import is_wrapper, local_tensor, offloaded_parameters, reread_sharded_parameters
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.context import Initializer, is_plain_meta, is_recorded, record_initializers, records
 from shardkit.meta.replay import Final, Player

@@ -14,9 +14,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from shardkit._torch import local_tensor, plain_attributes
+from shardkit._torch import local_tensor, plain_attributes, with_local
 from shardkit._torch.dispatch import tree_leaves, tree_map
-from shardkit._torch.states import with_local
 from shardkit._torch.steps import (
     COLLECT,
     count_for_schedulers,

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit._torch import local_tensor
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit._torch.dispatch import tree_leaves, tree_map
-from shardkit._torch.states import is_wrapper
 from shardkit._torch.steps import note_step
 from shardkit.errors import ShardkitError, message
 from shardkit.optim.local import AnyOptimizer, check_replaceable, replace_class, step_of, stepping_class

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardkit._fsdp import fsdp_units
-from shardkit._fsdp.accumulation import gathered_until_backward
+from shardkit._fsdp.states import gathered_until_backward
 from shardkit.runtime.hooks import double_backwards, reshard
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from shardkit._fsdp import not_compiled
-from shardkit._fsdp.skipping import (
+from shardkit._fsdp.collectives import (
     add_grad_edge,
     apply_to_tensors,
     device_of,

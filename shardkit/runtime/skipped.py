@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit._fsdp import not_compiled
-from shardkit._fsdp.skipping import add_grad_edge, modules_of, pass_through
+from shardkit._fsdp.collectives import add_grad_edge, modules_of, pass_through
 from shardkit.errors import ShardkitError, message
 from shardkit.runtime.skippable import is_skippable
 

@@ -22,25 +22,17 @@ Decay = float | Callable[[int], float] | None
 def sharded_average(model: nn.Module, decay: Decay = 0.999, *, use_buffers: bool = False) -> ShardedAverage:
     """Return a running average of the model's weights, sharded like the model. Local: no collective, now or later.
 
-    It takes the place of ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, with the same
-    functions of torch on this rank's shards, and the same names (``n_averaged``, ``module.<FQN>``), so each can load
-    the other's full state. ``update_parameters(model)`` after ``optimizer.step()`` adds the present weights; the first
-    call copies them. ``with average.swapped(model):`` evaluates or exports the average. It is an ``nn.Module`` of
-    DTensors: ``save_checkpoint(path, average)`` saves it, and ``load_checkpoint`` loads it into any world.
+    It is ``torch.optim.swa_utils.AveragedModel``, which cannot copy FSDP2 models, for shards, with the same names
+    (``n_averaged``, ``module.<FQN>``), so each can load the other's full state. ``update_parameters(model)`` after
+    ``optimizer.step()`` adds the present weights; the first call copies them. ``with average.swapped(model):``
+    evaluates or exports the average. ``save_checkpoint(path, average)`` saves it, for ``load_checkpoint`` in any world.
 
     Args:
         model: sharded or plain, not on meta. Its names, shapes and placements must stay, and which parameters train.
         decay: the share of the average that an update keeps, from 0 to 1; or a function that returns it for the number
             of updates so far (1 or more), such as a warm-up; or None for the equal average of all updates (SWA).
         use_buffers: average floating-point buffers too; else they are copied in each update. Non-persistent ones stay
-            the model's.
-
-    Returns:
-        the average, with a copy of this rank's shards of the parameters that train, in their dtype, and of persistent
-        buffers. Frozen parameters are the model's own.
-
-    Raises:
-        ShardkitError: the model is on meta.
+            the model's, as frozen parameters do.
     """
     return ShardedAverage(model, decay, use_buffers)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import collective_device
 from shardkit.shards import Box, box_at, device_of, local_part, local_value

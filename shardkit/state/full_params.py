@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit import _fsdp
-from shardkit._fsdp.undone import without_hooks
+from shardkit._fsdp.states import without_hooks
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.state.boxes import Move, cut_all, gather, model_group, scatter

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_tensor
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper, local_tensor
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.meta.materialize import Replay, check_unbound, find_targets, forget, install, is_on_meta, target_device
 from shardkit.ranks import Groups, groups_of, together

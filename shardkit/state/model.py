@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import named_sharded_parameters
-from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import check_module, groups_of, together
 from shardkit.state.boxes import ModelGroup, gather, model_group
@@ -137,12 +136,9 @@ def check_scales(model: nn.Module, state: ModelState) -> None:
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the sharded state of the model by clean FQN. Local.
 
-    Like ``model.state_dict()``: live memory, not copies; DTensors where parameters are sharded; tied tensors under all
-    their names, persistent buffers, ``_extra_state``. Names are without ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. ``torch.distributed.checkpoint`` can save it, and load into it in place.
-
-    Units that a forward left unsharded are resharded first, as by ``model.state_dict()``; the next forward gathers
-    them again.
+    It is ``model.state_dict()``, live memory, with names without wrappers such as ``_orig_mod``.
+    ``torch.distributed.checkpoint`` can save it, and load into it in place. Units that a forward left unsharded are
+    resharded first.
     """
     state = model_state(model)
     return _in_order({name: tensor.detach() for name, tensor in state.tensors.items()}, state)
@@ -157,22 +153,18 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return plain, full tensors by clean FQN, as ``state_dict()`` of the unsharded model.
 
-    Works for any model, sharded on any meshes or not at all; of plain parameters each rank gives its own. Keys, order,
-    ties (one tensor under both names), persistent buffers, ``_extra_state`` and version metadata are those of
-    ``nn.Module.state_dict``, whose hooks run on the shards. Names are without ``_orig_mod`` and
-    ``_checkpoint_wrapped_module``. All tensors are copies.
+    Keys, order, ties (one tensor under both names), persistent buffers, ``_extra_state`` and version metadata are those
+    of ``nn.Module.state_dict``, whose hooks run on the shards; names are without wrappers such as ``_orig_mod``. All
+    tensors are copies; of plain parameters each rank gives its own.
 
-    **Collective**: every rank calls it. Shards go straight into place in the full tensors; those below 256 KiB are
-    packed, in buckets of 64 MiB of full tensors. With ``rank0_only`` each rank of one replica sends its part once.
-    Besides the result, at most one bucket is held, or the largest tensor if it must be moved or cast.
+    **Collective**. Shards go straight into place in the full tensors, in buckets of 64 MiB. Besides the result, at most
+    one bucket is held, or the largest tensor if it must be moved or cast.
 
     Args:
-        model: any module, sharded or not, evenly or not.
+        model: any module, sharded or not.
         rank0_only: give the result to the lowest rank that holds a part of the model, and ``{}`` to all others.
-            False gives it to all ranks.
         device: the device of the result.
-        dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that makes the
-            message smaller.
+        dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
         ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
@@ -201,15 +193,12 @@ def named_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
 
-    Tensors are gathered in buckets of 64 MiB, so no rank holds the whole model; tied tensors are yielded under every
-    name, one after the other. The tensors are copies, in the model's order.
-
+    The tensors are copies, in the model's order, gathered in buckets of 64 MiB; tied ones are yielded under every name.
     **Collective**, once a bucket: every rank must iterate to the end, or stop at the same tensor.
 
     Args:
         model: any module, sharded or not.
-        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too, and get
-            nothing.
+        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too.
         device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
         dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
 

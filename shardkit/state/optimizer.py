@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value

@@ -51,15 +51,13 @@ def load_full_optimizer_state_dict(
     """Load a :func:`full_optimizer_state_dict`, or torch's ``get_optimizer_state_dict`` of full tensors.
 
     Afterwards the optimizer has exactly the dict's state: a fresh one is restored without a step, and a parameter
-    without an entry has no state. Options of groups are matched by FQN, so groups may be in another order; options that
-    the dict lacks stay, and tensors among them (``lr``) are written in place. ``optimizer.load_state_dict`` is called
-    last; its hooks run, and it converts state to the parameters' dtypes. LR schedulers keep working, also those made
-    before. The dict is not changed.
+    without an entry has no state. Options of groups are matched by FQN; those that the dict lacks stay, and tensors
+    among them (``lr``) are written in place. ``optimizer.load_state_dict`` is called last: its hooks run, and it
+    converts state to the parameters' dtypes. LR schedulers keep working, also those made before.
 
     State with a parameter's shape is sharded like the parameter, other state is replicated on its mesh, and scalars are
     plain; if the optimizer has state already, its placements are kept. torchao's optimizers quantize the values.
-
-    **Collective**: every rank calls it; messages are as in :func:`load_full_state_dict`.
+    **Collective**; messages are as in :func:`load_full_state_dict`.
 
     Args:
         model: the model whose parameters are optimized.

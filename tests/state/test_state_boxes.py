@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardkit.shards import local_box, local_value
 from shardkit.state import boxes
-from shardkit.state.boxes import Batch, Move, cut, cut_all, gather, holders, model_group, scatter
+from shardkit.state.boxes import Move, cut, cut_all, gather, holders, model_group, scatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
@@ -127,27 +127,6 @@ def test_a_mesh_of_two_axes_on_some_ranks_gets_a_group_of_its_own_once():
 # Which messages travel.
 
 
-@distributed(world_size=4, backend="gloo")
-def test_a_batch_sends_views_of_any_strides_and_dtypes():
-    rank = dist.get_rank()
-    full = torch.arange(4 * 600 * 600, dtype=torch.float32).view(4, 600, 600)
-    views = [full[rank].T, full[rank, :3, 5], full[rank, :600], full[rank, 0, 0]]
-    wire = [torch.float64, torch.float16, torch.float32, torch.float32]
-    batch, found = Batch(), {}
-    for peer in range(4):
-        found[peer] = [torch.empty(view.shape, dtype=torch.float64) for view in views]
-        for view, into, dtype in zip(views, found[peer], wire, strict=True):
-            if peer != rank:
-                batch.send(view, dtype, peer)
-                batch.receive(into, dtype, peer)
-    with comm_counts() as counts:
-        batch.run()
-    assert counts.other == {"send": 9, "recv_": 9}  # to each of three peers: two large ones, and the small ones
-    for peer in {0, 1, 2, 3} - {rank}:
-        sent = [full[peer].T, full[peer, :3, 5].half(), full[peer, :600], full[peer, 0, 0]]
-        assert all(torch.equal(one, other.double()) for one, other in zip(found[peer], sent, strict=True))
-
-
 def large(width: int = 256) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, 4 * width, bias=False) for _ in range(3)), nn.Linear(4 * width, 8))
 
@@ -168,16 +147,3 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone_from_one_replica(
     assert count_of(big) == ({"send": 4} if rank else {"recv_": 12})
     assert count_of(big, everywhere=True) == {"send": 12, "recv_": 12}
     assert count_of(hsdp(seeded(Net))) == [{"recv_": 1}, {"send": 1}, {}, {}][rank]
-
-
-@distributed(world_size=4, backend="gloo")
-def test_buckets_are_of_bounded_size_and_in_order():
-    state = dict(fsdp(seeded(Net)).named_parameters())
-    expected = dict(gather(state.items(), model_group(state.values()), everywhere=True))
-    with mock.patch.object(boxes, "BUCKET", 400):
-        found = [each for *_, each in boxes.buckets(((n, t, t.dtype) for n, t in state.items()), None)]
-        assert len(found) > 3
-        assert all(sum(state[n].numel() * 4 for n in bucket) <= 400 or len(bucket) == 1 for bucket in found)
-        assert [name for bucket in found for name in bucket] == list(state)
-        again = dict(gather(state.items(), model_group(state.values()), everywhere=True))
-    assert all(equal(again[name], value) for name, value in expected.items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import mesh_of as zoo_mesh
-from state_models import LAYOUTS, OTHERS, Net, Odd, assert_same_state, columns, fsdp, hsdp, seeded
+from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, seeded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -51,13 +51,6 @@ def test_it_is_the_state_of_the_plain_model(layout):
     assert not full_state_dict(model, rank0_only=False)["blocks.0.up.weight"].any()
 
 
-@pytest.mark.parametrize("layout", [fsdp, hsdp, columns])
-@distributed(world_size=4, backend="gloo")
-def test_every_dtype_and_sizes_of_nothing(layout):
-    expected = seeded(Odd).state_dict()
-    assert_same_state(full_state_dict(layout(seeded(Odd)), rank0_only=False), expected)
-
-
 # Where, and in what dtype.
 
 
@@ -80,10 +73,6 @@ def test_no_values_no_state():
         model = fsdp(Net())
     with pytest.raises(ShardkitError, match=r"embed\.weight, .* on the meta device\. .*Materialize the model"):
         full_state_dict(model)
-
-
-def test_a_process_alone_needs_no_group():
-    assert_same_state(full_state_dict(seeded(Net)), seeded(Net).state_dict())
 
 
 @distributed(world_size=2, backend="gloo")

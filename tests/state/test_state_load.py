@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, OTHERS, Net, Odd, as_bytes, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import Tensor, nn
-from zoo import ZOO
 
-from shardkit import init_on_meta, shard_model
+from shardkit import init_on_meta
 from shardkit.errors import ShardkitError
 from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts, distributed
@@ -85,17 +83,6 @@ def test_every_dtype_and_sizes_of_nothing(layout):
         assert_same_state(full_state_dict(model, rank0_only=False), state)
 
 
-@pytest.mark.parametrize("name", ["resnet", "lora", "weight_norm", "moe"])
-@distributed(world_size=4, backend="gloo")
-def test_models_of_the_zoo(name):
-    entry = ZOO[name]
-    model = shard_model(seeded(entry.build), mesh=zoo_mesh((4,)))
-    torch.manual_seed(7)
-    state = entry.build().state_dict()
-    load_full_state_dict(model, source(state, "rank0"))
-    assert_same_state(full_state_dict(model, rank0_only=False), state)
-
-
 @pytest.mark.parametrize("src", ["rank0", "all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @distributed(world_size=4, backend="gloo")
@@ -113,18 +100,6 @@ def test_values_become_the_models_dtype_or_with_assign_the_dicts(dtype, src):
     model = hsdp(model)
     load_full_state_dict(model, source(state, src), src=src, assign=True)
     assert_same_state(full_state_dict(model, rank0_only=False), state)
-
-
-@distributed(world_size=4, backend="gloo")
-def test_after_a_forward_the_next_one_uses_the_values():
-    ids = torch.arange(6).view(2, 3)
-    model = LAYOUTS["unsharded"](seeded(Net)).eval()
-    state = full_other_values()
-    load_full_state_dict(model, source(state, "rank0"))
-    plain = seeded(Net).eval()
-    plain.load_state_dict(state)
-    with torch.no_grad():
-        assert torch.equal(model(ids), plain(ids))
 
 
 @distributed(world_size=4, backend="gloo")

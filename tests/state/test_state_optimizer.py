@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict]], Optimizer]] = {
 }
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range, scheduler=None) -> list[float]:
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     """Losses of steps, each with its own tokens, the same on all ranks; one parameter gets its first gradient late."""
     losses = []
     for step in steps:
@@ -118,8 +118,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, scheduler=None) 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
         losses.append(loss.item())
     return losses
 
@@ -187,31 +185,6 @@ def test_torch_gathers_the_same_and_each_loads_the_others(name):
         other = make([{"params": list(model.parameters())}])
         set_optimizer_state_dict(model, other, ours, options=StateDictOptions(full_state_dict=True, strict=False))
         assert_same(full_optimizer_state_dict(model, other, rank0_only=False)["state"], ours["state"])
-
-
-@pytest.mark.parametrize("made", ["before", "after"])
-@distributed(world_size=2, backend="gloo")
-def test_schedulers_go_on(made):
-    def schedule(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    model = fsdp(seeded(Net))
-    optimizer = OPTIMIZERS["adamw"](two_groups(model))
-    scheduler = schedule(optimizer)
-    train(model, optimizer, range(2), scheduler)
-    state, full = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
-    kept = scheduler.state_dict()
-    expected = train(model, optimizer, range(2, 4), scheduler)
-    model = fsdp(seeded(Net))
-    optimizer = OPTIMIZERS["adamw"](two_groups(model))
-    scheduler = schedule(optimizer) if made == "before" else None
-    load_full_state_dict(model, state)
-    load_full_optimizer_state_dict(model, optimizer, full)
-    scheduler = scheduler or schedule(optimizer)
-    scheduler.load_state_dict(kept)
-    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr  # a scheduler made afterwards begins anew, and sets it
-    assert train(model, optimizer, range(2, 4), scheduler) == expected
 
 
 @distributed(world_size=2, backend="gloo")
@@ -309,16 +282,6 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(src):
     with pytest.raises(ShardkitError, match=r"must be \{'state'"):
         load_full_optimizer_state_dict(model, optimizer, {"a": 1}, src=src)
     assert_same(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
-
-
-def test_a_process_alone_needs_no_group():
-    model = seeded(Net)
-    optimizer = OPTIMIZERS["adamw"](two_groups(model))
-    train(model, optimizer, range(2))
-    full = full_optimizer_state_dict(model, optimizer)
-    fresh = OPTIMIZERS["adamw"](two_groups(model))
-    load_full_optimizer_state_dict(model, fresh, full)
-    assert_same(full_optimizer_state_dict(model, fresh), full)
 
 
 def test_options_that_a_load_changes_are_logged(caplog):

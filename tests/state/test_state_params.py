@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of as zoo_mesh
 from state_models import LAYOUTS, OTHERS, Net, assert_same_state, fsdp, hsdp, mesh_of, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from zoo import ZOO
 
-from shardkit import shard_model
 from shardkit.errors import ShardkitError
 from shardkit.state import full_params, full_state_dict, named_full_tensors
 from shardkit.testing import comm_counts, distributed
@@ -57,7 +54,7 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "offloaded", "three_axes", "columns", "ignoring", "unsharded"])
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "three_axes", "columns", "ignoring", "unsharded"])
 @distributed(world_size=4, backend="gloo")
 def test_writeback_goes_into_the_live_shards(layout, rank0_only):
     model = LAYOUTS[layout](seeded(Net))
@@ -92,15 +89,6 @@ def assert_same_output(layout: str, found: Tensor, expected: Tensor) -> None:
 
 def plain_state() -> dict[str, object]:
     return seeded(Net).state_dict()
-
-
-@distributed(world_size=4, backend="gloo")
-def test_without_writeback_nothing_stays_even_where_shards_are_whole():
-    for layout in ("fsdp", "ddp_like"):
-        model = LAYOUTS[layout](seeded(Net))
-        with full_params(model), torch.no_grad():
-            model.gain.zero_()
-        assert_same_state(full_state_dict(model, rank0_only=False), plain_state())
 
 
 @distributed(world_size=4, backend="gloo")
@@ -179,16 +167,6 @@ def test_registered_methods_lists_and_policies_do_nothing_inside():
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["lstm_lm", "weight_norm", "shared_weight"])
-@distributed(world_size=4, backend="gloo")
-def test_models_of_the_zoo_run_inside(name):
-    entry = ZOO[name]
-    plain, model = seeded(entry.build).eval(), seeded(entry.build).eval()
-    shard_model(model, mesh=zoo_mesh((4,)))
-    with torch.no_grad(), full_params(model):
-        assert torch.equal(entry.loss(model, entry.batch(0)), entry.loss(plain, entry.batch(0)))
-
-
 class Summoning(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -212,16 +190,6 @@ def test_refused_in_a_forward_and_with_another_shape():
     model.gain.grad = torch.zeros_like(model.gain) if dist.get_rank() == 1 else None
     with pytest.raises(ShardkitError, match="in which parameters have gradients"), full_params(model, with_grads=True):
         raise AssertionError("not reached")
-
-
-@distributed(world_size=2, backend="gloo")
-def test_gradients_that_are_gone_on_rank_0_raise_on_both():
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
-    model(torch.ones(2, 4)).sum().backward()
-    options = {"writeback": True, "rank0_only": True, "with_grads": True}
-    with pytest.raises(ShardkitError, match="grad of weight"), full_params(model, **options):
-        (model if dist.get_rank() == 0 else nn.Identity()).zero_grad()
-    assert model.weight.grad is not None
 
 
 # named_full_tensors.

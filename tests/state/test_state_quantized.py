@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from shardkit._torch.states import is_wrapper
+from shardkit._torch import is_wrapper
 from shardkit.shards import local_value
 from shardkit.state import (
     full_optimizer_state_dict,

@@ -45,9 +45,7 @@ def count_steps(mesh_shape, reshard_after_forward, steps=1, frozen=0):
 HAND_COUNTS = [
     ((8,), True, 1, 0, Collectives(7, 4, 0)),
     ((8,), False, 1, 0, Collectives(4, 4, 0)),
-    ((8,), 2, 1, 0, Collectives(7, 4, 0)),
     ((2, 4), True, 1, 0, Collectives(7, 4, 4)),
-    ((2, 4), False, 1, 0, Collectives(4, 4, 4)),
     ((8, 1), True, 1, 0, Collectives(0, 0, 4)),
     ((8,), True, 3, 0, Collectives(21, 12, 0)),  # the root reshards in backward, so every step gathers it anew
     ((8,), True, 1, 2, Collectives(6, 2, 0)),  # the first two need no gradient: no backward for the first

@@ -40,6 +40,11 @@ def test_a_script_is_watched_without_changes(tmp_path):
     assert re.sub(r"\d+", "N", outcome.report.splitlines()[0]) in re.sub(r"\d+", "N", shown)
 
 
+def test_ranks_that_do_not_wait_are_named_too(tmp_path):
+    outcome = disagreements.run("skips a unit", tmp_path, how="gpu")
+    assert disagreements.is_named("skips a unit", outcome.report), outcome.output
+
+
 @pytest.mark.parametrize("kind", ["skips a larger unit", "skips a smaller unit"])
 def test_one_rank_reports_before_gloo_aborts_a_rank(kind, tmp_path):
     outcome = disagreements.run(kind, tmp_path, after=5.0, how="wait")

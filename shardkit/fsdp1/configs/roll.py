@@ -20,20 +20,13 @@ _FSDP = ("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")
 _RANGE = re.compile(r"^\s*list\(\s*range\(\s*(?:(\d+)\s*,\s*)?(\d+)\s*\)\s*\)\s*$")
 
 _PIPELINE: Table = {"*": "elsewhere: For the pipeline; its roles configure sharding."}
-_ROLE: Table = {
-    "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls": (
-        "elsewhere: For the training loop."
-    ),
-}
+_FOR_TRAINING = "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls"
 _ONE = "implied: An axis of size 1 changes nothing."
 _MODEL: Table = {
     "lora_* attn_* model_* adapter* dtype flash_attn vision_dp disable_dropout additional_target num_labels "
     "compute_dtype": "elsewhere: For the model.",
     "ulysses_size": Key(RANKS, lambda size: f"mapped: {SPLIT.format('ulysses_size')}." if size > 1 else _ONE, 1),
-    "disable_gradient_checkpointing": switch(
-        "mapped: Activations are kept.",
-        "mapped: checkpoint_activations=True. Leave the model's own gradient checkpointing off.",
-    ),
+    "disable_gradient_checkpointing": switch("mapped: Activations are kept.", "mapped: checkpoint_activations=True."),
     "freeze_module_prefix": Key(NAMES, "noted: Freeze {} before sharding with requires_grad_(False).", ()),
 }
 _EVERY = "mapped: For every unit and the root."
@@ -42,27 +35,22 @@ _STRATEGY: Table = {
     "param_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(param_dtype={}).", torch.bfloat16),
     "reduce_dtype": Key(DTYPE, "mapped: MixedPrecisionPolicy(reduce_dtype={}).", torch.float32),
     "offload_policy": switch("mapped: CPUOffloadPolicy for every unit.", "mapped: Nothing is offloaded."),
-    "apply_expert_patch": switch(
-        "mapped: may_skip=True for the experts, so the patch may go. Files written for others need it."
-    ),
+    "apply_expert_patch": switch("mapped: may_skip=True for the experts, so the patch may go."),
     "apply_tiled_mlp": switch(TILES),
-    "model_type": "elsewhere: For apply_tiled_mlp, where the model says it.",
-    "async_save_ckpt": "elsewhere: Use save_checkpoint.",
-    "use_batched_model_update": "elsewhere: For weight updates of ROLL's inference engine.",
+    "model_type async_save_ckpt use_batched_model_update": "elsewhere: Not about sharding.",
 }
 _WRAP: Table = {
     "transformer_layer_cls_to_wrap": Key(
         NAMES, lambda names: f"mapped: A unit of each {' and '.join(names) or 'declared block'}.", ()
     ),
-    "wrap_embeddings": switch("mapped: The input embedding is a unit.", "mapped: In the root's unit."),
-    "wrap_lm_output": switch("mapped: The output head is a unit.", "mapped: In the root's unit."),
+    "wrap_embeddings wrap_lm_output": switch("mapped: A unit of its own.", "mapped: In the root's unit."),
 }
 
 
 def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of a pipeline, a role, or a ``strategy_config``."""
     role = _role(config)
-    role.read(_ROLE)
+    role.read({_FOR_TRAINING: "elsewhere: For the training loop."})
     config.read(_PIPELINE if role is not config else {})
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role

@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
+from torch.distributed import fsdp
 
 from shardkit.api import plan_model
 from shardkit.errors import TranslationError, listing, message
@@ -79,7 +72,7 @@ class Target:
     wrap: Wrap = Wrap("root")
     precision: Precision = Precision()
     vision_casts: bool = True  # whether the blocks of a vision encoder cast their inputs, as other units do
-    offload: bool = False  # CPUOffloadPolicy
+    offload: bool = False  # to the CPU
     pin_memory: bool = True  # where there is an accelerator
     checkpoint_activations: bool = False  # of blocks
     tiles: int = 1  # of tokens, of each MLP
@@ -89,7 +82,7 @@ class Target:
     state_dict_type: str | None = None  # "full" or "sharded"
     # Sizes of further mesh axes, which the user applies: tensor, context, sequence or expert parallel.
     axes: Mapping[str, int] = field(default_factory=dict)
-    strategy: ShardingStrategy | None = None  # where the configuration is one of FSDP1
+    strategy: fsdp.ShardingStrategy | None = None  # where the configuration is one of FSDP1
 
     @property
     def is_ddp(self) -> bool:
@@ -112,9 +105,8 @@ class Ranks:
 
 def note_on_ranks(what: str, found: int | None, asked: int | None) -> str:
     """Return the answer for a key that gives a number of ranks, which an argument may override."""
-    if asked is not None and asked != found:
-        return f"noted: Overridden by the argument: {asked} {what}."
-    return f"mapped: {found} {what}." if found is not None else f"mapped: Unknown {what}."
+    overridden = asked is not None and asked != found
+    return f"noted: Overridden by the argument: {asked} {what}." if overridden else f"mapped: {found} {what}."
 
 
 @dataclass(frozen=True)
@@ -145,11 +137,11 @@ def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Rank
         return Translation(_plan(target, model), notes)
     # Through FSDP1's own arguments, so that units, dtypes and buffers are as in FSDP1.
     precision = target.precision
-    mixed = MixedPrecision(precision.param, precision.reduce, precision.buffer)
+    mixed = fsdp.MixedPrecision(precision.param, precision.reduce, precision.buffer)
     arguments: dict[str, Any] = {
         "sharding_strategy": target.strategy,
         "auto_wrap_policy": None if target.wrap.by == "root" else set(_classes_of(target.wrap, model)),
-        "cpu_offload": CPUOffload(offload_params=True) if target.offload else None,
+        "cpu_offload": fsdp.CPUOffload(offload_params=True) if target.offload else None,
         "mixed_precision": mixed if precision != Precision() else None,
         "sync_module_states": target.sync_module_states,
         "forward_prefetch": target.prefetch > 0,
@@ -174,8 +166,8 @@ def _plan(target: Target, model: nn.Module) -> ShardingPlan:
         units=_rules(target, model),
         mesh=target.mesh,
         reshard_after_forward=target.reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output),
-        offload_policy=CPUOffloadPolicy(pin_memory=pins) if target.offload else OffloadPolicy(),
+        mp_policy=fsdp.MixedPrecisionPolicy(precision.param, precision.reduce or precision.param, precision.output),
+        offload_policy=fsdp.CPUOffloadPolicy(pin_memory=pins) if target.offload else fsdp.OffloadPolicy(),
         checkpoint_activations=target.checkpoint_activations,
     )
     if target.vision_casts:

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import _fsdp
 from shardkit._fsdp.fsdp1 import asked_by_checkpoint, gathered_sharded_tensor, is_sharded_tensor
-from shardkit._torch import local_tensor
-from shardkit._torch.states import state_dict_metadata, with_state_dict_metadata
+from shardkit._torch import local_tensor, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import message
 from shardkit.fsdp1.dropin.record import (
     WRAPPED,

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit._fsdp import own_parameters
 from shardkit._fsdp.fsdp1 import set_local
-from shardkit._torch import local_tensor, plain_attributes
+from shardkit._torch import local_tensor, plain_attributes, with_local
 from shardkit._torch.dispatch import tree_leaves
-from shardkit._torch.states import with_local
 from shardkit.errors import TranslationError, message
 
 _DATA: Any = Tensor.data

@@ -8,16 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
 
 from shardkit.apply.validate import check_unsharded
 from shardkit.errors import PlanError, TranslationError, listing, message
@@ -30,19 +22,18 @@ from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Overrides, Selection
 from shardkit.planning.tree import ModelTree, assign, has_forward
 
-# Every unit has settings of its own.
-_UNSET = Settings(None, MixedPrecisionPolicy(), OffloadPolicy(), checkpoint_activations=False, compile=False)
+_UNSET = Settings(None, fsdp.MixedPrecisionPolicy(), fsdp.OffloadPolicy(), checkpoint_activations=False, compile=False)
 
 
 def translate_fsdp1(
     model: nn.Module,
     *,
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
-    sharding_strategy: ShardingStrategy | str | int | None = None,
-    cpu_offload: CPUOffload | None = None,
+    sharding_strategy: fsdp.ShardingStrategy | str | int | None = None,
+    cpu_offload: fsdp.CPUOffload | None = None,
     auto_wrap_policy: Any = None,
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-    mixed_precision: MixedPrecision | None = None,
+    backward_prefetch: fsdp.BackwardPrefetch | None = fsdp.BackwardPrefetch.BACKWARD_PRE,
+    mixed_precision: fsdp.MixedPrecision | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     param_init_fn: ParamInitFn | None = None,
     device_id: int | torch.device | None = None,
@@ -156,14 +147,14 @@ def _innermost(tree: ModelTree, wrapped: Sequence[Wrapped]) -> list[Wrapped | No
     return found
 
 
-def _precision_of(each: Wrapped | None, given: Arguments) -> MixedPrecision | None:
+def _precision_of(each: Wrapped | None, given: Arguments) -> fsdp.MixedPrecision | None:
     if each is None or each.full_precision:
         return None if each else given.mixed_precision
     return each.arguments.get("mixed_precision", given.mixed_precision)  # type: ignore[no-any-return]
 
 
 def _unit_settings(
-    tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: ShardingStrategy
+    tree: ModelTree, wrapped: Sequence[Wrapped], given: Arguments, strategy: fsdp.ShardingStrategy
 ) -> Callable[[Wrapped | None], Overrides]:
     """Return a function that maps a wrapped module, or None for the root, to the settings of its unit.
 
@@ -189,13 +180,11 @@ def _unit_settings(
     return settings
 
 
-def _axes(strategy: Any) -> str:
-    """Return the kind of mesh of a strategy."""
-    name = parse_strategy(strategy).name
-    return "hybrid" if "HYBRID" in name else "none" if name == "NO_SHARD" else "full"
+# By the name of a strategy the kind of its mesh.
+_AXES = {"FULL_SHARD": 1, "SHARD_GRAD_OP": 1, "NO_SHARD": 0, "HYBRID_SHARD": 2, "_HYBRID_SHARD_ZERO2": 2}
 
 
-def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> None:
+def _check_own(tree: ModelTree, each: Wrapped, strategy: fsdp.ShardingStrategy) -> None:
     own = {name: value for name, value in each.arguments.items() if name in (*_OF_A_UNIT, *_FSDP2S_OWN)}
     others = [name for name in each.arguments if name not in own]
     fqn, rule = tree.fqns[each.entry], "Only reshard_after_forward and the policies can differ between units of a plan"
@@ -203,41 +192,42 @@ def _check_own(tree: ModelTree, each: Wrapped, strategy: ShardingStrategy) -> No
         problem = f"sets {listing(others)} for {fqn} alone"
         raise TranslationError(message("auto_wrap_policy", problem, rule, "Pass it for the whole model"))
     check_arguments(Arguments(**own))
-    if _axes(own.get("sharding_strategy", strategy)) != _axes(strategy):
-        problem = f"sets {parse_strategy(own['sharding_strategy']).name} for {fqn} in {strategy.name}"
+    other = parse_strategy(own.get("sharding_strategy", strategy))
+    if _AXES[other.name] != _AXES[strategy.name]:
+        problem = f"sets {other.name} for {fqn} in {strategy.name}"
         fix = "Use strategies of one mesh, or call fully_shard on these modules with a mesh of their own"
         raise TranslationError(message("auto_wrap_policy", problem, rule, fix))
 
 
-def _mp_policy(mixed_precision: MixedPrecision | None, *, root: bool) -> MixedPrecisionPolicy:
+def _mp_policy(mixed_precision: fsdp.MixedPrecision | None, *, root: bool) -> fsdp.MixedPrecisionPolicy:
     """FSDP1 reduces in ``param_dtype`` if ``reduce_dtype`` is None, which FSDP2 does not since torch 2.15."""
     if mixed_precision is None or mixed_precision.param_dtype is None:
-        return MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
-    return MixedPrecisionPolicy(
+        return fsdp.MixedPrecisionPolicy(reduce_dtype=mixed_precision.reduce_dtype if mixed_precision else None)
+    return fsdp.MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
         reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
         cast_forward_inputs=casts_inputs(mixed_precision, root),
     )
 
 
-def casts_inputs(mixed_precision: MixedPrecision, root: bool) -> bool:
+def casts_inputs(mixed_precision: fsdp.MixedPrecision, root: bool) -> bool:
     """Return whether FSDP1 casts inputs: those of the root only, unless cast_forward_inputs is set."""
     return bool(mixed_precision.cast_forward_inputs or (root and mixed_precision.cast_root_forward_inputs))
 
 
-def _full_precision(around: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """For BatchNorm: inputs are cast to float32 and outputs back, by hooks in FSDP1 and by the policy in FSDP2."""
+def _full_precision(around: fsdp.MixedPrecision | None) -> fsdp.MixedPrecisionPolicy:
+    """For BatchNorm: cast inputs to float32 and outputs back, as hooks of FSDP1 did."""
     if around is None or around.param_dtype in (None, torch.float32):
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=around.param_dtype)
+        return fsdp.MixedPrecisionPolicy()
+    return fsdp.MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=around.param_dtype)
 
 
-def _offload_policy(cpu_offload: CPUOffload | None, device: torch.device | None) -> OffloadPolicy:
+def _offload_policy(cpu_offload: fsdp.CPUOffload | None, device: torch.device | None) -> fsdp.OffloadPolicy:
     """Memory is pinned only for an accelerator; without one pinning raises."""
     if cpu_offload is None or not cpu_offload.offload_params:
-        return OffloadPolicy()
+        return fsdp.OffloadPolicy()
     on_accelerator = torch.accelerator.is_available() and (device is None or device.type != "cpu")
-    return CPUOffloadPolicy(pin_memory=on_accelerator)
+    return fsdp.CPUOffloadPolicy(pin_memory=on_accelerator)
 
 
 def _buffer_dtypes(

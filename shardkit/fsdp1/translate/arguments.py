@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed import fsdp
 
 from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate.policy import Ignored, Wrapped
@@ -38,7 +32,7 @@ class Arguments:
     sharding_strategy: Any = None
     cpu_offload: Any = None
     auto_wrap_policy: Any = None
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    backward_prefetch: Any = fsdp.BackwardPrefetch.BACKWARD_PRE
     mixed_precision: Any = None
     ignored_modules: Any = None
     param_init_fn: Any = None
@@ -76,14 +70,13 @@ class Arguments:
 
 def check_arguments(given: Arguments) -> None:
     """Raise TranslationError for arguments that FSDP1 would not take either, or that FSDP2 cannot do."""
-    for name, kind in (("cpu_offload", CPUOffload), ("mixed_precision", MixedPrecision)):
+    for name, kind in (("cpu_offload", fsdp.CPUOffload), ("mixed_precision", fsdp.MixedPrecision)):
         value = getattr(given, name)
         if not isinstance(value, (kind, type(None))):
             raise TranslationError(message(name, f"must be None or a {kind.__name__}, got {shown(value)}", "", ""))
-    if given.world_size is not None:
-        check_ranks("world_size", given.world_size)
-    if given.ranks_per_node is not None:
-        check_ranks("ranks_per_node", given.ranks_per_node)
+    for name in ("world_size", "ranks_per_node"):
+        if getattr(given, name) is not None:
+            check_ranks(name, getattr(given, name))
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and given.mixed_precision is not None:
         problem = "is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"
         rule = "FSDP2 computes in param_dtype in eval mode too, so losses would differ"
@@ -94,7 +87,7 @@ def check_arguments(given: Arguments) -> None:
 def check_unwrapped(tree: ModelTree) -> None:
     """Raise TranslationError if FSDP1 has wrapped the model or part of it."""
     pairs = zip(tree.fqns, tree.modules, strict=True)
-    wrapped = [fqn or "(root)" for fqn, module in pairs if isinstance(module, FullyShardedDataParallel)]
+    wrapped = [fqn or "(root)" for fqn, module in pairs if isinstance(module, fsdp.FullyShardedDataParallel)]
     if wrapped:
         rule = "A translation needs the plain model, since FSDP1 flattens parameters"
         fix = "Remove FullyShardedDataParallel, wrap() and enable_wrap(), and pass the model itself"
@@ -116,10 +109,7 @@ def shown(value: Any) -> str:
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, (list, tuple, set, frozenset)):
-        kinds = dict.fromkeys(type(each).__name__ for each in value)
-        return f"{len(value)} of {listing(kinds, 3)}" if value else "none"
-    if isinstance(value, (torch.distributed.ProcessGroup, torch.distributed.device_mesh.DeviceMesh)):
-        return f"{type(value).__name__} of {value.size()} ranks"
+        return f"{len(value)} of {listing({type(each).__name__: None for each in value}, 3) or 'them'}"
     name = getattr(value, "name", None) or getattr(value, "__name__", None)
     name = name or getattr(getattr(value, "func", None), "__name__", None)
     text = name if isinstance(name, str) else repr(value)
@@ -155,7 +145,7 @@ class Decided:
 
     tree: ModelTree
     given: Arguments
-    strategy: ShardingStrategy
+    strategy: fsdp.ShardingStrategy
     wrapped: Sequence[Wrapped]
     ignored: Ignored
     plan: ShardingPlan
@@ -190,7 +180,7 @@ def _shown_field(value: Any) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
-def _strategy(decided: Decided, value: ShardingStrategy) -> tuple[Support, str]:
+def _strategy(decided: Decided, value: fsdp.ShardingStrategy) -> tuple[Support, str]:
     alone = ". On one rank FSDP1 uses NO_SHARD, which is the same" if decided.plan.mesh.size == 1 else ""
     return "mapped", (
         f"mesh {decided.plan.mesh}, reshard_after_forward={value.name in RESHARDING}; the root is not resharded "
@@ -211,38 +201,29 @@ def _policy(decided: Decided, value: Any) -> tuple[Support, str]:
 def _orig_params(decided: Decided, value: bool) -> tuple[Support, str]:
     if value:
         return "implied", "Parameters keep their names and become DTensors: build the optimizer after sharding"
-    return "noted", (
-        "Each parameter is a DTensor, where FSDP1 had a FlatParameter for each unit: optimizers may have "
-        "parameter groups, and their states have other shapes"
+    return (
+        "noted",
+        "Each parameter is a DTensor, where FSDP1 had a FlatParameter for each unit: states have other shapes",
     )
 
 
 def _ignored(decided: Decided, value: Any) -> tuple[Support, str]:
     here = [param for param in decided.tree.params.values() if param in decided.ignored.params]
-    elsewhere = len(decided.ignored.params) - len(here)
-    others = f"; {elsewhere} more are not in the model" if elsewhere else ""
     trained = "; neither FSDP reduces their gradients" if any(param.requires_grad for param in here) else ""
-    return "mapped", f"{len(here)} parameters are ignored_params{others}{trained}"
-
-
-def _per_node(decided: Decided, value: int) -> tuple[Support, str]:
-    if decided.strategy.name in HYBRID:
-        return "mapped", f"mesh {decided.plan.mesh}"
-    return "implied", f"{decided.strategy.name} does not depend on nodes"
+    return "mapped", f"{len(here)} parameters are ignored_params{trained}"
 
 
 # Where the value of an argument decides; only values other than the default get here.
-_BY_VALUE = {
+_BY_VALUE: dict[str, Callable[[Decided, Any], tuple[Support, str]]] = {
     "sharding_strategy": _strategy,
     "auto_wrap_policy": _policy,
-    "backward_prefetch": lambda decided, value: (
-        "noted",
-        "FSDP2 all-gathers the next unit before a unit's backward, like BACKWARD_PRE; one more unit may be gathered "
-        "at a time than in FSDP1",
-    ),
+    "backward_prefetch": lambda decided, value: ("noted", "FSDP2 prefetches in backward, like BACKWARD_PRE"),
     "limit_all_gathers": lambda decided, value: ("noted", "FSDP2 always limits all-gathers, without blocking the CPU"),
     "use_orig_params": _orig_params,
     "ignored_modules": _ignored,
     "ignored_states": _ignored,
-    "ranks_per_node": _per_node,
+    "ranks_per_node": lambda decided, value: (
+        "mapped" if decided.strategy.name in HYBRID else "implied",
+        f"mesh {decided.plan.mesh} of {decided.strategy.name}",
+    ),
 }

@@ -19,17 +19,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "translate",
         help="translate a configuration of FSDP1 to FSDP2, with a note for each key",
-        description="Translate a configuration file of accelerate, transformers, axolotl or ROLL to an FSDP2 "
-        "configuration, code or plan, with a note for each key. Exit code: 0 if everything was translated, 1 if "
-        "anything was refused, which prints the notes only, 2 if the command itself is invalid.",
+        description="Translate a configuration file of accelerate, transformers, axolotl or ROLL to FSDP2, with a note "
+        "for each key. Exit code: 0 if everything was translated, 1 if anything was refused, which prints the notes "
+        "only, 2 if the command itself is invalid.",
     )
     parser.add_argument("file", help="a JSON file, or a YAML file if PyYAML is installed")
-    parser.add_argument(
-        "--to",
-        choices=("accelerate2", "torch", "plan"),
-        default="accelerate2",
-        help="an accelerate file with fsdp_version 2, or a model's torch code or plan (default: %(default)s)",
-    )
+    to = "an accelerate file with fsdp_version 2, or a model's torch code or plan (default: %(default)s)"
+    parser.add_argument("--to", choices=("accelerate2", "torch", "plan"), default="accelerate2", help=to)
     parser.add_argument("--world", type=_ranks, metavar="RANKS", help="number of ranks (default: from the file)")
     parser.add_argument("--ranks-per-node", type=_ranks, metavar="RANKS", help="ranks on a node, for hybrid strategies")
     parser.add_argument("--model", metavar="MODEL", help="package.module:factory, or a config.json of transformers")

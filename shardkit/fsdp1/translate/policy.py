@@ -43,20 +43,12 @@ class Ignored:
 
 
 def wrapped_by(
-    tree: ModelTree,
-    policy: Any,
-    mixed_precision: MixedPrecision | None = None,
-    ignored: Ignored = Ignored(),
-    arguments: dict[str, Any] | None = None,
+    tree: ModelTree, policy: Any, mixed_precision: MixedPrecision | None, ignored: Ignored, arguments: dict[str, Any]
 ) -> list[Wrapped]:
     """Return the modules that FSDP1 would wrap below the root, in the model's order. Pure, except for the policy.
 
-    Args:
-        tree: the model.
-        policy: any that FSDP1 takes, or module classes; None wraps the root only.
-        mixed_precision: FSDP1 wraps its ``_module_classes_to_ignore``, by default BatchNorm, separately.
-        ignored: neither wrapped nor counted.
-        arguments: FSDP1's other arguments, which are passed to a policy object.
+    ``arguments`` are FSDP1's, which are passed to a policy object. As in FSDP1, the ``_module_classes_to_ignore`` of
+    mixed precision, by default BatchNorm, are wrapped separately.
 
     Raises:
         TranslationError: ``policy`` is not a policy, or it raised.
@@ -67,7 +59,7 @@ def wrapped_by(
     classes = () if mixed_precision is None else full_precision_classes(mixed_precision)
     try:
         if isinstance(policy, FSDP1Policy):
-            found = _ask_once(tree.modules[0], policy, ignored, arguments or {}, classes)
+            found = _ask_once(tree.modules[0], policy, ignored, arguments, classes)
         else:
             apart = None if mixed_precision is None else classes
             found = {module: {} for module in _ask_each(tree.modules[0], policy, ignored, apart)}
@@ -140,15 +132,12 @@ def ignored_of(tree: ModelTree, ignored_modules: Any, ignored_states: Any) -> Ig
         TranslationError: both are given, an element has another type, or nothing is left to shard.
     """
     if ignored_modules is not None and ignored_states is not None:
-        rule = "Cannot pass both ignored_modules and ignored_states at the same time"
-        raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone", rule)
+        raise _error("ignored_states", "is given together with ignored_modules", "Pass ignored_states alone")
     modules = _listed("ignored_modules", ignored_modules, nn.Module, "nn.Module")
-    both = "all nn.Parameter or all nn.Module"
-    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter), both)
+    states = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter), "nn.Parameter, or all nn.Module")
     params = [state for state in states if isinstance(state, nn.Parameter)]
     if params and len(params) < len(states):
-        rule = f"ignored_states expects {both} list elements but got types {_types(states)}"
-        raise _error("ignored_states", "has parameters and modules", "Pass either parameters or modules", rule)
+        raise _error("ignored_states", "has parameters and modules", "Pass either parameters or modules")
     modules += [state for state in states if isinstance(state, nn.Module)]
     below = frozenset(inner for module in modules for inner in module.modules())
     ignored = Ignored(below, frozenset(params).union(param for module in modules for param in module.parameters()))
@@ -164,7 +153,6 @@ def ignored_fqns(tree: ModelTree, ignored: Ignored) -> frozenset[str]:
 
 
 def _listed(argument: str, given: Any, kinds: Any, expected: str) -> list[Any]:
-    """Return what is given as a list. The rule is in FSDP1's words, for which programs may look."""
     if given is None:
         return []
     if not isinstance(given, Iterable) or isinstance(given, (str, nn.Module)):
@@ -172,13 +160,8 @@ def _listed(argument: str, given: Any, kinds: Any, expected: str) -> list[Any]:
     states = list(given)
     wrong = dict.fromkeys(type(state).__name__ for state in states if not isinstance(state, kinds))
     if wrong:
-        rule = f"{argument} expects {expected} list elements but got types {_types(states)}"
-        raise _error(argument, f"has elements of the types {listing(wrong)}", "Pass a list of modules", rule)
+        raise _error(argument, f"has elements of the types {listing(wrong)}", f"Pass a list of all {expected}")
     return states
-
-
-def _types(states: Iterable[object]) -> list[type]:
-    return sorted({type(state) for state in states}, key=repr)
 
 
 def _error(argument: str, problem: str, fix: str, rule: str = "") -> TranslationError:

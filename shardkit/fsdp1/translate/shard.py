@@ -96,17 +96,10 @@ def shard_translated(
     mesh_of: Callable[[Translation], DeviceMesh] | None = None,
     any_start: bool = False,
 ) -> tuple[Translation, DeviceMesh]:
-    """Shard ``model`` in place as ``decide`` says, without casting buffers. Collective over ``groups``.
+    """Shard ``model`` in place as ``decide`` says, without casting buffers, and return what was decided and the mesh.
 
-    Args:
-        model: the model.
-        decide: local; an error of one rank is raised on all.
-        groups: together they reach all ranks that shard; None is the world.
-        mesh_of: builds the mesh, ``mesh_for`` by default.
-        any_start: whether ranks may start from different values, as in FSDP1.
-
-    Returns:
-        What was decided, and the mesh.
+    Collective over ``groups``. An error of ``decide`` on one rank is raised on all. With ``any_start`` ranks may start
+    from different values, as in FSDP1.
     """
     ensure_process_group()
     decided: list[Translation] = []
@@ -170,11 +163,9 @@ def _device_type(translation: Translation) -> str:
 def _check(model: nn.Module, translation: Translation) -> None:
     """Raise what can be refused before the model changes."""
     device, mesh = translation.device, translation.device_mesh
-    if device is not None and device.type not in ("cpu", accelerator()):
-        problem = f"must be on this process's {accelerator()!r}, got {device}"
-        raise TranslationError(message("device_id", problem, "", "Remove device_id"))
-    if mesh is not None and device is not None and mesh.device_type != device.type:
-        problem = f"is {device}, but the device_mesh is on {mesh.device_type!r}"
+    allowed = ("cpu", accelerator()) if mesh is None else (mesh.device_type,)
+    if device is not None and device.type not in allowed:
+        problem = f"must be on {' or '.join(dict.fromkeys(allowed))}, got {device}"
         raise TranslationError(message("device_id", problem, "", "Remove device_id"))
     if not translation.process_groups:
         check_mesh(mesh, translation.plan.mesh)
@@ -191,10 +182,6 @@ def _check(model: nn.Module, translation: Translation) -> None:
         raise TranslationError(message(listing(without, 6), problem, rule, fix))
 
 
-# Before a unit is sharded its values are initialized from meta and broadcast from the first rank, as in FSDP1. One unit
-# at a time, so that no rank holds more than its shards and one full unit.
-
-
 def _own_states(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
@@ -208,9 +195,10 @@ def _on_meta(model: nn.Module, translation: Translation) -> Iterator[tuple[str, 
 
 
 class _UnitStates:
-    """Called with each unit right before it is sharded: initializes and broadcasts its values. Collective.
+    """Called with each unit right before it is sharded: initializes and broadcasts its values, as FSDP1. Collective.
 
-    Broadcasts run over the axes of ``mesh``, from the first rank of each, the replicating axis first.
+    One unit at a time, so that no rank holds more than its shards and one full unit. Broadcasts run over the axes of
+    ``mesh``, from the first rank of each, the replicating axis first.
     """
 
     def __init__(self, model: nn.Module, translation: Translation, mesh: DeviceMesh) -> None:

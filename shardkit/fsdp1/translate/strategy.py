@@ -102,7 +102,7 @@ def _node_size(strategy: ShardingStrategy, world_size: int, ranks_per_node: int 
 
 
 class Place(NamedTuple):
-    """The mesh of a translation: its shape; the given mesh, if FSDP2 can use it; or the groups to make a mesh of."""
+    """The mesh of a translation: its shape; the given mesh, if FSDP2 can use it; or the groups to make one of."""
 
     spec: MeshSpec
     device_mesh: DeviceMesh | None = None
@@ -110,11 +110,7 @@ class Place(NamedTuple):
 
 
 def place_of(
-    strategy: ShardingStrategy,
-    process_group: Any = None,
-    device_mesh: Any = None,
-    ranks_per_node: int | None = None,
-    world_size: int | None = None,
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any, ranks_per_node: int | None, world_size: int | None
 ) -> Place:
     """Return the mesh on which FSDP1 would shard; local.
 
@@ -172,12 +168,8 @@ def _of_groups(strategy: ShardingStrategy, given: Any) -> Place:
     groups = given if isinstance(given, tuple) else (given,)
     hybrid = strategy.name in HYBRID
     if len(groups) != 1 + hybrid or not all(isinstance(group, dist.ProcessGroup) for group in groups):
-        kinds = ", ".join(type(each).__name__ for each in groups)
-        wanted = "Tuple[dist.ProcessGroup, dist.ProcessGroup]" if hybrid else "one dist.ProcessGroup of this rank"
-        problem = f"is {'a tuple of ' * isinstance(given, tuple)}{kinds} for {strategy.name}"
-        rule = f"Expected process_group to be passed in as either None or {wanted}"
-        fix = "Pass (shard_group, replicate_group)" if hybrid else "Pass one of them"
-        raise _error("process_group", problem, fix, rule)
+        problem = f"is {', '.join(type(each).__name__ for each in groups)} for {strategy.name}"
+        raise _error("process_group", problem, f"Pass {'(shard_group, replicate_group)' if hybrid else 'one group'}")
     _check_member("process_group", all(dist.get_rank(group) >= 0 for group in groups))
     if not hybrid:
         return _of_group(strategy, groups[0])
@@ -196,5 +188,5 @@ def _check_member(argument: str, inside: bool) -> None:
         raise _error(argument, f"does not include rank {dist.get_rank()}", "Shard on its ranks only")
 
 
-def _error(argument: str, problem: str, fix: str = "", rule: str = "") -> TranslationError:
-    return TranslationError(message(argument, problem, rule, fix))
+def _error(argument: str, problem: str, fix: str = "") -> TranslationError:
+    return TranslationError(message(argument, problem, "", fix))

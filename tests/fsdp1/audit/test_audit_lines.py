@@ -87,6 +87,7 @@ def test_a_config_that_is_not_known_is_found_in_the_call_that_it_is_given_to():
 
 
 SEEN = [  # code, and the names found in it
+    ("class T:\n def a(self): self.m = FSDP(x)\n def b(self): self.m.no_sync()", ["FSDP", "no_sync"]),
     ("m = FSDP(a).to('cuda'); k = b\nm.no_sync(); k.no_sync()", ["FSDP", "no_sync"]),
     ("def f(m: 'list[int]', k: FSDP): m.no_sync(); k.no_sync()", ["FSDP", "no_sync"]),
     ("def f(x):\n    x.module\n    x = FSDP(x)\n    x.module", ["FSDP", "module"]),

@@ -126,11 +126,6 @@ def test_a_hybrid_strategy_needs_the_ranks_of_a_node():
         read(config)
 
 
-def test_an_unknown_key_is_told_what_it_may_have_been():
-    note = read(accelerate(shardign_strategy=1)).notes[-2]
-    assert note.sentence.endswith("Did you mean sharding_strategy?")
-
-
 def test_context_parallel_ranks_shard_and_tensor_parallel_ones_do_not():
     sizes = {"dp_shard_size": 2, "cp_size": 4, "tp_size": 2}
     section = {f"parallelism_config_{key}": value for key, value in sizes.items()}

@@ -88,7 +88,6 @@ POLICIES = st.sampled_from(
         CustomPolicy(
             lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if type(module) is Block else False
         ),
-        CustomPolicy(lambda module: {"device_id": 0} if type(module) is Block else False),
         CustomPolicy(lambda module: {"cpu_offload": CPUOffload(True)} if type(module) is Block else False),
         "no policy",
     ]
@@ -105,7 +104,6 @@ ARGUMENTS_OF = {
     "device_id": st.sampled_from([0, torch.device("cpu"), "cuda:1"]),
     "sync_module_states": st.booleans(),
     "forward_prefetch": st.booleans(),
-    "limit_all_gathers": st.booleans(),
     "use_orig_params": st.booleans(),
     "ignored_states": st.sampled_from(["module", "parameter", "both"]),
     "ranks_per_node": st.sampled_from([1, 2, 3, 4, 0, "8"]),
@@ -271,15 +269,12 @@ def test_what_fsdp2_cannot_have_is_repaired_and_noted():
 # Errors.
 
 
-def test_what_fsdp1_has_wrapped_is_refused():
+def test_what_fsdp1_has_wrapped_and_evaluating_in_full_precision_are_refused(monkeypatch):
     with fake_world(2):
         model = Decoder()
         model.layers[1] = fsdp1(model.layers[1])
         with pytest.raises(TranslationError, match=r"layers.1 is wrapped by FSDP1 already"):
             translate_fsdp1(model)
-
-
-def test_evaluating_in_full_precision_is_refused(monkeypatch):
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
     with pytest.raises(TranslationError, match="is set, and FSDP_USE_FULL_PREC_IN_EVAL=1"):
         translate_fsdp1(Decoder(), mixed_precision=MixedPrecision(BF16))
