@@ -46,9 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardkitError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130  # 128 + SIGINT, as shells count
 
 
 if __name__ == "__main__":

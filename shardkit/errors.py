@@ -24,11 +24,8 @@ class CheckpointError(ShardkitError):
 def message(subject: str, problem: str, rule: str, fix: str) -> str:
     """Return an error message in sentences, ``<subject> <problem>. <rule>. <fix>.``.
 
-    Args:
-        subject: a parameter's or module's FQN, or the argument's name.
-        problem: the rest of the sentence, with the value, as in ``"must be a DeviceMesh or MeshSpec, got dict"``.
-        rule: what must hold, unless the problem says so already.
-        fix: what to do.
+    The subject is an FQN or an argument's name; the problem has the value (``"must be a MeshSpec, got dict"``); the
+    rule may be empty where the problem says it.
     """
     parts = (part.rstrip(". ") for part in (f"{subject} {problem}", rule, fix) if part)
     return ". ".join(parts) + "."

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shardkit.errors import PlanError, message
-from shardkit.memory.estimate import Measured, base_plan, changed, offload, resharded, with_checkpoints
+from shardkit.memory.estimate import Measured, base_plan, changed, resharded, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, Prediction, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
@@ -26,14 +26,11 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class BudgetPlan(Prediction):
-    """The plan that was chosen, and all that were weighed, in order; the last one is the choice. Prints as a table.
-
-    ``budget`` are the bytes of each rank's GPU, ``reserved`` those of them that the plan may not use.
-    """
+    """The chosen plan; prints as a table of all that were ``weighed``, in order, whose last one is the choice."""
 
     weighed: tuple[Prediction, ...]
-    budget: int
-    reserved: int
+    budget: int  # bytes of each rank's GPU
+    reserved: int  # those of them that the plan may not use
 
     def __str__(self) -> str:
         peak, limit = self.peak.total, self.budget - self.reserved
@@ -73,8 +70,7 @@ def plan_for_budget(
         batch: one rank's micro-batch, as for :func:`shardkit.memory.estimate`.
         reserve: what of the budget is left for what is not counted: the allocator's fragmentation, NCCL's workspace,
             CUDA's context. Bytes, or a string such as ``"10%"`` or ``"6GiB"``; 0 lets the plan use all of it.
-        world_size: the number of ranks. Pass this, or ``mesh``, or neither to use the plan's mesh.
-        mesh: instead of ``world_size``.
+        world_size, mesh: the number of ranks, or their mesh; pass neither to use the plan's mesh.
         plan: the plan to start from; None is the default rule with ``mp_policy``.
         loss, optimizer: as for :func:`shardkit.memory.estimate`.
         ranks_per_node: to reshard within a node.
@@ -141,7 +137,7 @@ class Search:
     def weighed(self, base: ShardingPlan) -> list[Prediction]:
         """Return candidates in the order of what they cost, up to the first that fits and what that leaves to spend."""
         sharded, found = resharded(base), list[Prediction]()
-        for labels, start in (((), sharded), (("on the CPU",), offload(sharded))):
+        for labels, start in (((), sharded), (("on the CPU",), changed(sharded, offload_policy=CPUOffloadPolicy()))):
             found += self._from(labels, start)
             if found[-1].peak.total <= self.limit:
                 break
@@ -200,8 +196,5 @@ class Search:
 
 
 def _most(highest: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``highest`` that fits; 0 if none does. All numbers above a misfit are misfits.
-
-    Keeping more never needs less memory, so that holds. If it did not, the result would still fit.
-    """
+    """Return the largest number up to ``highest`` that fits, else 0: keeping more never needs less memory."""
     return bisect_left(range(1, highest + 1), True, key=lambda number: not fits(number))

@@ -21,7 +21,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     Args:
         tree: the model; modules whose parameters are used without calling them are added to ``tree.uncalled``.
         make: makes a plan of ``tree``; called again after modules were added to ``tree.uncalled``.
-        batch: one rank's micro-batch, as ``fake_copy`` takes it; values are not read.
+        batch: one rank's micro-batch; values are not read.
         is_default: ``make`` follows the default rule, which leaves out units whose parameters are used outside.
 
     Raises:
@@ -48,11 +48,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
-    """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in. Local; the model is unchanged.
-
-    Raises:
-        PlanError: the model does not run on fake tensors.
-    """
+    """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
     fix = "Pass a batch that the model accepts, or leave example_batch out"
     with fake_copy(model, plan, batch, "example_batch", fix) as (copied, args, kwargs):

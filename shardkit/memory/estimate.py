@@ -24,10 +24,7 @@ from shardkit.planning.tree import ModelTree
 
 @dataclass(frozen=True)
 class StrategyEstimate(Prediction):
-    """What one strategy needs on one rank, with ``host`` bytes of CPU memory for what is offloaded.
-
-    Its ``plan`` is the one that was estimated, changed.
-    """
+    """What one strategy needs on one rank, with ``host`` bytes of CPU memory for what is offloaded."""
 
     host: int
 
@@ -84,8 +81,7 @@ def estimate(
 
     Args:
         model: on any device, meta too, in its present train or eval mode; or a plan, which is enough without ``batch``.
-        world_size: the number of ranks. Pass this, or ``mesh``, or neither to use the plan's mesh.
-        mesh: instead of ``world_size``.
+        world_size, mesh: the number of ranks, or their mesh; pass neither to use the plan's mesh.
         plan: the units, dtypes and settings; None is the default rule with ``mp_policy``.
         batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one;
             only shapes and dtypes count. None leaves out activations.
@@ -193,8 +189,8 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
         found["secondary shards in a node (hpZ)"] = resharded(sharded, node)
     found["ZeRO-3, blocks checkpointed"] = every_block
     found["ZeRO-3, optimizer in backward"] = sharded
-    found["ZeRO-3, offloaded to the CPU"] = offload(sharded)
-    found["ZeRO-3, checkpointed and offloaded"] = offload(every_block)
+    found["ZeRO-3, offloaded to the CPU"] = changed(sharded, offload_policy=CPUOffloadPolicy())
+    found["ZeRO-3, checkpointed and offloaded"] = changed(every_block, offload_policy=CPUOffloadPolicy())
     return found
 
 
@@ -220,11 +216,6 @@ def checkpointed(plan: ShardingPlan) -> set[str]:
 def with_checkpoints(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
     """Return the plan in which exactly the units of these names are checkpointed."""
     return changed(changed(plan, checkpoint_activations=False), names, checkpoint_activations=True)
-
-
-def offload(plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan with all units offloaded to the CPU."""
-    return changed(plan, offload_policy=CPUOffloadPolicy())
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:

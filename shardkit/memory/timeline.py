@@ -1,8 +1,7 @@
 """Replay what FSDP2 allocates and frees on one rank through a training step, around a trace of the model.
 
-FSDP2 splits dim 0 into one chunk for each rank, of ``ceil(dim0 / ranks)`` rows; the last chunks are padded. Rank 0
-holds the most, so rank 0 is counted. The replay follows ``FSDPParamGroup``, ``foreach_all_gather`` and
-``foreach_reduce`` of torch 2.13, in the order of the CPU's calls, which is the caching allocator's.
+FSDP2 pads the last chunks of dim 0, so rank 0, which holds the most, is counted. The replay follows ``FSDPParamGroup``,
+``foreach_all_gather`` and ``foreach_reduce`` of torch 2.13, in the order of the CPU's calls, as the caching allocator.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class Point:
 
     @property
     def where(self) -> str:
-        """The moment and its unit, in words."""
+        """The moment and its unit."""
         return f"{self.moment} of {self.unit}" if self.unit else self.moment
 
 

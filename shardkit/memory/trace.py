@@ -1,8 +1,7 @@
 """Trace one training step of a model on fake tensors, split at the points where FSDP2's hooks gather and free units.
 
-Everything allocated between two such points is the model's own: activations, temporaries, gradients. A trace measures
-that once, for one rank's batch, without sharding anything. What the units hold follows from the plan and is added by
-:mod:`shardkit.memory.timeline`, so one trace serves every strategy.
+All that is allocated between two such points is the model's own: activations, temporaries, gradients. What units hold
+follows from the plan and is added by :mod:`shardkit.memory.timeline`, so one trace serves every strategy.
 """
 
 from __future__ import annotations
@@ -71,13 +70,10 @@ def trace(
 ) -> Trace:
     """Measure one forward and backward of a copy of ``model`` on fake tensors. Local; the model is unchanged.
 
+    Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the intervals, and the
+    dtypes to compute in. The output is dropped before backward, as in ``model(**batch).loss.backward()``.
+
     Args:
-        model: not sharded, on any device, meta too.
-        plan: its units define the intervals, and the dtypes that the model computes in; its tiles are computed as such.
-        batch: one rank's micro-batch: a mapping of keyword arguments, a tuple of positional ones, or the only one.
-            Shapes and dtypes count, values are not read.
-        loss: maps what forward returns to the loss; by default its ``loss``, else the mean of its first tensor. The
-            output is dropped before backward, as in ``model(**batch).loss.backward()``.
         checkpointed: names of the units whose activations are checkpointed; by default those of the plan.
         meter: to measure with; a subclass may count more than bytes.
 
@@ -119,7 +115,7 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def mixed(kept: Trace, checkpointed: Trace, names: Collection[str]) -> Trace | None:
-    """Return the trace in which exactly the units of these names are checkpointed, from those with none and with all.
+    """Return the trace in which exactly these units are checkpointed, from those with none and with all.
 
     None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
     """
@@ -144,9 +140,6 @@ def without_activations(plan: ShardingPlan) -> Trace:
         steps += [Interval(BACKWARD, name, grads[name], grads[name]), Interval(AFTER_BACKWARD, name)]
     others = sum(plan.specs[fqn].nbytes for fqn in plan.unsharded if fqn in plan.specs and plan.specs[fqn].trainable)
     return Trace((*steps, Interval(AFTER_BACKWARD, root, others, others)), grads, 0, others)
-
-
-# Bytes of an interval.
 
 
 class IntervalMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -265,8 +258,7 @@ def hook_unit(
 ) -> None:
     """Call ``before`` with the inputs of the first of a unit's modules, and ``after`` with the output of the last.
 
-    Both return what to go on with, in the dtypes that FSDP2 casts to. Hooks that the user registered run inside of
-    these, as inside of FSDP2's, which also watches the inputs of the first module only (torch 2.13).
+    Both return what to go on with, in the dtypes that FSDP2 casts to. The user's hooks run inside, as with FSDP2's.
     """
     policy, waiting = unit.mp_policy, set[nn.Module]()
 

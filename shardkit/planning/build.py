@@ -54,9 +54,9 @@ class Request:
         """Raise PlanError if anything but a mesh was given, as beside a finished plan."""
         defaults = {**vars(Settings()), "units": None, "ignored_params": None, "prefetch": 0, "forward_methods": ()}
         values = {**vars(self.settings), **vars(self)}
+        others = {"memory_budget": memory_budget, "example_batch": self.example_batch}
         given = [name for name, default in defaults.items() if values[name] != default]
-        given += ["memory_budget"] * (memory_budget is not None)
-        given += ["example_batch"] * (self.example_batch is not None)
+        given += [name for name, value in others.items() if value is not None]
         if given:
             problem = f"was given together with {listing(given)}, and contains all settings"
             raise PlanError(message("plan", problem, "", "Pass plan=plan_model(...) alone, with a mesh if you like"))

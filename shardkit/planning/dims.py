@@ -20,12 +20,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
     FSDP2 gives whole rows of dim 0 to each rank: 8 experts on 64 ranks leave 56 of them without any. It shards other
     dims in equal parts only, and copies what is sharded so once more in each all-gather and reduce-scatter. So the
     shapes that waste most are taken first, and no more than needed, each on the first dim that divides: its shards
-    are the longest runs in memory. Notes say which and why, and what no dim divides.
-
-    Args:
-        plan: with the dims that are given.
-        keep: FQNs of parameters that stay on the dim that the plan has for them, besides those of units whose rule gave
-            a dim.
+    are the longest runs in memory. Notes say which and why, and what no dim divides. Parameters in ``keep``, and those
+    of units whose rule gave a dim, stay as they are.
     """
     keep = {*keep, *(fqn for unit in plan.units if unit.dim_given for fqn in unit.params)}
     by_shape: dict[object, list[tuple[ParamSpec, int, int]]] = defaultdict(list)

@@ -1,7 +1,6 @@
-"""Repairs of units that torch would refuse: split ties, and several dtypes that train in one unit.
+"""Repairs of the default rule's units that torch would refuse: split ties, and several dtypes that train in one.
 
-They apply to the units of the default rule and of an FSDP1 policy. A user's own rules are never repaired; there the
-same finding is an error.
+FSDP1's policies are repaired too. In a user's own rules the same finding is an error.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ def join_ties(
     outer one owns the parameter.
     """
     notes: list[str] = []
-    if not tree.ties:
-        return selections, notes
-    for _ in range(len(tree.ties) + len(selections) + 1):  # each round joins a tie or dissolves a unit
+    while tree.ties:  # each round joins a tie or dissolves a unit; in the end the root owns everything
         split = assign(tree, [selection.entries for selection in selections], ignored).split
         if not split:
-            return selections, notes
+            break
         selections, new_notes = _join(tree, selections, owners(tree, split[0]))
         notes += new_notes
-    raise AssertionError(f"ties {split} are still split")  # our own invariant: in the end the root owns everything
+    return selections, notes
 
 
 def _join(tree: ModelTree, selections: list[Selection], sharing: Iterable[int]) -> tuple[list[Selection], list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import agree
 
+ADVICE = "Do not split this model's sequences; shorten them, or checkpoint its blocks"
 # The tensors of a batch with a value for each token, and what padding gets; padded position ids count from 0.
 PADDING = {
     **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids"), 0),
@@ -25,40 +26,14 @@ PADDING = {
 }
 
 
-class Call(NamedTuple):
-    """One attention call: its module's FQN, ``elements`` of a token in its four all-to-alls, and their dtype."""
-
-    layer: str
-    elements: int
-    dtype: torch.dtype
-
-
-def counted(inputs: Tensor, mask: Tensor | None, first: int) -> Tensor:
-    """Return position ids by place, as most models count them."""
-    return torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
-
-
 @dataclass
 class Attention:
-    """What a split model's attention shares, and what was found of the model.
+    """What the modules of a split model share."""
 
-    Attributes:
-        group: the ranks that share a sequence.
-        pad: the id of padding.
-        cuts_inputs: whether batches are cut, or by the model's text part, when images are in their places.
-        takes_positions: whether the model takes ``position_ids``.
-        place: the position ids that it takes where a batch has none, of inputs, mask and ``pad``.
-        packs: whether masks keep documents apart.
-        calls: of the last forward, in order.
-    """
-
-    group: dist.ProcessGroup
-    pad: int
-    cuts_inputs: bool
-    takes_positions: bool
-    place: Callable[[Tensor, Tensor | None, int], Tensor] = counted
-    packs: bool | None = None
-    calls: list[Call] = field(default_factory=list)
+    group: dist.ProcessGroup  # the ranks that share a sequence
+    cuts_inputs: bool  # whether batches are cut, or by the model's text part, when images are in their places
+    packs: bool = True  # whether masks keep documents apart where position ids begin anew; gpt-oss's do not
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of attention in the last forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
         return self  # a copy of the model is split as the model
@@ -66,27 +41,16 @@ class Attention:
 
 @dataclass
 class Whole:
-    """The batch that a part was cut from; ``part["sequence"]``.
+    """The batch that a part was cut from; ``part["sequence"]``."""
 
-    Attributes:
-        length: tokens of each sequence, without the padding that makes the parts equal.
-        padded: with it; a multiple of the ranks.
-        positions: position ids of all tokens, (batch, padded); None if the model computes them.
-        mask: the attention mask of all tokens, (batch, padded); None if there was none.
-        targets: labels of all ranks that count in the loss, divided by the number of ranks; None without labels.
-        highest: the highest position id of all tokens; None if the model has none.
-        packs: whether the model's masks keep documents apart; None until a part with several shows it.
-        loss_called: whether the model's own loss went through ``loss_function``.
-    """
-
-    length: int
-    padded: int
-    positions: Tensor | None
-    mask: Tensor | None
-    targets: Tensor | None
-    highest: Tensor | None
-    packs: bool | None
-    loss_called: bool = False
+    length: int  # tokens of each sequence, without the padding that makes the parts equal
+    padded: int  # with it; a multiple of the ranks
+    positions: Tensor | None  # position ids of all tokens, (batch, padded); None if the text model makes them
+    mask: Tensor | None  # the attention mask of all tokens, (batch, padded); None if there was none
+    targets: Tensor | None  # labels of all ranks that count in the loss, divided by the number of ranks
+    highest: Tensor | None  # the highest position id of all tokens
+    packs: bool  # as of ``Attention``
+    loss_called: bool = False  # whether the model's own loss went through ``loss_function``
 
     def to(self, *args: Any, **kwargs: Any) -> Whole:
         """Return a copy on another device, as for a tensor; so a loop may move each value of a part."""
@@ -107,12 +71,7 @@ def running() -> Whole:
 
 
 class SplitSequence:
-    """Splits batches for a model that :func:`split_sequence` has changed.
-
-    Attributes:
-        group: the ranks that share each sequence.
-        attention: what was found of the model.
-    """
+    """Splits batches for a model that :func:`split_sequence` has changed; ``group`` are the ranks of each sequence."""
 
     def __init__(self, attention: Attention) -> None:
         self.group, self.attention = attention.group, attention
@@ -147,9 +106,8 @@ class SplitSequence:
         self._check(full, inputs.shape[:2])
         length, attention = inputs.shape[1], self.attention
         by = -length % self._ranks
-        packs = attention.packs if "position_ids" in full else False
-        if attention.cuts_inputs and attention.takes_positions and "position_ids" not in full:
-            full["position_ids"] = attention.place(inputs, full.get("attention_mask"), attention.pad)
+        if attention.cuts_inputs and "position_ids" not in full:
+            full["position_ids"] = torch.arange(length, device=inputs.device).expand(len(inputs), -1)
         if "labels" in full:
             full["labels"] = pad(full["labels"][:, 1:], 1, 1, PADDING["labels"])
         full = {name: pad(x, by, _dim(name), PADDING[name]) if name in PADDING else x for name, x in full.items()}
@@ -159,7 +117,8 @@ class SplitSequence:
         targets = None if labels is None else (labels != PADDING["labels"]).sum() / self._ranks
         positions = ids if ids is None or ids.ndim == 2 else ids[0] if len(ids) == 4 else None
         highest = None if ids is None else ids.max()
-        whole = Whole(length, length + by, positions, full.get("attention_mask"), targets, highest, packs)
+        mask = full.get("attention_mask")
+        whole = Whole(length, length + by, positions, mask, targets, highest, attention.packs)
         names = set(PADDING) if attention.cuts_inputs else {"labels", "shift_labels"}
         part = {name: self._part(x, _dim(name)) if name in names else x for name, x in full.items()}
         return part | {"sequence": whole}
@@ -184,24 +143,6 @@ class SplitSequence:
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    @property
-    def layers(self) -> list[str]:
-        """FQNs of the attention modules that the last forward ran, in order, for ``plan.collectives``."""
-        return [call.layer for call in self.attention.calls]
-
-    def traffic(self, tokens: int) -> int:
-        """Return the bytes that each rank sends in one forward's all-to-alls, four for each of :attr:`layers`; local.
-
-        A layer sends ``(ranks - 1) / ranks * tokens / ranks`` times the elements of a token's query, key, value and
-        output, with keys and values repeated where their heads are fewer than ranks. A backward costs as much, and a
-        checkpointed forward once more.
-
-        Args:
-            tokens: of the whole batch with padding: rows times a multiple of the ranks.
-        """
-        sizes = sum(call.elements * call.dtype.itemsize for call in self.attention.calls)
-        return sizes * tokens * (self._ranks - 1) // self._ranks**2
-
     def _part(self, x: Tensor, dim: int) -> Tensor:
         return x.chunk(self._ranks, dim)[self._rank].contiguous()
 
@@ -209,9 +150,8 @@ class SplitSequence:
         """Raise on all ranks if a rank's batch cannot be split, or is not the others'."""
         problem, mask = "", batch.get("attention_mask")
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-            shown = f"got shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"got {type(mask).__name__}"
-            problem = f"must have the shape (batch, tokens), {shown}"
+        if mask is not None and getattr(mask, "ndim", 0) != 2:
+            problem = f"must have the shape (batch, tokens), got {getattr(mask, 'shape', type(mask).__name__)}"
             rule = "Masks of pairs of tokens cannot be rebuilt"
             problem = message("attention_mask", problem, rule, "Pass position_ids that restart at each document")
         for name in [name for name, x in tensors.items() if name not in PADDING and x.shape[:2] == shape][:1]:

@@ -67,13 +67,7 @@ def deal(queries: int, keys: int, ranks: int) -> Heads:
 def to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, heads: int, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange this rank's tokens of all heads for all tokens of its heads. Collective: three all-to-alls.
-
-    Args:
-        query, key, value: of this rank's tokens.
-        group: the ranks that share the sequence.
-        heads, sequence: the dims of heads and tokens.
-    """
+    """Exchange this rank's tokens of all heads for all tokens of its heads. Collective: three all-to-alls."""
     copies = deal(query.shape[heads], key.shape[heads], group.size()).copies
     if copies > 1:
         key, value = key.repeat_interleave(copies, heads), value.repeat_interleave(copies, heads)

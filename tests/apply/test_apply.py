@@ -52,17 +52,6 @@ def test_only_two_digests_are_exchanged() -> None:
     assert [call.args[0].nbytes for call in reduce.call_args_list] == [24, 16, 24]  # the last: all have succeeded
 
 
-def test_prefetching_runs_in_the_models_order() -> None:
-    model = Decoder()
-    with fake_world(8):
-        shard_model(model, prefetch=2)
-    order = [model.embed, *model.layers, model.norm]
-    ahead = [state._modules[0] for state in model.layers[0]._get_fsdp_state()._states_to_forward_prefetch]
-    behind = [state._modules[0] for state in model.layers[2]._get_fsdp_state()._states_to_backward_prefetch]
-    assert ahead == order[2:4]
-    assert behind == order[2:0:-1]
-
-
 def test_parameters_that_are_not_contiguous() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
     model.append(nn.Linear(5, 3))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +12,6 @@ from torch import nn
 from shardkit import (
     MeshSpec,
     PlanError,
-    ShardingPlan,
     apply_plan,
     by_name,
     full_state_dict,
@@ -25,7 +21,6 @@ from shardkit import (
     set_gradient_reduction,
     shard_model,
 )
-from shardkit.memory import estimate
 from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 
 AXES = ("dp_replicate", "efsdp", "ep")
@@ -56,31 +51,6 @@ def test_a_plan_made_on_a_laptop_says_which_mesh_each_unit_is_on() -> None:
     assert (counts.all_gathers, counts.reduce_scatters, counts.all_reduces) == (8, 4, 4 + 2)
     alone = expert_plan(ExpertNet(), spec(2, 1, 32)).collectives()  # each rank has its experts whole
     assert (alone.all_gathers, alone.reduce_scatters, alone.all_reduces) == (4, 2, 4 + 2)
-
-
-def test_the_mesh_of_a_unit_is_compared_written_and_read() -> None:
-    plan = expert_plan(ExpertNet(), spec(2, 4))
-    data = json.loads(json.dumps(plan.to_dict()))
-    assert ShardingPlan.from_dict(data) == plan
-    everywhere = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, mesh=None) for unit in plan.units))
-    assert "unit layers.0.experts: mesh: efsdp" in plan.diff(everywhere)
-
-
-def test_memory_counts_the_part_of_each_rank() -> None:
-    model = ExpertNet()
-    rows = estimate(expert_plan(model, spec(2, 4)), optimizer="adamw")
-    experts = sum(param.nbytes for layer in model.layers for param in layer.experts.parameters())
-    rest = sum(param.nbytes for param in model.parameters()) - experts
-    part = (experts + rest) // 8
-    assert part <= rows["ZeRO-3"].timeline[0].parameters < part + 8 * 64, "but for padding"
-    assert "replicated (DDP)" not in [row.name for row in rows]
-
-
-def test_an_axis_alone_is_all_ranks() -> None:
-    model = ExpertNet()
-    plan = expert_plan(model, MeshSpec((4,), ("efsdp",)))
-    assert {unit.mesh for unit in plan.units} == {None}
-    assert not any(spec.tensor_parallel for spec in plan.params)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accumulate_net import batches, integer_net, loss, micro_steps, one_large_batch, shard
 from grads_net import MESHES, Net, full_grads
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.errors import ShardkitError
@@ -117,17 +117,6 @@ def test_what_16_bits_cannot_hold_is_rounded_once():
             differ += bool(error.any())
             assert error.le((2**-8 + 2**-20) * size[name]).all(), name
         assert differ, "nothing was rounded"
-
-
-@distributed(world_size=4, backend="gloo")
-def test_with_offload_and_fp16():
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    net = shard(integer_net(), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    set_reduce_precision(net, wire=torch.float16)
-    ids = batches(1, 1)
-    micro_steps(net, ids)
-    expected = one_large_batch(integer_net(), ids)
-    assert all(torch.equal(grad, expected[name]) for name, grad in full_grads(net).items())
 
 
 # What is refused.

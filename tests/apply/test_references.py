@@ -96,13 +96,6 @@ def test_what_is_larger_or_deeper_is_not_searched() -> None:
     assert [each.name for each in references(model)] == ["named['a']"]
 
 
-def test_recurrent_modules_keep_their_own_list() -> None:
-    model = nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4))
-    with fake_world(2):
-        shard_model(model)
-    assert [id(each) for each in model[0]._flat_weights] == [id(each) for each in model[0].parameters()]
-
-
 def as_view(model: nn.Module) -> None:
     model[1].flat = [model[1].a.weight.view(-1)]
 

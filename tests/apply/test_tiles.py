@@ -194,15 +194,6 @@ def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
         torch.testing.assert_close(param.grad, grad, rtol=1e-14, atol=1e-14)
 
 
-def test_arguments_without_tokens_are_refused() -> None:
-    module = Mlp()
-    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
-    with pytest.raises(ShardkitError, match=re.escape("its was called with a tensor of shape (6,) first.")):
-        module(torch.randn(6))
-    with pytest.raises(ShardkitError, match="its was called with no tensor"):
-        module(3)
-
-
 @pytest.mark.parametrize(
     ("rules", "text"),
     [

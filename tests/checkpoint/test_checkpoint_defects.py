@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_net import assert_same
 from torch import nn
+from trees import assert_same
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
 

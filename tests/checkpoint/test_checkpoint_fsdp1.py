@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_net import assert_same, is_first
+from checkpoint_net import is_first
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import (
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from trees import assert_same
 
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint

@@ -8,10 +8,10 @@ import shutil
 import pytest
 import saved_before
 import torch
-from checkpoint_net import assert_same
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from trees import assert_same
 
 from shardkit.checkpoint import chunks, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_net import assert_same
 from meshes import mesh_of
 from test_checkpoint_fsdp1 import build, train, trained_plain, wrapped
 from torch.distributed.fsdp import (
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from trees import assert_same
 
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_net import assert_same, build, is_first, train, whole
+from checkpoint_net import build, is_first, train, whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
+from trees import assert_same
 
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.checkpoint.directory import finish_deletions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoint_net import assert_same
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from trees import assert_same
 
 from shardkit import shard_model
 from shardkit.checkpoint import load_checkpoint, save_checkpoint

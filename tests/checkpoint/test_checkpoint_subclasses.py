@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_net import assert_same
 from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trees import assert_same
 
 from shardkit import init_on_meta, materialize
 from shardkit.checkpoint import load_checkpoint, load_pretrained, save_checkpoint

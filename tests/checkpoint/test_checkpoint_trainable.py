@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_net import assert_same
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trees import assert_same
 
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, load_pretrained, save_checkpoint
 from shardkit.errors import CheckpointError, ShardkitError

@@ -83,23 +83,5 @@ def whole(net: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     }
 
 
-def assert_same(one: Any, other: Any, path: str = "") -> None:
-    """Equal in every type, number and bit."""
-    assert type(one) is type(other), path
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, path
-        assert torch.equal(one, other), path
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), path
-        for key in one:
-            assert_same(one[key], other[key], f"{path}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{path}.{index}")
-    else:
-        assert one == other, path
-
-
 def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0

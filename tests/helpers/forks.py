@@ -34,6 +34,9 @@ def serve() -> None:
     if not SERVES or server._forkserver_address is not None:
         return
     resource_tracker.ensure_running()  # else each process that asks would start its own
+    # It would start another server, which imports everything anew, where the server is not this process's child: in
+    # forks of pytest, and in what the server starts.
+    server.ensure_running = lambda: None
     address = connection.arbitrary_address("AF_UNIX")
     alive, alive_here = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -48,7 +51,6 @@ def serve() -> None:
                 os._exit(0)
     os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd = address, alive_here
-    server.ensure_running = lambda: None  # it would start another where the server is not this process's child
 
 
 def python(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -39,31 +39,12 @@ GOOD = {"equal", "invalid", "refused", "refused late"}
 WORDS = 11
 KERNELS_BY_ALIGNMENT = {"transposed", "attention", "lstm"}
 IN_BLOCK = (
-    "batch_norm",
-    "counter",
-    "spectral_norm",
-    "weight_norm",
-    "attention",
-    "lstm",
-    "cached",
-    "transposed",
-    "lazy",
-)
+    "batch_norm", "counter", "spectral_norm", "weight_norm", "attention", "lstm", "cached", "transposed", "lazy",
+)  # fmt: skip
 IN_MODEL = (
-    "tied",
-    "shared_block",
-    "shared_param",
-    "frozen_block",
-    "frozen_biases",
-    "scalar",
-    "root_param",
-    "weight_outside",
-    "unused",
-    "own_checkpoint",
-    "no_grad_block",
-    "mixed_dtypes",
-    "inplace",
-)
+    "tied", "shared_block", "shared_param", "frozen_block", "frozen_biases", "scalar", "root_param", "weight_outside",
+    "unused", "own_checkpoint", "no_grad_block", "mixed_dtypes", "inplace",
+)  # fmt: skip
 ON_PARAMS = ("grad_hook", "post_hook", "forward_hook", "attribute", "hidden_list", "hidden_alias", "hidden_closure")
 
 

@@ -21,15 +21,16 @@ Batch = dict[str, Any]
 
 
 def kinds(seed: int) -> list[Batch]:
-    """Micro-batches: of odd length, padded on the left, on the right, and of three documents."""
+    """Micro-batches: of odd length, of odd length padded on the left, padded on the right, and of three documents."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 67, (4, 2, 16), generator=generator)
     labels = ids.clone()
     labels[:, :, : 3 + seed % 3] = -100
     batches: list[Batch] = [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
     odd = {name: x[:, :13] for name, x in batches[0].items()}
+    batches[1] = {name: x[:, :15] for name, x in batches[1].items()}
     for batch, hidden in ((batches[1], slice(None, 5)), (batches[2], slice(10, None))):
-        batch["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][1, hidden] = 0
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     lengths = [5, 2, 8 + seed % 2]
@@ -107,31 +108,12 @@ def parity(model: nn.Module, batches: list[list[Batch]], sp: int, **settings: An
 def vision_language() -> nn.Module:
     """A tiny Qwen3-VL."""
     torch.manual_seed(0)
-    text = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-        "initializer_range": 0.2,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-        "initializer_range": 0.2,
-    }
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    vision["initializer_range"] = 0.2
     tokens = dict(zip(("image_token_id", "video_token_id", "vision_start_token_id"), (90, 91, 92), strict=True))
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=93, **tokens)
     return transformers.Qwen3VLForConditionalGeneration(config).double()

@@ -87,23 +87,6 @@ class LstmLm(nn.Module):
         return self.head(self.lstm(self.embed(ids))[0])
 
 
-class CellLoop(nn.Module):
-    """A cell called once for each step of the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        state, states = ids.new_zeros(len(ids), WIDTH, dtype=torch.float32), []
-        for step in self.embed(ids).unbind(1):
-            state = self.cell(step, state)
-            states.append(state)
-        return self.head(torch.stack(states, 1))
-
-
 class NanoGpt(nn.Module):
     """As nanoGPT: ``transformer`` is a ModuleDict, the head's weight is the embedding's."""
 
@@ -211,32 +194,6 @@ class UNet(nn.Module):
         return self.out(x)
 
 
-class Stage(nn.Module):
-    def __init__(self, width: int, last: bool) -> None:
-        super().__init__()
-        self.blocks = blocks(2, width)
-        self.downsample = None if last else nn.Linear(2 * width, 2 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = run(self.blocks, x)
-        return x if self.downsample is None else self.downsample(x.unflatten(1, (-1, 2)).flatten(2))
-
-
-class Stages(nn.Module):
-    """Two levels as in Swin: stages of blocks, of which each stage is twice as wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch_embed = nn.Conv2d(3, 4, 2, 2)
-        self.stages = nn.ModuleList([Stage(4, False), Stage(8, False), Stage(16, True)])
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patch_embed(x).flatten(2).transpose(1, 2)
-        return self.head(self.norm(run(self.stages, x)).mean(1))
-
-
 class AutoEncoder(nn.Module):
     """Transposed convolutions in channels_last: four-dimensional parameters are not contiguous."""
 
@@ -290,13 +247,11 @@ USUAL = {
     "nn_transformer": Entry(nn_transformer, two_sequences),
     "encoder_classifier": Entry(EncoderClassifier, vectors),
     "lstm_lm": Entry(LstmLm, tokens, next_token),
-    "cell_loop": Entry(CellLoop, tokens, next_token),
     "nanogpt_tied": Entry(NanoGpt, tokens, next_token),
     "functional_tie": Entry(FunctionalTie, tokens, next_token),
     "head_by_weight": Entry(HeadByWeight, tokens, next_token),
     "resnet": Entry(ResNet, pixels),
     "unet": Entry(UNet, pixels),
-    "stages": Entry(Stages, pixels),
     "channels_last": Entry(lambda: AutoEncoder().to(memory_format=torch.channels_last), pixels),
     "weight_norm": Entry(VisionNorm, vectors),
     "complex": Entry(Spectral, vectors),

@@ -71,7 +71,6 @@ PUBLIC_UNDERSCORES = {
     "_current_frames": "of sys, documented by Python",
     "_buffers": "likewise",
     "_modules": "likewise",
-    "_attn": "of transformers' modules that compute attention themselves, of query, key, value and mask",
     "_attn_implementation": "of transformers' configs, which have no public name for it",
 }
 

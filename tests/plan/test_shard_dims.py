@@ -1,6 +1,5 @@
 """The dim on which each parameter is sharded, where it is not dim 0: as data, as text, as torch code."""
 
-import copy
 import json
 from dataclasses import replace
 
@@ -10,9 +9,7 @@ from small_moe import MoE, dims_of
 from test_plan import sharded_by_its_code
 from torch.distributed.tensor import Shard
 
-from shardkit import MeshSpec, PlanError, ShardingPlan, ShardUnit, apply_plan, by_class, by_name, group, plan_model
-from shardkit.plan.types import nbytes
-from shardkit.testing import fake_world
+from shardkit import MeshSpec, PlanError, ShardingPlan, by_class, by_name, group, plan_model
 
 EIGHT = MeshSpec.sharded(8)
 COLUMNS = by_class("MoEBlock", shard_dim=1)
@@ -22,13 +19,6 @@ UP, DOWN = "layers.0.experts.up", "layers.0.experts.down"
 def on_dims(plan: ShardingPlan, dims: dict[str, int], **changes: object) -> ShardingPlan:
     """The plan with these dims in its first unit."""
     return replace(plan, units=(replace(plan.units[0], shard_dims=dims, **changes), *plan.units[1:]))
-
-
-def test_a_unit_keeps_what_is_not_on_dim_0_in_order() -> None:
-    unit = ShardUnit(("",), ("b", "a", "c"), shard_dims={"a": 2, "c": 0, "b": 1})  # type: ignore[arg-type]
-    assert unit.shard_dims == (("b", 1), ("a", 2))
-    assert unit == ShardUnit(("",), ("b", "a", "c"), shard_dims=(("a", 2), ("b", 1)))
-    assert hash(unit) == hash(copy.deepcopy(unit))
 
 
 def test_the_text_forms() -> None:
@@ -51,18 +41,6 @@ def test_a_rule_sets_the_dim_of_what_has_one() -> None:
     assert {fqn for fqn, dim in dims_of(plan).items() if dim == 1} == {
         f"layers.{index}.{name}.weight" for index in range(3) for name in ("up", "down", "router")
     }
-
-
-@pytest.mark.parametrize(("dim", "least"), [(0, 4), (2, 1)])
-def test_what_a_rank_holds_follows_the_dim(dim: int, least: int) -> None:
-    """2 experts on 8 ranks: the first rank has one of them on dim 0, and an eighth of each on dim 2."""
-    model = MoE(experts=2)
-    plan = plan_model(model, mesh=EIGHT, units=by_class("MoEBlock", shard_dim=dim))
-    with fake_world(8):
-        params = dict(apply_plan(model, plan).named_parameters())
-        held = {fqn: param.to_local().nbytes for fqn, param in params.items()}
-    assert f", {nbytes(sum(held.values()))} of " in str(plan)
-    assert held[UP] == least * plan.specs[UP].nbytes / 8
 
 
 @pytest.mark.parametrize(

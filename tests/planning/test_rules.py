@@ -1,7 +1,6 @@
 """The user's rules: what each selects, how they combine, and what they may set."""
 
 import pytest
-import torch
 import torch.nn as nn
 from small_models import Block, Decoder
 
@@ -97,13 +96,6 @@ def test_blocks_are_recomputed_and_compiled_but_not_leaves_or_the_root() -> None
     plan = plan_model(Decoder(), mesh=EIGHT, checkpoint_activations=True, compile=True)
     for unit in plan.units:
         assert unit.checkpoint_activations is unit.compile is unit.name.startswith("layers.")
-
-
-def test_the_output_dtype_is_the_roots() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-    plan = plan_model(Decoder(), mesh=EIGHT, mp_policy=policy)
-    assert [unit.mp_policy.output_dtype for unit in plan.units] == [None] * 5 + [torch.float32]
-    assert {unit.mp_policy.param_dtype for unit in plan.units} == {torch.bfloat16}
 
 
 def test_resharding_by_default_and_when_asked() -> None:

@@ -26,7 +26,6 @@ from shardkit import (
     MeshSpec,
     PlanError,
     ShardkitError,
-    check_optimizer,
     group,
     init_on_meta,
     materialize,
@@ -76,13 +75,6 @@ def test_other_ways_into_a_forward_without_grad():
     plain, model = pair(Coder)
     assert torch.equal(model.generate(tokens()), plain.generate(tokens()))  # its own no_grad, inside
     assert not gathered(model)
-
-
-def test_resharded_from_fewer_ranks_too() -> None:
-    with fake_world(4), torch.no_grad():
-        model = shard_model(Decoder(), reshard_after_forward=2)
-        model(tokens())
-        assert not gathered(model)
 
 
 class Reentrant(Decoder):
@@ -152,14 +144,6 @@ def test_methods_keep_their_signatures() -> None:
         model = shard_model(Coder(), forward_methods=["encode"])
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert inspect.signature(model.encode) == inspect.signature(plain.encode)
-
-
-@distributed(world_size=2)
-def test_a_compiled_method_gathers():
-    def call(model, seed):
-        return torch.compile(model.encode, backend="eager")(tokens(seed)).square().mean()
-
-    assert_trains_alike(*pair(Coder, forward_methods=["encode"]), call)
 
 
 class Pair(nn.Module):
@@ -245,20 +229,6 @@ def test_methods_are_in_the_plan() -> None:
 
 
 # An optimizer that holds what is gathered.
-
-
-def test_the_check_names_what_the_optimizer_holds() -> None:
-    with fake_world(2):
-        model = shard_model(Decoder())
-        loss = model(tokens()).mean()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            with pytest.raises(ShardkitError, match=r"holds 3 tensors that are not .*between forward and backward"):
-                check_optimizer(optimizer, model)
-            if loss is not None:
-                loss.backward()
-            loss = None
-        check_optimizer(torch.optim.AdamW(model.parameters()), model)
 
 
 class Tied(nn.Module):

@@ -15,13 +15,12 @@ from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardkit import MeshSpec, ShardingPlan, ShardkitError, init_on_meta, materialize, plan_model, shard_model
 from shardkit.checkpoint import load_checkpoint, save_checkpoint
-from shardkit.grads import GradScaler, accumulate, clip_grad_norm_, global_token_count, reset_after_error, scale_loss
+from shardkit.grads import accumulate, reset_after_error
 from shardkit.grads.scale import set_gradient_reduction
-from shardkit.optim import check_optimizer, optimizer_in_backward, step_on_local_shards
+from shardkit.optim import check_optimizer
 from shardkit.state import full_state_dict, load_full_state_dict, sharded_state_dict
 from shardkit.testing import comm_counts, distributed, fake_world
 
@@ -214,47 +213,6 @@ def test_on_two_axes_bit_for_bit(name: str) -> None:
 
 
 @distributed(world_size=2, backend="gloo")
-def test_clip_scaler_tokens_and_steps() -> None:
-    rank = dist.get_rank()
-    plain, model = net(), shard_model(net())
-    expected = both([0, 1], 2)
-    norm = torch.nn.utils.get_total_norm([grad for grad in expected.values() if grad is not None])
-    scaler = GradScaler("cpu", init_scale=4.0)
-    optimizer = step_on_local_shards(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    check_optimizer(optimizer, model)
-    tokens = global_token_count(4 * 3, model)
-    loss = scale_loss(model(batch(rank)).square().sum(), tokens, model)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert_same(grads(model), expected)
-    clipped = clip_grad_norm_(model, float(norm) / 2)
-    torch.testing.assert_close(clipped, norm, rtol=1e-6, atol=0)
-    scaler.step(optimizer)
-    scaler.update()
-    for name, grad in expected.items():
-        plain.get_parameter(name).grad = grad
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), float(norm) / 2)
-    torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
-    for name, value in full_state_dict(model, rank0_only=False).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-    optimizer.zero_grad()
-    before = model.scale.detach().clone()
-    (loss_of(model, rank) * (torch.inf if rank else 1.0)).backward()  # inf on one rank
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(model.scale, before)
-    assert scaler.get_scale() < 4.0
-
-    early = shard_model(net())
-    stepped = optimizer_in_backward(early, lambda params: torch.optim.SGD(params, lr=0.5))
-    loss_of(early, rank).backward()
-    stepped.step()
-    torch.testing.assert_close(early.scale, net().scale - 0.5 * both([0, 1], 2)["scale"])
-
-
-@distributed(world_size=2, backend="gloo")
 def test_ignored_ones_are_not_reduced_and_it_is_said() -> None:
     model = shard_model(net(), ignored_params=["scale"])
     loss_of(model, dist.get_rank()).backward()
@@ -366,15 +324,6 @@ def test_a_gradient_of_zeros_on_one_rank_waits_on_all() -> None:
             optimizer.step()
         model.zero_grad(set_to_none=False)
         optimizer.step()
-
-
-def test_an_ignored_parameter_of_tensor_parallelism_is_named() -> None:
-    with fake_world(4):
-        mesh, model = mesh_of((2, 2), "dp", "tp"), net()
-        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(), "blocks.0.linear": ColwiseParallel()})
-        shard_model(model, mesh=mesh["dp"], ignored_params=["head.weight"])
-        with pytest.warns(UserWarning, match=r"^head\.weight trains outside of all units"):
-            check_optimizer(torch.optim.SGD(model.parameters()), model)
 
 
 def test_parameters_on_an_equal_mesh_that_was_made_again_are_reduced() -> None:

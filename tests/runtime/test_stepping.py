@@ -61,25 +61,6 @@ def test_a_step_of_replaced_parameters_raises(world, number):
     optimizer.step()
 
 
-def test_a_group_added_later_is_looked_at(world):
-    model = net()
-    old = model[0].weight
-    optimizer = SGD(shard_model(model).parameters(), lr=0.1)
-    backward(model)
-    optimizer.step()
-    optimizer.add_param_group({"params": [old]})
-    with pytest.raises(ShardkitError, match=r"replaced: 0\.weight"):
-        optimizer.step()
-
-
-def test_replaced_parameters_are_not_kept_alive(world):
-    model = net()
-    old = [weakref.ref(param) for param in model.parameters()]
-    shard_model(model)
-    gc.collect()
-    assert [ref() for ref in old] == [None] * 4
-
-
 def test_other_optimizers_step(world):
     """Copies made before, ignored parameters, and models that nobody shards."""
     model = net()

@@ -75,11 +75,7 @@ def from_config(
 def read_config(
     config: Mapping[Any, Any] | str | os.PathLike[str], ranks: Ranks, *, format: str | None = None
 ) -> Reading:
-    """Return what a configuration asks for, without a model.
-
-    Raises:
-        TranslationError: as ``from_config``, but not for refused keys, which are among the notes.
-    """
+    """Return what a configuration asks for, without a model; refused keys are among the notes."""
     for name, value in (("world_size", ranks.world_size), ("ranks_per_node", ranks.per_node)):
         if value is not None:
             check_ranks(name, value)

@@ -146,8 +146,7 @@ class Reader:
     def read(self, table: Table) -> dict[str, Any]:
         """Answer for all keys of a table, and return the values of those that have a kind.
 
-        A row of a table may name several keys. One that ends in ``*`` answers for all keys with that prefix that have
-        no other answer.
+        A row may name several keys; one that ends in ``*`` answers for keys with that prefix that have no other answer.
         """
         rows = [(word, row) for words, row in table.items() for word in words.split()]
         for word, row in rows:
@@ -183,11 +182,7 @@ class Reader:
         self.problems.append(message(self._place(self._spelling(key) or key), problem, "", fix))
 
     def finish(self) -> tuple[Note, ...]:
-        """Return a note for every key, in the order of the file.
-
-        Raises:
-            TranslationError: all problems at once.
-        """
+        """Return a note for every key, in the order of the file, or raise all problems at once."""
         if self.problems:
             raise TranslationError("\n".join(dict.fromkeys(self.problems)))
         return tuple(self.notes())
@@ -227,11 +222,7 @@ class Reader:
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
-    """Return the keys and values of a JSON file, or of a YAML file by any other name.
-
-    Raises:
-        TranslationError: it cannot be read or parsed, holds no keys, or is YAML and PyYAML is not installed.
-    """
+    """Return the keys and values of a JSON file, or of a YAML file by any other name."""
     file = Path(path)
     parse: Callable[[str], Any] = json.loads
     invalid: type[Exception] = ValueError

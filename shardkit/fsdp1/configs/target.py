@@ -124,12 +124,7 @@ class Reading:
 
 
 def build(target: Target, model: nn.Module, notes: tuple[Note, ...], ranks: Ranks) -> Translation:
-    """Return the translation of a configuration for the whole model, with the notes on its keys; pure and local.
-
-    Raises:
-        TranslationError: the model lacks a named class, or the number of ranks is unknown.
-        PlanError: the model cannot be sharded as the target says.
-    """
+    """Return the translation of a configuration for the whole model, with the notes on its keys; pure and local."""
     if target.mesh is None:
         problem = "is given neither by the configuration nor by an argument"
         raise TranslationError(message("the number of ranks", problem, "", "Pass --world 8, or world_size=8"))
