@@ -311,9 +311,8 @@ def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> N
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:
     """Return full tensors on the CPU of the rank whose turn it is, and None on the others. Collective."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # every rank has them
-        full = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return full if own_rank() == ranks[turn % len(ranks)] else None
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # of which the first rank's are written
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if own_rank() == ranks[0] else None
     on = model_group(tensors.values())
     first = turn % len(on.ranks)
     on = replace(on, ranks=on.ranks[first:] + on.ranks[:first])
