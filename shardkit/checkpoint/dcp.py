@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardkit.checkpoint.agreement import on_each
 from shardkit.checkpoint.chunks import covers
-from shardkit.checkpoint.manifest import FileEntry, entry_of
-from shardkit.checkpoint.read import within
+from shardkit.checkpoint.directory import FileEntry, entry_of
+from shardkit.checkpoint.format import within
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups

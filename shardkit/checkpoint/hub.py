@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.checkpoint.chunks import Part, full_box, inside, part_of
-from shardkit.checkpoint.format import DTYPES, Spec
-from shardkit.checkpoint.read import Located, read_parts
+from shardkit.checkpoint.format import DTYPES, Located, Spec, read_parts
 from shardkit.checkpoint.source import Contents, Stored
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.state.model import WRAPPERS, clean_name

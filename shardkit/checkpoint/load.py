@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
-from shardkit.checkpoint import dcp, directory, manifest
+from shardkit.checkpoint import dcp, directory
 from shardkit.checkpoint.agreement import own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import finish_pending, wait_pending
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
-from shardkit.checkpoint.format import INDEX, SUFFIX
+from shardkit.checkpoint.format import INDEX, SUFFIX, locate
 from shardkit.checkpoint.native import NativeCheckpoint, Safetensors, resume_random
-from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing, message
@@ -53,8 +52,6 @@ from shardkit.state.plan import (
 )
 
 logger = logging.getLogger("shardkit")
-
-_INNER = "__tensor_flatten__"  # the key of quantized state as it was saved until version 0.1: by inner tensors
 
 
 def load_checkpoint(
@@ -188,7 +185,7 @@ def open_checkpoint(
 
 
 def _opened(path: Path, allow_pickle: bool, shapes: Mapping[str, torch.Size] | None) -> Source:
-    if (path / manifest.NAME).is_file():
+    if (path / directory.NAME).is_file():
         return NativeCheckpoint(path, allow_pickle=allow_pickle)
     if (path / dcp.NAME).is_file():
         return DcpDirectory(path, allow_pickle=allow_pickle)
@@ -199,11 +196,11 @@ def _opened(path: Path, allow_pickle: bool, shapes: Mapping[str, torch.Size] | N
     if sets:
         return TorchFiles(path, sets, shapes, allow_pickle=allow_pickle)
     problem, fix = f"holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
-    if inner := [name for name in names if (path / name / manifest.NAME).is_file()]:
+    if inner := [name for name in names if (path / name / directory.NAME).is_file()]:
         problem, fix = f"holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
     elif files := [name for name in names if name.endswith(SUFFIXES)]:
         problem, fix = f"holds {listing(files)}", "Pass one of the files, if it has the full model"
-    rule = f"A checkpoint has {manifest.NAME} (shardkit), {dcp.NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
+    rule = f"A checkpoint has {directory.NAME} (shardkit), {dcp.NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
     raise CheckpointError(message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix))
 
 
@@ -298,10 +295,6 @@ def _plan_optimizer(
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
     kept = set(chain.from_iterable(own))
     entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
-    if inner := [n for n, entry in entries.items() if any(isinstance(v, dict) and _INNER in v for v in entry.values())]:
-        rule = "Quantized state was saved so until version 0.1, and now as its values"
-        fix = "Load the model alone, and start with a fresh optimizer"
-        raise CheckpointError(message(request.where, f"has inner tensors of {listing(inner)}", rule, fix))
     load = _OptimizerLoad(optimizers, names, {"param_groups": read_values(source, found["param_groups"])})
     present = sharded_optimizer_state_dict(model, optimizers, initialize=source.contents.quantized)["state"]
 

@@ -17,10 +17,9 @@ from shardkit._torch.dispatch import accelerator_state, default_generator
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of
 from shardkit.checkpoint.chunks import MASK, STAGE, opened, part_of, raw, read_all, word_sum
 from shardkit.checkpoint.dcp import DcpDirectory
-from shardkit.checkpoint.format import INDEX, SUFFIX
-from shardkit.checkpoint.manifest import CONFIG, WAY, Manifest, check_sizes, crc32_of, read_manifest
+from shardkit.checkpoint.directory import CONFIG, WAY, Manifest, check_sizes, crc32_of, read_manifest
+from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts
 from shardkit.checkpoint.plain import decode
-from shardkit.checkpoint.read import Located, locate, read_parts
 from shardkit.checkpoint.source import Contents, Stored
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups

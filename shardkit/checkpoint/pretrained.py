@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.checkpoint import directory, manifest
+from shardkit.checkpoint import directory
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
-from shardkit.checkpoint.format import File, Spec, lay_out
+from shardkit.checkpoint.format import File, Spec, lay_out, locate
 from shardkit.checkpoint.hub import (
     USED,
     Group,
@@ -33,7 +33,6 @@ from shardkit.checkpoint.hub import (
     unwrapped,
 )
 from shardkit.checkpoint.native import Safetensors
-from shardkit.checkpoint.read import locate
 from shardkit.checkpoint.source import check_stored_ties
 from shardkit.checkpoint.write import (
     MAX_SHARD_SIZE,
@@ -125,7 +124,7 @@ def _plan_load(
     offered = dict(source.contents.model)
     if request.key_map is None:
         check_float8(files, tensors, request.where)
-        is_ours = any((each / manifest.NAME).is_file() for each in {at.file.parent for at in files.values()})
+        is_ours = any((each / directory.NAME).is_file() for each in {at.file.parent for at in files.values()})
         if is_pretrained(model) and not is_ours:
             source = HubFiles(unwrapped(model), tensors, files)
             offered = source.contents.model | source.others
@@ -196,7 +195,7 @@ def save_pretrained(
 
 
 def _check_place(place: Path, overwrite: bool) -> None:
-    if (place / manifest.NAME).exists():
+    if (place / directory.NAME).exists():
         rule = "A model is never written into a checkpoint, whose manifest lists all of its files"
         problem = f"must not be a checkpoint, and {place} is one"
         raise CheckpointError(message("path", problem, rule, "Use another path"))
@@ -312,9 +311,8 @@ def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> N
 
 def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dict[str, Tensor] | None:
     """Return full tensors on the CPU of the rank whose turn it is, and None on the others. Collective."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # every rank has them
-        full = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        return full if own_rank() == ranks[turn % len(ranks)] else None
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):  # of which the first rank's are written
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()} if own_rank() == ranks[0] else None
     on = model_group(tensors.values())
     first = turn % len(on.ranks)
     on = replace(on, ranks=on.ranks[first:] + on.ranks[:first])

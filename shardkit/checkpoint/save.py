@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import with_local
-from shardkit.checkpoint import dcp, directory, manifest
+from shardkit.checkpoint import dcp, directory
 from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
@@ -26,8 +26,8 @@ from shardkit.checkpoint.asynchronous import (
     wait_pending,
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
+from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of, entry_of
 from shardkit.checkpoint.hub import config_text
-from shardkit.checkpoint.manifest import FORMATS, FileEntry, Manifest, entries_of, entry_of
 from shardkit.checkpoint.native import own_random_states
 from shardkit.checkpoint.plain import decode, encode, leaves_of
 from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
@@ -138,7 +138,7 @@ def check_destination(path: Path, format: str, overwrite: bool, keep: int | None
         raise CheckpointError(message("keep", problem, "", "Pass keep=3, for example, or None for all"))
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return overwrite
-    if not (path / manifest.NAME).is_file():
+    if not (path / directory.NAME).is_file():
         rule = "Only a checkpoint of shardkit is ever replaced"
         raise CheckpointError(message("path", f"{path} is not a checkpoint", rule, "Use another path"))
     if not overwrite:
@@ -262,14 +262,14 @@ def _write_manifest(
     kinds = [kind for kind in reports[0]["random"] if all(kind in each["random"] for each in reports)]
     random = {kind: [each["random"][kind] for each in reports] for kind in kinds}
     state = {"random": random, "quantized": any(each["quantized"] for each in reports)} | content.plain
-    old, files, written = manifest.written_files(path), dict(found.files), [manifest.NAME]
+    old, files, written = directory.written_files(path), dict(found.files), [directory.NAME]
     directory.carry_over(path, draft, lambda name: name in old)
-    if content.config and not (draft / manifest.CONFIG).exists():
-        (draft / manifest.CONFIG).write_bytes(content.config.encode())
-        files[manifest.CONFIG] = entry_of(draft / manifest.CONFIG)
-        written.append(manifest.CONFIG)
+    if content.config and not (draft / directory.CONFIG).exists():
+        (draft / directory.CONFIG).write_bytes(content.config.encode())
+        files[directory.CONFIG] = entry_of(draft / directory.CONFIG)
+        written.append(directory.CONFIG)
     found = replace(found, files=files, state=state, trainable_only=content.trainable_only)
-    (draft / manifest.NAME).write_bytes(found.to_bytes())
+    (draft / directory.NAME).write_bytes(found.to_bytes())
     flush_files(draft / name for name in written)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import local_tensor
 from shardkit.checkpoint.chunks import covers, full_box
-from shardkit.checkpoint.read import Chunk, fill
+from shardkit.checkpoint.format import Chunk, fill
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import Box, box_at

@@ -60,17 +60,15 @@ def write_tensors(
 ) -> list[File]:
     """Write tensors into ``directory`` as an ordinary ``model.safetensors``, each rank its own bytes.
 
-    **Collective** over the world or ``group``, whose ranks must all see the directory. The first rank allocates the
-    files in full size, and writes headers and plain tensors; each shard is written by its first replica, and nothing
-    is gathered. After an error files are incomplete: write into a new directory, and rename it when this returns.
+    **Collective** over the world or ``group``, whose ranks must all see the directory; nothing is gathered. After an
+    error files are incomplete.
 
     Args:
         directory: exists, and has none of the files.
-        tensors: DTensors and plain tensors, the same names, shapes and dtypes on every rank. Plain ones must be equal
-            on all ranks. The same object under several names is written once, under the first.
-        max_shard_size: bytes of tensors in a file; above it there are several files, with an index, and a larger tensor
-            has a file to itself.
-        flush: flush the files to the disk (fsync) before this returns, though not the directory.
+        tensors: DTensors and plain tensors, the same names, shapes and dtypes on every rank; of plain ones the first
+            rank's are written. The same object under several names is written once, under the first.
+        max_shard_size: bytes of tensors in a file; above it there are several files, with an index.
+        flush: flush the files to the disk (fsync) before this returns.
         group: the ranks that hold the tensors; None: all.
 
     Returns:
@@ -78,7 +76,7 @@ def write_tensors(
 
     Raises:
         CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, a file exists,
-            separate meshes have different values of one tensor, or writing failed on some rank, with its reason.
+            separate meshes have different values of one tensor, or writing failed on some rank.
     """
     groups, target = world(group), Path(directory)
     ranks = ranks_of(groups)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint import directory, load_checkpoint, manifest, save_checkpoint
-from shardkit.checkpoint.manifest import FileEntry, Manifest
+from shardkit.checkpoint import directory, load_checkpoint, save_checkpoint
+from shardkit.checkpoint.directory import FileEntry, Manifest
 from shardkit.checkpoint.save import check_destination
 from shardkit.errors import CheckpointError
 
@@ -21,27 +21,27 @@ from shardkit.errors import CheckpointError
 def write_checkpoint(path: Path, contents: bytes = b"12345678", created: int = 1) -> Path:
     path.mkdir(parents=True)
     (path / "data").write_bytes(contents)
-    files = {"data": replace(manifest.entry_of(path / "data"), sums={"weight": 2**64 - 1})}
+    files = {"data": replace(directory.entry_of(path / "data"), sums={"weight": 2**64 - 1})}
     text = Manifest("safetensors", 4, [{"shape": [4]}], files, created=created).to_bytes()
-    (path / manifest.NAME).write_bytes(text)
+    (path / directory.NAME).write_bytes(text)
     return path
 
 
 def test_a_manifest_comes_back(tmp_path):
-    read = manifest.read_manifest(write_checkpoint(tmp_path / "a"))
+    read = directory.read_manifest(write_checkpoint(tmp_path / "a"))
     assert read.files == {"data": FileEntry(8, 8, 0x9AE0DAAF, {"weight": 2**64 - 1})}
     assert (read.format, read.world_size, read.created, read.torch) == ("safetensors", 4, 1, torch.__version__)
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
-    file = write_checkpoint(tmp_path / "a") / manifest.NAME
+    file = write_checkpoint(tmp_path / "a") / directory.NAME
     sound = file.read_bytes()
     for at in range(len(sound)):
         damaged = bytearray(sound)
         damaged[at] ^= 1 << at % 8
         file.write_bytes(damaged)
         if json_or_none(bytes(damaged)) != json_or_none(sound):  # one space for another character is no damage
-            assert manifest.created_if_whole(file.parent) is None, f"byte {at}"
+            assert directory.created_if_whole(file.parent) is None, f"byte {at}"
 
 
 def json_or_none(text: bytes) -> object:
@@ -53,20 +53,20 @@ def json_or_none(text: bytes) -> object:
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"[" * 100_000, b'{"digest": "x"}', b"\x80\x04"])
 def test_what_is_no_manifest_is_one_error(text, tmp_path):
-    (tmp_path / manifest.NAME).write_bytes(text)
+    (tmp_path / directory.NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match="is not a manifest"):
-        manifest.read_manifest(tmp_path)
+        directory.read_manifest(tmp_path)
 
 
 def test_missing_and_shortened_files_are_named(tmp_path):
     path = write_checkpoint(tmp_path / "a")
-    found = manifest.read_manifest(path)
+    found = directory.read_manifest(path)
     (path / "data").write_bytes(b"123")
     with pytest.raises(CheckpointError, match="damaged files: data"):
-        manifest.check_sizes(path, found)
+        directory.check_sizes(path, found)
     (path / "data").unlink()
     with pytest.raises(CheckpointError, match="damaged files: data"):
-        manifest.check_sizes(path, found)
+        directory.check_sizes(path, found)
 
 
 # --- Directories ----------------------------------------------------------------------------------------------------
@@ -101,10 +101,10 @@ def test_killed_between_the_renames_the_old_one_is_found_and_put_back(tmp_path):
     path = write_checkpoint(tmp_path / "a")
     write_temporary(path)
     os.rename(path, directory.sibling_path(path, "old", 1))
-    assert manifest.created_if_whole(directory.find(path)) == 1
+    assert directory.created_if_whole(directory.find(path)) == 1
     directory.clear_stale(path, token=2)
     assert listing(tmp_path) == ["a"]
-    assert manifest.created_if_whole(path) == 1
+    assert directory.created_if_whole(path) == 1
 
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="no"):
         directory.commit(path, 1, replace=True)
-    assert manifest.created_if_whole(path) == 1
+    assert directory.created_if_whole(path) == 1
 
 
 def test_leftovers_are_cleared_but_not_what_another_save_may_be_writing(tmp_path, monkeypatch):
@@ -192,8 +192,8 @@ def test_rotation_leaves_what_has_other_files_and_links(tmp_path):
 
 
 def test_a_pipe_with_the_name_of_a_manifest_hangs_nothing(tmp_path):
-    os.mkfifo(tmp_path / manifest.NAME)
-    assert manifest.created_if_whole(tmp_path) is None
+    os.mkfifo(tmp_path / directory.NAME)
+    assert directory.created_if_whole(tmp_path) is None
     with pytest.raises(CheckpointError, match="holds manifest"):
         load_checkpoint(tmp_path, torch.nn.Linear(2, 2))
 

@@ -27,7 +27,7 @@ from trees import assert_same
 
 from shardkit.__main__ import main
 from shardkit.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
-from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError
 from shardkit.state import full_optimizer_state_dict, full_state_dict
 from shardkit.testing import distributed

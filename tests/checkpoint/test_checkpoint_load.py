@@ -1,4 +1,4 @@
-"""load_checkpoint in one process and on two ranks: kinds of optimizers, files of others, parallel layouts."""
+"""load_checkpoint in one process and on two ranks: kinds of optimizers, files of others, checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from trees import assert_same
 
 from shardkit.checkpoint import chunks, load_checkpoint, save_checkpoint
@@ -169,40 +168,6 @@ def test_a_model_on_meta_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="meta"):
         save_checkpoint(tmp_path / "b", model)
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
-
-
-# --- Tensor parallelism, whose shards FSDP2 cuts again --------------------------------------------------------------
-
-
-def parallel(seed: int) -> nn.Module:
-    """Two linear layers, the first cut by columns and the second by rows over two ranks, then both by FSDP2."""
-    mesh = mesh_of((2, 2), "dp", "tp")
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 12, bias=False), nn.ReLU(), nn.Linear(12, 10, bias=False))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def full(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("format", ["safetensors", "dcp"])
-@distributed(world_size=4, backend="gloo")
-def test_strided_shards_are_saved_and_loaded(format, tmp_path):
-    model = parallel(0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 6)).square().sum().backward()
-    optimizer.step()
-    expected = full(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    save_checkpoint(tmp_path / "a", model, optimizer, format=format)
-    other = parallel(1)
-    fresh = torch.optim.AdamW(other.parameters())
-    load_checkpoint(tmp_path / "a", other, fresh)
-    assert_same((full(other), full_optimizer_state_dict(other, fresh, rank0_only=False)), expected)
-    plain = nn.Sequential(nn.Linear(6, 12, bias=False), nn.ReLU(), nn.Linear(12, 10, bias=False))
-    load_checkpoint(tmp_path / "a", plain)
-    assert_same({**plain.state_dict()}, expected[0])
 
 
 @pytest.mark.parametrize("shape", [(33, 21), (3, 5, 7), (1, 400)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_net import build, is_first, train, whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
 from trees import assert_same
 
 from shardkit.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from shardkit.checkpoint.directory import finish_deletions
-from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 
@@ -243,6 +246,16 @@ def test_an_existing_checkpoint_is_replaced_only_when_asked_and_never_anything_e
     dist.barrier()
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         save_checkpoint(tmp_path / "mine", *state, overwrite=True)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_a_save_exchanges_three_times_and_flushes_each_file_and_two_directories(tmp_path):
+    state = build((2,))
+    train(*state)
+    with mock.patch.object(os, "fsync", wraps=os.fsync) as fsync, CommDebugMode() as comms:
+        save_checkpoint(tmp_path / "a", *state, extra={"step": 1})
+    assert comms.get_total_counts() == 4  # a digest, the reports with their lengths, and that all is well
+    assert fsync.call_count == (5 if is_first() else 2)
 
 
 @distributed(world_size=2, backend="gloo")

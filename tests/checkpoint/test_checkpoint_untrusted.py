@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, manifest, save_checkpoint
+from shardkit.checkpoint import convert_checkpoint, directory, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
 
 
@@ -128,7 +128,7 @@ def rewrite(path: Path, change) -> None:
     body = json.loads((path / "manifest.json").read_bytes())
     del body["digest"]
     change(body)
-    (path / "manifest.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    (path / "manifest.json").write_text(json.dumps(body | {"digest": directory._digest(body)}))
 
 
 def put(*keys, value):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 from shardkit import full_state_dict, init_on_meta, load_pretrained, save_checkpoint, save_pretrained, shard_model
-from shardkit.checkpoint import convert_checkpoint, load_checkpoint, read
+from shardkit.checkpoint import convert_checkpoint, format, load_checkpoint
 from shardkit.checkpoint.chunks import part_of, staged
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
@@ -128,7 +128,7 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path):
     model = shard_model(MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4)), mesh=mesh)
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "staged", lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype))
+        patch.setattr(format, "staged", lambda part, dtype: seen.append(part[0].nbytes) or staged(part, dtype))
         load_pretrained(model, theirs)
     assert sum(seen) == sum(part_of(parameter)[0].nbytes for parameter in model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -29,7 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardkit.checkpoint import chunks, write, write_tensors
 from shardkit.checkpoint.chunks import opened, part_of
-from shardkit.checkpoint.read import locate, read_parts
+from shardkit.checkpoint.format import locate, read_parts
 from shardkit.errors import CheckpointError
 from shardkit.testing import distributed
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from shardkit.checkpoint import chunks
 from shardkit.checkpoint.chunks import blocks, inside, opened, raw, read_all, runs_of, write_all
-from shardkit.checkpoint.format import Entry, File
-from shardkit.checkpoint.read import Located, read_parts
+from shardkit.checkpoint.format import Entry, File, Located, read_parts
 from shardkit.checkpoint.write import create_files
 
 

@@ -195,27 +195,21 @@ ROW_A = b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is truncated"),
         (b"\x10\x00", "it is truncated"),
         ((1 << 63).to_bytes(8, "little") + b"{}", "at most 100,000,000 are allowed"),
-        (b"\xff" * 16, "at most 100,000,000 are allowed"),
         ((99_000_000).to_bytes(8, "little") + b"{}", "it is truncated"),
         (with_header(b'{"\xff":1}'), "utf-8"),
         (with_header(b"[1]"), "not a JSON object"),
         (with_header(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
         (with_header(b'{"a":NaN}'), "has no dtype"),
-        (with_header(b'{"a":' + b"9" * 5000 + b"}"), ""),
         (
             with_header(b'{"a":' + ROW_A + b',"b":' + ROW_A + b"}", b"12"),
             "each tensor starts where the previous one ends",
         ),
-        (with_header(b'{"a":' + ROW_A + b"}", b"1"), "its header describes"),
         (with_header(b'{"a":' + ROW_A + b"}", b"123"), "its header describes"),
         (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"1,3") + b"}", b"123"), "starts where the previous one"),
-        (with_header(b'{"a":' + ROW_A.replace(b"0,2", b"2,0") + b"}", b"12"), "starts where the previous one"),
         (with_header(b'{"a":' + ROW_A.replace(b"U8", b"F4") + b"}", b"12"), "has the dtype 'F4'"),
         (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[-2]") + b"}", b"12"), "both must be lists of sizes"),
-        (with_header(b'{"a":' + ROW_A.replace(b"[2]", b"[2.0]") + b"}", b"12"), "both must be lists of sizes"),
         (with_header(b'{"__metadata__":{"a":1}}'), "does not map names to strings"),
     ],
 )

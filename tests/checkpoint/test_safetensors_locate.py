@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shardkit.checkpoint import load_checkpoint
-from shardkit.checkpoint.read import locate
+from shardkit.checkpoint.format import locate
 from shardkit.errors import CheckpointError
 
 ONE = {"a": torch.ones(2)}
