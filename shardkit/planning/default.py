@@ -94,7 +94,7 @@ def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[i
     """Return the modules below an entry that are much of the model, in no unit and around none."""
     found: list[int] = []
     for entry in tree.children(outer):
-        if entry not in taken and blocks.numel[entry] >= max(LARGE_NUMEL, LARGE_SHARE * blocks.numel[0]):
+        if entry not in taken and _is_large(blocks, entry):
             below = _find_large(tree, blocks, entry, taken)
             around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
             cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
@@ -113,7 +113,7 @@ def _find_head(tree: ModelTree, blocks: Blocks, outside: list[int]) -> int | Non
 
 
 def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> tuple[int, ...]:
-    """Return ``[norm, head]``, with the first norm behind the blocks; the head alone only where it is tied."""
+    """Return ``[norm, head]``, with the first norm behind the blocks; the head alone where it is tied or large."""
     if head is None:
         return ()
     for entry in (entry for entry in outside if (blocks.outermost or [0])[-1] < entry < head):
@@ -123,7 +123,12 @@ def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | 
             if head != _declared(tree, "get_output_embeddings", outside) and any(tree.owned[entry + 1 : head]):
                 break  # the norm of another part of the model
             return (entry, head)
-    return (head,) if any(fqn in tree.ties for fqn in tree.owned[head]) else ()
+    tied = any(fqn in tree.ties for fqn in tree.owned[head])
+    return (head,) if tied or _is_large(blocks, head) else ()
+
+
+def _is_large(blocks: Blocks, entry: int) -> bool:
+    return blocks.numel[entry] >= max(LARGE_NUMEL, LARGE_SHARE * blocks.numel[0])
 
 
 def _find_input_embedding(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> int | None:
