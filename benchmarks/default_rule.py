@@ -1,88 +1,92 @@
-"""Peak memory of the default rule against the usual hand-written grouping, of one rank of 8, without a GPU.
+"""The default plan against an expert's units, on models of many kinds in their real sizes, without a GPU.
 
-Run: ``python -m benchmarks.default_rule``. Needs transformers. A Llama of 8B shape in float32 with bfloat16 compute
-trains on fake tensors in a fake process group of 8 ranks, while torch's ``FSDPMemTracker`` adds up what is alive. That
-is a count, not a measurement on a GPU: no allocator, no fragmentation, no communication. It repeats to the byte.
+Run: ``python -m benchmarks.default_rule [NAME ...] [--write FILE]``; needs transformers, and timm, diffusers,
+torchvision and monai for their models. Each is planned on the meta device for 64 ranks, in float32 with AdamW. Peaks
+of one rank are shardkit's own estimate, for both sides: bytes counted on fake tensors, not measured on a GPU.
 
-Sides: blocks and root, as ``fully_shard`` is usually called by hand, and ``shard_model``'s default.
+Columns: the largest unit as a share of the parameters; the units and all-gathers; the peak, and the peak with
+checkpointed blocks; each for the default and for the expert's units, and the ratio of the two.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardkit import MixedPrecisionPolicy, shard_model
-from shardkit.testing import fake_world
+from benchmarks.models_of_others import Case, cases
+from shardkit import MeshSpec, ShardingPlan, by_name, group, plan_model
+from shardkit.memory.timeline import OPTIMIZERS, Prediction, timeline
+from shardkit.memory.trace import trace
 
-RANKS = 8
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MESH = MeshSpec.sharded(64)
+HEADER = ["model", "parameters", "largest unit", "units", "all-gathers", "peak", "checkpointed", "seconds to plan"]
 
 
-def by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Blocks, then the root, as most code does it."""
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=POLICY)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+def peak_bytes(model: nn.Module, plan: ShardingPlan, batch: Any) -> int:
+    """The most bytes alive on the fullest rank during a training step."""
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    measured = timeline(plan, trace(model, plan, batch), OPTIMIZERS["adamw"], buffers)
+    return Prediction("", plan, measured).peak.total
 
 
-def by_default(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What shardkit decides."""
-    shard_model(model, mesh=mesh, mp_policy=POLICY)
+def plans_of(case: Case, model: nn.Module, checkpoint: bool) -> tuple[ShardingPlan, ShardingPlan]:
+    """The default plan, and the expert's."""
+    units = [by_name(*case.units)] + [group(*case.tail, reshard_after_forward=False)] * bool(case.tail)
+    settings = {"mesh": MESH, "checkpoint_activations": checkpoint}
+    return plan_model(model, **settings), plan_model(model, units=units, **settings)
 
 
-def peak_bytes(shard: Callable[[nn.Module, DeviceMesh], None], tokens: int, layers: int) -> int:
-    """The most bytes alive on one rank during the third training step."""
-    config = LlamaConfig(
-        intermediate_size=14336, num_hidden_layers=layers, num_key_value_heads=8, vocab_size=128256, use_cache=False
-    )
-    with fake_world(RANKS):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
-        with FakeTensorMode():
-            return _peak_of_a_step(config, shard, mesh, tokens)
-
-
-def _peak_of_a_step(
-    config: LlamaConfig, shard: Callable[[nn.Module, DeviceMesh], None], mesh: DeviceMesh, tokens: int
-) -> int:
-    model = LlamaForCausalLM(config)
-    shard(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    inputs = torch.randint(0, config.vocab_size, (1, tokens))
-
-    def step() -> None:
-        model(input_ids=inputs, labels=inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):  # makes the optimizer's state; DTensor plans its ops once, on tensors of whole size
-        step()
-    tracker = FSDPMemTracker(model, optimizer)
-    tracker.track_inputs((inputs,))
-    with tracker:
-        step()
-    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+def row_of(case: Case) -> list[str]:
+    """One line of the table."""
+    with torch.device("meta"):
+        model = case.make().train()
+    started = time.perf_counter()
+    plans = plans_of(case, model, checkpoint=False)
+    seconds = time.perf_counter() - started
+    both = [plans, plans_of(case, model, checkpoint=True)]
+    shares = [max(sum(spec.numel for spec in plan.specs_of(unit)) for unit in plan.units) for plan in plans]
+    total = sum(spec.numel for spec in plans[0].params)
+    gathers = [plan.collectives().all_gathers for plan in plans]
+    peaks = [[peak_bytes(model, plan, case.batch) / 2**30 for plan in pair] for pair in both]
+    return [
+        case.name,
+        f"{total / 1e6:,.0f} M",
+        "{:.1f} %, {:.1f} %".format(*(100 * share / total for share in shares)),
+        "{}, {}".format(*(len(plan.units) for plan in plans)),
+        f"{gathers[0]}, {gathers[1]}: {gathers[0] / gathers[1]:.2f}",
+        *(f"{ours:.2f}, {hand:.2f} GiB: {ours / hand:.2f}" for ours, hand in peaks),
+        f"{seconds / 2:.2f}",
+    ]
 
 
 def main() -> None:
-    """Measure both sides and print a table."""
+    """Print the table; each cell has the default's figure, the expert's, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("names", nargs="*", help="models whose names contain one of these; all by default")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, {options.layers} layers, {options.tokens} tokens, rank 0 of {RANKS}, counted")
-    hand = peak_bytes(by_hand, options.tokens, options.layers)
-    default = peak_bytes(by_default, options.tokens, options.layers)
-    print(f"blocks and root by hand  {hand / 2**30:6.2f} GiB")
-    print(f"shard_model's default    {default / 2**30:6.2f} GiB  {default / hand:.3f} of it")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    lines = ["| " + " | ".join(HEADER) + " |", "| --- " * len(HEADER) + "|"]
+    print(f"torch {torch.__version__}, {MESH.size} ranks, float32, AdamW, estimated", *lines, sep="\n", flush=True)
+    for case in cases():
+        if options.names and not any(name.lower() in case.name.lower() for name in options.names):
+            continue
+        try:
+            row = row_of(case)
+        except Exception as error:  # a model that changed in its package must not end the table
+            row = [case.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]]
+        lines.append("| " + " | ".join(row) + " |")
+        print(lines[-1], flush=True)
+    if options.write:
+        options.write.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

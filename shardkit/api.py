@@ -61,7 +61,8 @@ def plan_model(
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
             parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
         checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations.
-            Blocks are units of one module that has submodules, other than the root.
+            Those of the default rule, whatever the units are; with your own rules, units of one module that has
+            submodules. A model without blocks is an error.
         compile: ``torch.compile`` the forward of the blocks.
         prefetch: the number of units to all-gather ahead explicitly; 0 leaves it to torch, which gathers one ahead.
         forward_methods: methods besides ``forward`` that are called from outside and gather what they need, such as

@@ -193,8 +193,8 @@ def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: se
         for param in params.values():
             if not param.is_contiguous():  # torch refuses to shard it, such as a channels_last weight
                 param.data = param.data.contiguous()
-        for fqn, module in zip(unit.modules, modules, strict=True):
-            _replace_forward(module, fqn, unit)
+        for fqn in unit.blocks or unit.modules:
+            _replace_forward(model.get_submodule(fqn), fqn, unit)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,

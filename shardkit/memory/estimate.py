@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -195,11 +194,8 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
 
 
 def blocks(plan: ShardingPlan) -> list[str]:
-    """Return the names of the units worth checkpointing: one module of several parameters, whose shapes repeat."""
-    units = [unit for unit in plan.units if len(unit.modules) == 1 and unit.modules != ("",)]
-    shapes = [tuple(spec.shape for spec in plan.specs_of(unit)) for unit in units]
-    counts = Counter(shapes)
-    return [unit.name for unit, own in zip(units, shapes, strict=True) if len(own) > 1 and counts[own] > 1]
+    """Return the names of the units that checkpointing applies to."""
+    return [unit.name for unit in plan.units if unit.blocks]
 
 
 def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings: Any) -> ShardingPlan:

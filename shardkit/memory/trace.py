@@ -98,7 +98,7 @@ def trace(
         for unit in plan.units:
             modules = [copied.get_submodule(fqn) for fqn in unit.modules]
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
-            for module in modules if unit.name in chosen else ():
+            for module in map(copied.get_submodule, unit.blocks or unit.modules) if unit.name in chosen else ():
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, in the order of FSDP2's final callback

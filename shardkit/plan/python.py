@@ -148,7 +148,8 @@ def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
 def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
     targets = ", ".join(map(_module, names))
     if unit.checkpoint_activations or unit.compile:
-        yield f"for module in [{targets}]:"
+        inside = not set(unit.blocks) <= set(unit.modules)
+        yield f"for module in [{', '.join(_module(_quoted(fqn)) for fqn in unit.blocks) if inside else targets}]:"
         yield from ["    checkpoint_forward(module)"] * unit.checkpoint_activations
         yield from ["    module.forward = torch.compile(module.forward)"] * unit.compile
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"

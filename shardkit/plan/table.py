@@ -62,11 +62,16 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
         computes,
         _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
-        "yes" if unit.checkpoint_activations else "",
-        "yes" if unit.compile else "",
+        _blocks(unit) if unit.checkpoint_activations else "",
+        _blocks(unit) if unit.compile else "",
         ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
         f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(each.mesh for each in plan.units) else "",
     ]
+
+
+def _blocks(unit: ShardUnit) -> str:
+    inside = "" if set(unit.blocks) <= set(unit.modules) else f", {len(unit.blocks)} blocks inside"
+    return f"yes{inside}"
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -122,7 +127,9 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
     """Return what two units must share to be in one loop of the code."""
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     dims = sorted(dim for _, dim in unit.shard_dims)
-    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, unit.mesh, dims
+    changed = unit.checkpoint_activations or unit.compile
+    inside = unit.blocks if changed and not set(unit.blocks) <= set(unit.modules) else ()
+    return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, inside, unit.mesh, dims
 
 
 def diff(plan: PlanData, other: PlanData) -> str:

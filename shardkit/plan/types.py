@@ -204,8 +204,10 @@ class ShardUnit:
         mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype`` becomes the dtype of
             the unit's trainable parameters.
         offload_policy: torch's own class.
-        checkpoint_activations: recompute the forward of each of the modules in backward.
-        compile: compile the forward of each of the modules, after checkpointing and before sharding.
+        checkpoint_activations: recompute the forward of each of ``blocks`` in backward.
+        compile: compile the forward of each of ``blocks``, after checkpointing and before sharding.
+        blocks: FQNs of what these two apply to, the modules or blocks inside them; empty is ``modules``, where a rule
+            asks for it.
         shard_dims: the parameters that are not sharded on dim 0, as pairs ``(fqn, dim)`` in the order of ``params``; a
             mapping is converted. The shard axis must divide their sizes.
         dim_given: whether a rule gave ``shard_dim``; on another mesh such dims stay, and others are chosen anew.
@@ -221,6 +223,7 @@ class ShardUnit:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     checkpoint_activations: bool = False
     compile: bool = False
+    blocks: tuple[str, ...] = ()
     shard_dims: tuple[tuple[str, int], ...] = ()
     mesh: str | None = None
     may_skip: bool = False

@@ -85,6 +85,11 @@ def build_plan(tree: ModelTree, mesh: MeshSpec, request: Request) -> ShardingPla
         notes += [f"{listing(others, 4)}: {reason}, so are replicated, {size} on every rank"] * bool(others)
     prefetch, methods = request.prefetch, request.forward_methods
     plan = plan_of(tree, mesh, selections, settings, left_alone, prefetch, notes, methods, others)
+    for name in ("checkpoint_activations", "compile"):
+        if getattr(settings, name) and not any(getattr(unit, name) for unit in plan.units):
+            problem, rule = "reaches no module", "It applies to blocks: modules that repeat, or units with submodules"
+            fix = f"Name the modules: units=[by_name(..., {name}=True)]"
+            raise PlanError(message(f"{name}=True", problem, rule, fix))
     if tiles := sorted((new.entries[0], new.tiles) for new in chosen if repr(new.tiles) not in ("None", "1")):
         plan = replace(plan, tiles=tuple((tree.fqns[entry], number or 0) for entry, number in tiles))
         plan.check()
@@ -171,6 +176,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     chosen, first = selection.overrides, selection.entries[0]
     # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
     is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
+    blocks = selection.entries if is_block and selection.blocks is None else selection.blocks or ()
     reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
@@ -178,8 +184,9 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         reshard_after_forward=selection.reshard if reshard is None else reshard,
         mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and is_block),
-        compile=chosen.get("compile", settings.compile and is_block),
+        checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and bool(blocks)),
+        compile=chosen.get("compile", settings.compile and bool(blocks)),
+        blocks=tuple(tree.fqns[entry] for entry in blocks),
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),

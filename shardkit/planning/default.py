@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch.nn as nn
 
 from shardkit.plan import ancestors
+from shardkit.planning.blocks import Blocks
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
-from shardkit.planning.tree import ModelTree, is_called
+from shardkit.planning.tree import ModelTree, is_called, unit_of_entries
 
+SMALL_NUMEL, SMALL_SHARE = 2_000_000, 0.01  # elements, and of the model: smaller units join their neighbors
+FEW_SHARE = 0.02  # of the model: what is small even so goes to the unit around, if together it is at most this
+LARGE_NUMEL, LARGE_SHARE = 1_000_000, 0.05  # a module outside of all blocks is a unit if it has both
 _MLP = re.compile(r"(MLP|Mlp|FeedForward)$")  # of a class
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[str]]:
     """Return the selections of the default rule, the root included, and a note for each repair."""
-    blocks = _find_blocks(tree)
+    blocks = Blocks(tree)
+    inside = {path for block in blocks.outermost for below in tree.subtree(block) for path in tree.paths(below)}
     # What is in no block, and in no other item of a list, since some of those may not be called.
     lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
-    inside = {below for entry in lists for below in tree.subtree(entry) if below != entry}
-    inside.update(below for block in blocks for below in tree.subtree(block))
+    inside.update(below for entry in lists for below in tree.subtree(entry) if below != entry)
     outside = [entry for entry in range(len(tree.modules)) if entry not in inside]
 
     head = _find_head(tree, blocks, outside)
     embedding = _find_input_embedding(tree, blocks, outside, head)
-    selections = [Selection((entry,)) for entry in blocks]
+    tail = _find_tail(tree, blocks, outside, head)
+    units = _join_small(tree, blocks)
+    taken = {*inside, *tail} | {each for each in (embedding, _declared(tree, "get_output_embeddings", outside)) if each}
+    units += [(entry,) for entry in _find_large(tree, blocks, 0, taken)]
+    selections = [Selection(unit) for unit in units]
     selections += [Selection((embedding,))] if embedding is not None else []
-    selections += [Selection(tail, reshard=False) for tail in _find_tail(tree, blocks, outside, head)]
+    selections += [Selection(tail, reshard=False)] if tail else []
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
-    return selections, notes + more_notes
+    return _with_blocks(tree, selections, blocks), notes + more_notes
 
 
 def find_mlps(tree: ModelTree) -> list[str]:
@@ -51,63 +59,79 @@ def find_mlps(tree: ModelTree) -> list[str]:
     return list(found)
 
 
-def _find_blocks(tree: ModelTree) -> list[int]:
-    """Return the model's repeated blocks, outermost only, in the model's order."""
-    declared = set(getattr(tree.modules[0], "_no_split_modules", None) or ())
-    containers = [entry for entry, module in enumerate(tree.modules) if isinstance(module, _CONTAINERS)]
-    # A rank may have no token for an expert, and not call it.
-    experts = (entry for entry in containers if "expert" in tree.fqns[entry].rpartition(".")[2].lower())
-    inside = {below for entry in experts for below in tree.subtree(entry)}
-    paths = [item for entry in containers if entry not in inside for item in tree.children(entry)]
-    # Each module once, also where the list repeats one, as in ModuleList([block] * 3).
-    items = sorted({id(tree.modules[item]): item for item in sorted(paths, reverse=True)}.values())
-    classes = Counter(type(tree.modules[item]) for item in items)
+def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: Blocks) -> list[Selection]:
+    """Return the units with the blocks that are directly in each: what checkpointing and compiling apply to."""
+    around = unit_of_entries(tree, [selection.entries for selection in selections])
+    inside: dict[int, list[int]] = {}
+    for block in blocks.smallest:
+        inside.setdefault(around[block], []).append(block)
+    return [replace(unit, blocks=tuple(inside.get(index, ()))) for index, unit in enumerate(selections)]
+
+
+def _join_small(tree: ModelTree, blocks: Blocks) -> list[tuple[int, ...]]:
+    """Return the blocks as units, where small neighbors are joined and a few that stay small are left out."""
+    small = min(SMALL_NUMEL, SMALL_SHARE * blocks.numel[0])
+    units: list[tuple[int, ...]] = []
+    for block in sorted(blocks.units()):
+        before = units[-1] if units else ()
+        if before and blocks.size(before) < small and _follows(tree, before[-1], block):
+            units[-1] = (*before, block)
+        else:
+            units.append((block,))
+    tiny = [unit for unit in units if blocks.size(unit) < small and not blocks.is_declared(unit[0])]
+    few = sum(map(blocks.size, tiny)) <= FEW_SHARE * blocks.numel[0]
+    return [unit for unit in units if not (few and unit in tiny)]
+
+
+def _follows(tree: ModelTree, one: int, two: int) -> bool:
+    """Return whether one Sequential calls both, one after the other: a unit reshards when all its modules have run."""
+    container = tree.parents[two]
+    is_sequential = type(tree.modules[container]).forward is nn.Sequential.forward
+    return is_sequential and tree.ends[one] == two and tree.parents[one] == container
+
+
+def _find_large(tree: ModelTree, blocks: Blocks, outer: int, taken: Collection[int]) -> list[int]:
+    """Return the modules below an entry that are much of the model, in no unit and around none."""
     found: list[int] = []
-    for item in items:
-        if not (found and tree.contains(found[-1], item)) and _is_block(tree, item, declared, classes):
-            found.append(item)
+    for entry in tree.children(outer):
+        if entry not in taken and _is_large(blocks, entry):
+            below = _find_large(tree, blocks, entry, taken)
+            around = any(each in taken for each in tree.subtree(entry)) or not is_called(tree, entry)
+            cut = around or (len(below) > 1 and blocks.numel[entry] > blocks.limit)
+            found += below if cut else [entry] if entry in tree.first_entries else []
     return found
 
 
-def _is_block(tree: ModelTree, item: int, declared: set[str], classes: Counter[type[nn.Module]]) -> bool:
-    module, container = tree.modules[item], tree.parents[item]
-    if not is_called(tree, item):
-        return False
-    if type(module).__name__ in declared:
-        return True
-    alone = isinstance(tree.modules[container], nn.ModuleList) and len(list(tree.children(container))) == 1
-    if classes[type(module)] < 2 and not alone:
-        return False
-    if any(tree.params_below(child) for child in tree.children(item)):
-        return True
-    # A stack of plain layers, such as an MLP in a Sequential: units only where the stack is most of the model.
-    has_matrix = any(tree.params[fqn].dim() > 1 for fqn in tree.owned[item])
-    return has_matrix and 2 * tree.numel(container) > tree.numel(0)
-
-
-def _find_head(tree: ModelTree, blocks: list[int], outside: list[int]) -> int | None:
-    """Return the output layer: the one that the model names, else the last Linear behind the blocks."""
+def _find_head(tree: ModelTree, blocks: Blocks, outside: list[int]) -> int | None:
+    """Return the output layer: the one that the model names, else the model's last layer if it is a Linear."""
     declared = _declared(tree, "get_output_embeddings", outside)
     if declared is not None:
         return declared
-    behind = (entry for entry in reversed(outside) if not blocks or entry > blocks[-1])
-    last = next((entry for entry in behind if isinstance(tree.modules[entry], nn.Linear)), None)
-    return last if last is None or is_called(tree, last) else None
+    last = max(entry for entry, owned in enumerate(tree.owned) if owned or not entry)
+    is_linear = isinstance(tree.modules[last], nn.Linear) and last in outside
+    return last if is_linear and is_called(tree, last) else None
 
 
-def _find_tail(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> list[tuple[int, ...]]:
-    """Return ``[norm, head]``, with the first norm behind the blocks; the head alone only where it is tied."""
+def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> tuple[int, ...]:
+    """Return ``[norm, head]``, with the first norm behind the blocks; the head alone where it is tied or large."""
     if head is None:
-        return []
-    for entry in (entry for entry in outside if (blocks[-1] if blocks else 0) < entry < head):
+        return ()
+    for entry in (entry for entry in outside if (blocks.outermost or [0])[-1] < entry < head):
         name = type(tree.modules[entry]).__name__.lower()
         is_norm = "norm" in name and "batchnorm" not in name and tree.owned[entry] and tree.ends[entry] == entry + 1
         if is_norm and is_called(tree, entry) and len(tree.trained_dtypes(entry, *tree.subtree(head))) < 2:
-            return [(entry, head)]
-    return [(head,)] if any(fqn in tree.ties for fqn in tree.owned[head]) else []
+            if head != _declared(tree, "get_output_embeddings", outside) and any(tree.owned[entry + 1 : head]):
+                break  # the norm of another part of the model
+            return (entry, head)
+    tied = any(fqn in tree.ties for fqn in tree.owned[head])
+    return (head,) if tied or _is_large(blocks, head) else ()
 
 
-def _find_input_embedding(tree: ModelTree, blocks: list[int], outside: list[int], head: int | None) -> int | None:
+def _is_large(blocks: Blocks, entry: int) -> bool:
+    return blocks.numel[entry] >= max(LARGE_NUMEL, LARGE_SHARE * blocks.numel[0])
+
+
+def _find_input_embedding(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | None) -> int | None:
     """Return the embedding that the model names, else the one before all blocks whose shape is the head's.
 
     Other embeddings may be tables whose weight is read without calling them, such as SAM's mask tokens. Without a head
@@ -119,7 +143,7 @@ def _find_input_embedding(tree: ModelTree, blocks: list[int], outside: list[int]
     shape = getattr(tree.modules[head], "weight").shape if head is not None else None  # noqa: B009
     for entry in outside:
         module = tree.modules[entry]
-        is_before = isinstance(module, nn.Embedding) and (not blocks or entry < blocks[0])
+        is_before = isinstance(module, nn.Embedding) and (not blocks.outermost or entry < blocks.outermost[0])
         if is_before and module.weight.shape == shape and is_called(tree, entry):
             return entry
     return None

@@ -39,6 +39,7 @@ class Selection:
     entries: tuple[int, ...]  # their places in the ModelTree; several are torch's list form
     overrides: Overrides = field(default_factory=Overrides)  # settings that a rule asked for
     reshard: bool = True  # what reshard_after_forward=None means for it
+    blocks: tuple[int, ...] | None = None  # to checkpoint and compile; None is the module, if it has submodules
 
     @property
     def tiles(self) -> int | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from small_models import Block, Decoder
 from torch import Tensor
 
-from shardkit import MeshSpec, plan_model
+from shardkit import MeshSpec, PlanError, plan_model
 from shardkit.planning.default import find_mlps
 from shardkit.planning.tree import ModelTree
 
@@ -78,7 +78,7 @@ def stage(number: int) -> nn.Module:
             lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
             [*(f"{part}.layers.{number}" for part in ("encoder", "decoder") for number in range(2)), "(root)"],
         ),
-        # Two levels: the outer one, because the inner one may be experts, or heads.
+        # Two levels: the outer one, where it is small.
         (lambda: Model(stages=nn.ModuleList([stage(2), stage(3)])), ["stages.0", "stages.1", "(root)"]),
         (lambda: Model(layers=nn.ModuleList([routed(), routed()])), ["layers.0", "layers.1", "(root)"]),
         (routed, ["(root)"]),
@@ -94,6 +94,52 @@ def stage(number: int) -> nn.Module:
 )
 def test_units(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert names(make()) == expected
+
+
+class Stage(nn.Module):
+    """Blocks, and a convolution that is a tenth of them."""
+
+    def __init__(self, number: int, dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(number))
+        self.reduce = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.reduce(x)
+
+
+class Pyramid(nn.Module):
+    """Stages as attributes that a number tells apart, of which the second is larger than its largest block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 256)
+        self.stage1, self.stage2 = Stage(2, 256), Stage(6, 1024)
+        self.head = nn.Linear(2048, 2000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stage2(self.stage1(self.stem(x))))
+
+
+def test_a_block_is_cut_where_it_is_larger_than_the_largest_that_cannot_be_cut() -> None:
+    with torch.device("meta"):
+        model = Pyramid()
+    plan = plan_model(model, mesh=EIGHT, checkpoint_activations=True)
+    inside = [f"stage2.blocks.{number}" for number in range(6)]
+    assert [unit.name for unit in plan.units] == ["stage1", *inside, "head", "stage2", "(root)"]
+    recomputed = {unit.name: unit.blocks for unit in plan.units if unit.checkpoint_activations}
+    assert recomputed.pop("stage1") == ("stage1.blocks.0", "stage1.blocks.1")
+    assert recomputed == {name: (name,) for name in inside}
+    assert "yes, 2 blocks inside" in str(plan)
+    assert 'for module in [model.get_submodule("stage1.blocks.0"), model' in plan.to_python()
+
+
+def test_checkpointing_that_reaches_no_block_is_an_error() -> None:
+    for setting in ("checkpoint_activations", "compile"):
+        with pytest.raises(PlanError, match=f"{setting}=True reaches no module"):
+            plan_model(nn.Linear(4, 4), mesh=EIGHT, **{setting: True})
 
 
 def test_classes_that_the_model_declares() -> None:
