@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, named_full_tensors
+from shardkit.state import full_params, full_state_dict
 from shardkit.testing import comm_counts, distributed
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
