@@ -192,8 +192,6 @@ def test_an_error_of_one_rank_is_raised_by_all():
         load_full_state_dict(model, source({**state, "gain": torch.ones(1, device="meta")}, "rank0"))
     with pytest.raises(ShardkitError, match=r"src must be .*rank1"):
         load_full_state_dict(model, state, src="rank1")
-    with pytest.raises(ShardkitError, match="must be a dict of tensors by name, got list"):
-        load_full_state_dict(model, [1], src="all")
     assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
 
 
