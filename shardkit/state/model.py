@@ -60,15 +60,12 @@ def model_state(model: nn.Module) -> ModelState:
     """Return the state of a model. Local; reshards units that a forward left unsharded, as ``state_dict()`` does.
 
     It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognized by identity, since a rank's
-    shard may have no memory. Raises for two names that differ by wrappers only.
+    shard may have no memory.
     """
     check_module(model)
     with live_tensors():
         found = model.state_dict(keep_vars=True)
     names = [clean_name(name) for name in found]
-    if twice := repeated(names):
-        rule = f"Names must differ by more than the wrappers {' and '.join(WRAPPERS)}"
-        raise ShardkitError(message(listing(twice), "appears twice", rule, "Rename one of the modules"))
     state = dict(zip(names, found.values(), strict=True))
     tensors = {n: value for n, value in state.items() if isinstance(value, Tensor) and not is_extra(n)}
     others = {name: value for name, value in state.items() if name not in tensors}
@@ -93,12 +90,6 @@ def trainable_state(state: ModelState) -> ModelState:
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return each parameter's first clean FQN, also where an unsharded one is registered in its place."""
     return {param: clean_name(name) for name, param in named_sharded_parameters(model)}
-
-
-def repeated(names: Iterable[str]) -> list[str]:
-    """Return the names that occurred before."""
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -167,8 +158,7 @@ def full_state_dict(
         dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
-        ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
-            has a quantized weight without its scales.
+        ShardkitError: on every rank, if a tensor is on the meta device, or a quantized weight lacks its scales.
 
     Example:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
