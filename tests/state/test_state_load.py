@@ -53,8 +53,17 @@ def test_every_layout_gets_the_values_in_place(layout):
     assert_same_state(state, before)
 
 
-@pytest.mark.parametrize("src", ["rank0", "all"])
-@pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel", "ignoring", "offloaded"])
+@pytest.mark.parametrize(
+    ("layout", "src"),
+    [
+        ("fsdp", "all"),
+        ("hsdp", "rank0"),
+        ("tensor_parallel", "rank0"),
+        ("columns", "all"),
+        ("ignoring", "rank0"),
+        ("offloaded", "rank0"),
+    ],
+)
 @distributed(world_size=4, backend="gloo")
 def test_meta_models_are_materialized(layout, src):
     with init_on_meta():
