@@ -4,8 +4,8 @@ Run: ``python -m benchmarks.state_disk [--mebibytes 1024] [--repeats 5] [--direc
 
 Every side of a row runs in turn in the same processes, on the same model; a time is wall-clock seconds from a barrier
 to a barrier, medians with the smallest and largest, and the ratio is that of the medians. Saves go to new files each
-time, deleted and synced outside of the time, and have the bytes on the disk (fsync) before they return. Loads read files
-that were just written, so from the page cache: a disk that is slower than that moves all sides towards its own speed.
+time, deleted and synced outside of the time, and have the bytes on the disk (fsync) before they return. Loads read
+files that were just written, so from the page cache: a slower disk moves all sides towards its own speed.
 
 Peaks are of anonymous memory beyond what a rank had before, the largest of all ranks, sampled each millisecond; in
 multiples of the largest tensor. What the load of a meta model is to leave behind, the shards, is taken off.

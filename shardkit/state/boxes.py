@@ -163,6 +163,7 @@ class Batch:
         """Write into a view what a rank sends as ``dtype``, when the batch runs."""
         self._parts[False, of].append((view, dtype))
 
+    @torch.no_grad()
     def run(self) -> None:
         """Exchange all messages. Collective over the ranks that are named."""
         operations, received = [], []
@@ -180,6 +181,7 @@ class Batch:
             work.wait()
         for view, part in received:
             view.copy_(part)
+        self._parts.clear()  # views of full tensors, which may be freed before the batch is
 
     def _packed(self, parts: list[Part]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the bytes of a message, and views with their parts of it; none where the bytes are the view's own."""
@@ -211,16 +213,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def buckets(
-    items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None
+    items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None, most: int = BUCKET
 ) -> Iterator[tuple[Batch, torch.device, list[Item]]]:
-    """Yield items in buckets of at most ``BUCKET`` bytes, or one item, with a batch and its device. Local.
+    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device. Local.
 
     Each item comes with its tensor and the dtype of the full one.
     """
     bucket, filled, home = list[Item](), 0, torch.device("cpu")
     for item, tensor, dtype in items:
         size, device = tensor.numel() * dtype.itemsize, wire_device(tensor, group)
-        if bucket and (filled + size > BUCKET or device != home):
+        if bucket and (filled + size > most or device != home):
             yield Batch(group, home), home, bucket
             bucket, filled = [], 0
         bucket.append(item)
@@ -229,7 +231,6 @@ def buckets(
         yield Batch(group, home), home, bucket
 
 
-@torch.no_grad()
 def gather(
     tensors: Iterable[tuple[str, Tensor]],
     ranks: ModelGroup,
@@ -237,6 +238,7 @@ def gather(
     everywhere: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    bucket_bytes: int = BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by name, in new memory and in order, on the root or everywhere. Collective.
 
@@ -250,26 +252,32 @@ def gather(
         problem = f"is quantized ({listing(set(kinds.values()))}), and cannot be gathered"
         rule, fix = "Blocks and scales are each shard's own", "Save it with save_checkpoint, or dequantize it first"
         raise ShardkitError(message(listing(kinds), problem, rule, fix))
-    collects = group is not None and dist.get_backend(group) not in BY_MESSAGES
+    collects = group is not None and everywhere and dist.get_backend(group) not in BY_MESSAGES
     dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in listed}
-    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group):
-        fulls: list[tuple[str, Tensor]] = []
-        for name, like in bucket:
-            full, sent = None, min(dtypes[name], like.dtype, key=_by_size)
-            if not isinstance(like, DTensor):
-                full = like.detach().to(device or like.device, dtypes[name], copy=True)
-            elif not in_boxes(like):
-                full = like.full_tensor()
-            elif everywhere and collects and wire == local_value(like).device and _is_chunked(like):
-                full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
-            elif everywhere or ranks.root in coordinates(like.device_mesh):  # else the root's slice has the values
-                full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
-            fulls += [(name, full)] if full is not None and (everywhere or ranks.is_root) else []
+
+    @torch.no_grad()  # torch's decorator of a generator would hold what it yields
+    def full_tensor(name: str, like: Tensor, batch: Batch, wire: torch.device) -> Tensor | None:
+        sent = min(dtypes[name], like.dtype, key=_by_size)
+        if not isinstance(like, DTensor):
+            return like.detach().to(device or like.device, dtypes[name], copy=True)
+        if not in_boxes(like):
+            return like.full_tensor()
+        if collects and wire == local_value(like).device and _is_chunked(like):
+            return like.to(sent).full_tensor()  # type: ignore[attr-defined, no-any-return]
+        if not everywhere and ranks.root not in coordinates(like.device_mesh):  # the root's slice has the values
+            return None
+        return _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
+
+    def moved(name: str, full: Tensor) -> tuple[str, Tensor]:
+        return name, full.to(device or full.device, dtypes[name])
+
+    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group, bucket_bytes):
+        found = [(name, full_tensor(name, like, batch, wire)) for name, like in bucket]
+        fulls = [(name, full) for name, full in found if full is not None and (everywhere or ranks.is_root)]
+        del found
         batch.run()
         while fulls:  # none is held here once it is yielded
-            name, full = fulls.pop(0)
-            yield name, full.to(device or full.device, dtypes[name])
-            del full
+            yield moved(*fulls.pop(0))
 
 
 def _is_chunked(like: DTensor) -> bool:
