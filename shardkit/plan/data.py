@@ -148,7 +148,8 @@ class PlanData:
                 first.setdefault(fqn, place)
 
         def place_of(unit: ShardUnit) -> tuple[int, int, int]:
-            return seen.get(unit.name, len(seen)), first.get(unit.modules[0], 0), unit.modules[0].count(".")
+            depth = unit.modules[0].count(".") if unit.modules[0] else -1
+            return seen.get(unit.name, len(seen)), first.get(unit.modules[0], 0), depth
 
         return sorted(self.units, key=place_of)
 
