@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
 from shardkit.checkpoint.format import File, Spec, lay_out, locate
 from shardkit.checkpoint.hub import (

@@ -221,18 +221,12 @@ def test_float8_weights_with_scales_are_refused(strict, tmp_path):
     assert_equal(model.state_dict(), before)
 
 
-def test_a_checkpoint_is_loaded_by_from_pretrained_and_never_converted(tmp_path):
-    """Its names are the model's own, and config.json says which model it is."""
+def test_names_in_a_checkpoint_are_the_models_own(tmp_path):
     model = made("mixtral", 1)
     save_checkpoint(tmp_path / "c", model)
-    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "c").state_dict(), model.state_dict())
     other = made("mixtral", 2)
     load_pretrained(other, tmp_path / "c")
     assert_equal(other.state_dict(), model.state_dict())
-    convert_checkpoint(tmp_path / "c", tmp_path / "dcp", to="dcp")
-    assert (tmp_path / "dcp" / "config.json").read_text() == (tmp_path / "c" / "config.json").read_text()
-    (tmp_path / "c" / "config.json").write_text("edited")
-    load_checkpoint(tmp_path / "c", other)
 
 
 def test_overwriting_carries_over_what_shardkit_did_not_write(tmp_path):
