@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch.nn as nn
 
+from shardkit.errors import listing
 from shardkit.plan import ancestors
 from shardkit.planning.blocks import Blocks
 from shardkit.planning.repair import join_ties, split_dtypes
@@ -41,7 +42,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
-    return _with_blocks(tree, selections, blocks), notes + more_notes
+    return _with_blocks(tree, selections, blocks), notes + more_notes + _notes_of_tables(tree, blocks, embedding)
 
 
 def find_mlps(tree: ModelTree) -> list[str]:
@@ -125,6 +126,19 @@ def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | 
             return (entry, head)
     tied = any(fqn in tree.ties for fqn in tree.owned[head])
     return (head,) if tied or _is_large(blocks, head) else ()
+
+
+def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> list[str]:
+    """Return a note for embedding tables that are most of the model, as in recommendation."""
+    tables = [entry for entry in tree.first_entries if isinstance(tree.modules[entry], (nn.Embedding, nn.EmbeddingBag))]
+    tables = [each for each in tables if each != embedding and not any(fqn in tree.ties for fqn in tree.owned[each])]
+    if 2 * blocks.size(tables) < blocks.numel[0]:
+        return []
+    names = listing((tree.fqns[entry] for entry in tables), 4)
+    return [
+        f"{names}: embedding tables with most of the parameters, gathered whole in each step; where a batch reads few "
+        "rows, shard them by rows with another library, such as torchrec, and pass them in ignored_params"
+    ]
 
 
 def _is_large(blocks: Blocks, entry: int) -> bool:
