@@ -35,7 +35,7 @@ from shardkit.checkpoint.format import File
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2  # version 1 had the state in a file of its own
 FORMATS = ("safetensors", "dcp")
 WAY = "Load an earlier checkpoint: latest_checkpoint() of the directory above returns the newest complete one"
 _BLOCK = 1 << 24  # bytes read at a time
@@ -287,8 +287,10 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(file.read_bytes())
         if body.pop("digest") != _digest(body):
             raise ValueError("its digest does not match its contents")
-        if (version := body.pop("shardkit_checkpoint")) != VERSION:
-            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}")
+        if (version := body.pop("shardkit_checkpoint")) not in (1, VERSION):
+            raise ValueError(f"it has version {version}, and this shardkit reads up to version {VERSION}")
+        for name in ("meshes", "layout") if version == 1 else ():
+            del body[name]
         found = Manifest(**body | {"files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
         if bad := [n for n in found.files if os.path.basename(n) != n or n in ("", ".", "..", NAME) or "\0" in n]:
             raise ValueError(f"{bad[0]!r} is not the name of a file beside it")

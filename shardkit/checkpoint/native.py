@@ -76,16 +76,19 @@ class NativeCheckpoint(Safetensors):
 
     def _read_state(self) -> None:
         """Add to the contents what is not a tensor, and the small tensors."""
-        contents, rest, state = self.contents, self.stored("state"), self.manifest.state
+        contents, rest = self.contents, self.stored("state")
+        state = self.manifest.state or json.loads((self._directory / "state.json").read_bytes())  # of version 1
         tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
         super().read((rest[name].key, tensor) for name, tensor in tensors.items())
         if self._dcp is None:
             contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
-        contents.random = {kind: [bytes.fromhex(each) for each in texts] for kind, texts in state["random"].items()}
+        contents.random = {
+            kind: list(map(_random_state, states)) for kind, states in decode(state["random"], tensors).items()
+        }
         contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
-        contents.quantized = state["quantized"]
+        contents.quantized = bool(state.get("quantized"))
         contents.trainable_only = self.manifest.trainable_only
 
     def _refused(self, problem: str) -> CheckpointError:
@@ -138,6 +141,11 @@ class NativeCheckpoint(Safetensors):
 
 
 # ---- random generators: Python's, torch's on the CPU, and the accelerator's ---------------------------------------
+
+
+def _random_state(saved: str | Tensor) -> bytes:
+    """Return a generator's state: hexadecimal, in version 1 a tensor of bytes."""
+    return bytes(saved.tolist()) if isinstance(saved, Tensor) else bytes.fromhex(saved)
 
 
 def own_random_states() -> dict[str, bytes]:
