@@ -4,9 +4,8 @@ Run: ``python -m benchmarks.state_disk [--mebibytes 1024] [--repeats 5] [--direc
 
 Every side of a row runs in turn in the same processes, on the same model; a time is wall-clock seconds from a barrier
 to a barrier, medians with the smallest and largest, and the ratio is that of the medians. Saves go to new files each
-time, deleted and synced outside of the time; "flushed" has the bytes on the disk (fsync) before it returns, as DCP does
-by default, and the others leave them in the page cache, as ``save_file`` does. Loads read files that were just written,
-so from the page cache: a disk that is slower than that moves all sides towards its own speed.
+time, deleted and synced outside of the time, and have the bytes on the disk (fsync) before they return. Loads read
+files that were just written, so from the page cache: a slower disk moves all sides towards its own speed.
 
 Peaks are of anonymous memory beyond what a rank had before, the largest of all ranks, sampled each millisecond; in
 multiples of the largest tensor. What the load of a meta model is to leave behind, the shards, is taken off.
@@ -32,7 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from shardkit import shard_model
-from shardkit.checkpoint import load_pretrained, write_tensors
+from shardkit.checkpoint import load_pretrained, save_checkpoint
 from shardkit.testing import RankPool
 
 RANKS = 4
@@ -70,9 +69,9 @@ def built(mebibytes: int, *, meta: bool = False) -> Model:
 # ---- the sides ------------------------------------------------------------------------------------------------
 
 
-def save_shardkit(model: Model, directory: Path, flush: bool) -> None:
-    """One file, written by all ranks."""
-    write_tensors(directory, dict(model.named_parameters()), max_shard_size=1 << 40, flush=flush)
+def save_shardkit(model: Model, directory: Path) -> None:
+    """One file, written by all ranks, and its manifest."""
+    save_checkpoint(directory, model)
 
 
 def save_gathered(model: Model, directory: Path) -> None:
@@ -82,11 +81,13 @@ def save_gathered(model: Model, directory: Path) -> None:
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         save_file(full, directory / "model.safetensors")
+        with open(directory / "model.safetensors", "rb+") as file:
+            os.fsync(file)
 
 
-def save_dcp(model: Model, directory: Path, flush: bool) -> None:
+def save_dcp(model: Model, directory: Path) -> None:
     """torch.distributed.checkpoint, a file a rank."""
-    writer = dcp.FileSystemWriter(directory / "dcp", sync_files=flush)
+    writer = dcp.FileSystemWriter(directory / "dcp", sync_files=True)
     dcp.save(get_model_state_dict(model), storage_writer=writer)
 
 
@@ -104,11 +105,9 @@ def load_broadcast(model: Model, file: Path) -> None:
 
 
 SAVES: dict[str, Callable[[Model, Path], None]] = {
-    "shardkit": lambda model, directory: save_shardkit(model, directory, False),
+    "shardkit": save_shardkit,
     "gather + save_file": save_gathered,
-    "DCP": lambda model, directory: save_dcp(model, directory, False),
-    "shardkit, flushed": lambda model, directory: save_shardkit(model, directory, True),
-    "DCP, flushed": lambda model, directory: save_dcp(model, directory, True),
+    "DCP": save_dcp,
 }
 LOADS: dict[str, Callable[[Model, Path], None]] = {"shardkit": load_shardkit, "torch broadcast": load_broadcast}
 
@@ -169,7 +168,7 @@ def on_ranks(mebibytes: int, repeats: int, directory: Path) -> dict[str, list[tu
             target = fresh(directory / "save")
             note(f"save: {name}", measured(save, model, target))
         target = fresh(directory / "save")
-        save_shardkit(model, target, False)
+        save_shardkit(model, target)
         file = target / "model.safetensors"
         for name, load in rotated(LOADS, repeat):
             wipe(model)
@@ -219,7 +218,6 @@ def check(model: Model) -> None:
 RATIOS = [
     ("save: shardkit", "save: gather + save_file", 0.25),
     ("save: shardkit", "save: DCP", 0.8),
-    ("save: shardkit, flushed", "save: DCP, flushed", 0.8),
     ("load: shardkit", "load: torch broadcast", 0.3),
 ]
 

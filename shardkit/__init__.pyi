@@ -36,7 +36,7 @@ from shardkit.state import sharded_average as sharded_average
 from shardkit.state import full_state_dict as full_state_dict, load_full_state_dict as load_full_state_dict
 from shardkit.state import full_optimizer_state_dict as full_optimizer_state_dict
 from shardkit.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
-from shardkit.state import named_full_tensors as named_full_tensors
+from shardkit.checkpoint import named_full_tensors as named_full_tensors
 from shardkit.state.full_params import full_params as full_params
 
 # ## Checkpoints

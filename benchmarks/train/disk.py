@@ -1,7 +1,7 @@
 """How fast a model is saved to a disk and loaded from it, against what that disk and the way to the GPU give.
 
 The model is in bfloat16, as pretrained weights are, and sharded on the device. It is saved by
-:func:`shardkit.checkpoint.write_tensors` with ``flush=True`` and loaded by :func:`shardkit.checkpoint.load_pretrained`.
+:func:`shardkit.checkpoint.save_checkpoint` and loaded by :func:`shardkit.checkpoint.load_pretrained`.
 The bytes are on the disk when a save returns, and the page cache is told to forget the file before a load, so neither
 is the speed of memory. A machine's host may still cache: then it does so for both sides.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.models import SHAPES, Llama
 from benchmarks.train.training import draw
 from shardkit import shard_model
-from shardkit.checkpoint import load_pretrained, write_tensors
+from shardkit.checkpoint import load_pretrained, save_checkpoint
 
 PIECE = 64 * 2**20  # bytes of a call of the system, and of a copy to the device
 MOST = 8 * 10**9  # bytes of the plain file
@@ -101,9 +101,7 @@ def _shards(model: nn.Module) -> list[Tensor]:
 def _save(model: nn.Module, directory: Path, device: torch.device) -> float:
     """Seconds, until the bytes are on the disk."""
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    tensors = dict(model.named_parameters())
-    return _seconds(lambda: write_tensors(directory, tensors, flush=True), device)
+    return _seconds(lambda: save_checkpoint(directory, model), device)
 
 
 def _load(model: nn.Module, directory: Path, device: torch.device) -> float:

@@ -7,4 +7,4 @@ from shardkit.checkpoint.load import load_checkpoint as load_checkpoint
 from shardkit.checkpoint.pretrained import load_pretrained as load_pretrained
 from shardkit.checkpoint.pretrained import save_pretrained as save_pretrained
 from shardkit.checkpoint.save import save_checkpoint as save_checkpoint
-from shardkit.checkpoint.write import write_tensors as write_tensors
+from shardkit.checkpoint.stream import named_full_tensors as named_full_tensors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.agreement import ranks_of
+from shardkit.checkpoint.asynchronous import ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
@@ -29,7 +29,6 @@ def convert_checkpoint(
     *,
     to: str | None = None,
     overwrite: bool = False,
-    allow_pickle: bool = False,
 ) -> None:
     """Convert the checkpoint at ``src`` to another kind, at ``dst``. Local: one process, without a model.
 
@@ -43,7 +42,6 @@ def convert_checkpoint(
             ``{"model": ..., "optimizer": ...}`` in full tensors by FQN, which FSDP1 loads as FULL_STATE_DICT. None:
             ``"full"`` for a ``dst`` that ends in .pt, .pth, .bin or .ckpt, else ``"safetensors"``.
         overwrite: replace an existing checkpoint or file.
-        allow_pickle: as for :func:`load_checkpoint`: unpickle whatever ``src`` holds, which can run code.
 
     Raises:
         CheckpointError: ``src`` is damaged or of no known kind, ``dst`` exists, or ``to`` is unknown.
@@ -57,7 +55,7 @@ def convert_checkpoint(
     elif place.is_dir() or (place.exists() and not overwrite):
         rule = "A file is replaced only on request, and a directory never"
         raise CheckpointError(message(str(place), "exists", rule, "Use another path, or pass overwrite=True"))
-    source = open_checkpoint(Path(src), allow_pickle=allow_pickle)
+    source = open_checkpoint(Path(src))
     if isinstance(source, NativeCheckpoint):
         source.verify([])
     if source.contents.no_optimizer:
@@ -100,7 +98,7 @@ def _content(source: Source) -> Content:
     encoded, tensors = encode(read_values(source, optimizer), "")
     states = {kind: [each.hex() for each in of_ranks] for kind, of_ranks in contents.random.items()}
     plain |= {"optimizer": encoded, "ties": contents.ties, "random": states}
-    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized, "config": contents.config}
+    about: Any = {"trainable_only": contents.trainable_only, "quantized": contents.quantized}
     return Content(read_values(source, model), tensors, beside, plain, **about)
 
 
@@ -116,13 +114,11 @@ def add_parser(commands: Any) -> Any:
     kinds = "safetensors and dcp are directories, full is a file of torch.save as FSDP1's FULL_STATE_DICT"
     parser.add_argument("--to", choices=KINDS, help=f"{kinds} (default: by the suffix of DST)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing DST")
-    parser.add_argument("--allow-pickle", action="store_true", help="unpickle what SRC holds, which can run code")
     return parser
 
 
 def run(options: Any) -> int:
     """Run the command and return its exit code."""
-    given = {name: getattr(options, name) for name in ("to", "overwrite", "allow_pickle")}
-    convert_checkpoint(options.src, options.dst, **given)
+    convert_checkpoint(options.src, options.dst, to=options.to, overwrite=options.overwrite)
     print(f"{options.src} -> {options.dst}")
     return 0

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardkit.checkpoint.agreement import on_each
+from shardkit.checkpoint.asynchronous import on_each
 from shardkit.checkpoint.chunks import covers
 from shardkit.checkpoint.directory import FileEntry, entry_of
 from shardkit.checkpoint.format import within
@@ -48,10 +48,10 @@ _ADMITTED = {
 class DcpDirectory:
     """A DCP directory as a source."""
 
-    def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         data = io.BytesIO((directory / NAME).read_bytes())
-        found: torchs.Metadata = (pickle.Unpickler if allow_pickle else _Unpickler)(data).load()
+        found: torchs.Metadata = _Unpickler(data).load()
         leaves: dict[str, Any] = {}
         for key, each in found.state_dict_metadata.items():
             if isinstance(each, torchs.TensorStorageMetadata):
@@ -59,18 +59,18 @@ class DcpDirectory:
                     raise self._damaged(f"the chunks of {key} do not fill it")
                 leaves[key] = Stored(each.properties.dtype, each.size, key)
             else:
-                leaves |= self._plain(key, found.storage_data[torchs.MetadataIndex(key)], allow_pickle)
+                leaves |= self._plain(key, found.storage_data[torchs.MetadataIndex(key)])
         for info in found.storage_data.values():
             within(directory, info.relative_path)
         self.contents: Contents = contents_of(_nested(leaves, found.planner_data or {}), str(directory))
 
-    def _plain(self, key: str, info: Any, allow_pickle: bool) -> dict[str, Any]:
+    def _plain(self, key: str, info: Any) -> dict[str, Any]:
         """Read a value that is not a tensor; nothing if it is an object that is not plain data."""
         with open(within(self._directory, info.relative_path), "rb") as file:
             file.seek(info.offset)
             data = io.BytesIO(file.read(info.length))
         try:
-            return {key: torch.load(data, weights_only=not allow_pickle)}
+            return {key: torch.load(data, weights_only=True)}
         except pickle.UnpicklingError:  # of the program that wrote it, and perhaps of no use here
             return {}
 

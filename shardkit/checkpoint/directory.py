@@ -35,13 +35,12 @@ from shardkit.checkpoint.format import File
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 
 NAME = "manifest.json"
-VERSIONS = (1, 2)  # that are read; version 1 had "state" in a file of its own
-CONFIG = "config.json"  # the model's, for other programs; users may edit it, so it has no checks
+VERSION = 1
 FORMATS = ("safetensors", "dcp")
 WAY = "Load an earlier checkpoint: latest_checkpoint() of the directory above returns the newest complete one"
 _BLOCK = 1 << 24  # bytes read at a time
 _MOST = 1 << 30  # bytes of a manifest; a larger one is not a manifest
-_SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{16}(\.lock)?$")  # locks until version 0.1
+_SIBLING = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{16}$")
 _DAY = 24 * 60 * 60  # seconds
 _deletions: list[threading.Thread] = []
 
@@ -164,10 +163,8 @@ def find(path: Path) -> Path:
     for sibling, match in _siblings(path.parent):
         if (match["name"], match["kind"]) == (path.name, "old"):
             return sibling
-    near = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
-    rule = f"Beside it are {listing(near, 10)}" if near else f"{path.parent} is empty or does not exist"
-    fix = "Pass the path of a checkpoint, or latest_checkpoint()"
-    raise CheckpointError(message("path", f"{path} does not exist", rule, fix))
+    fix = "Pass the path of a checkpoint, or latest_checkpoint() of the directory above"
+    raise CheckpointError(message("path", f"{path} does not exist", "", fix))
 
 
 def _siblings(parent: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -260,18 +257,16 @@ class Manifest:
 
     format: str  # "safetensors" or "dcp"
     world_size: int  # ranks that saved
-    meshes: list[dict[str, Any]]  # shape and axis names of the model's meshes
     files: dict[str, FileEntry]
     created: int = field(default_factory=time.time_ns)  # when it was complete, in nanoseconds since 1970
     torch: str = torch.__version__  # the version that saved
     trainable_only: bool = False  # whether frozen parameters were left out
     state: Any = None  # everything that is not a tensor, encoded
-    layout: str = ""  # in version 1, a digest
 
     def to_bytes(self) -> bytes:
         """Return it as JSON; the last entry is a digest of the others."""
         files = {name: vars(entry) for name, entry in sorted(self.files.items())}
-        body = {"shardkit_checkpoint": VERSIONS[-1], **vars(self), "files": files}
+        body = {"shardkit_checkpoint": VERSION, **vars(self), "files": files}
         return json.dumps(body | {"digest": _digest(body)}, indent=1).encode()
 
 
@@ -292,8 +287,8 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(file.read_bytes())
         if body.pop("digest") != _digest(body):
             raise ValueError("its digest does not match its contents")
-        if (version := body.pop("shardkit_checkpoint")) not in VERSIONS:
-            raise ValueError(f"it has version {version}, and this shardkit reads versions {VERSIONS}: upgrade")
+        if (version := body.pop("shardkit_checkpoint")) != VERSION:
+            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}")
         found = Manifest(**body | {"files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
         if bad := [n for n in found.files if os.path.basename(n) != n or n in ("", ".", "..", NAME) or "\0" in n]:
             raise ValueError(f"{bad[0]!r} is not the name of a file beside it")
@@ -324,8 +319,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             return stat.S_ISREG(found.st_mode) and found.st_size == size
         return False
 
-    files = [(name, entry.bytes) for name, entry in manifest.files.items() if name != CONFIG]
-    if damaged := [name for name, size in files if not is_whole(name, size)]:
+    if damaged := [name for name, entry in manifest.files.items() if not is_whole(name, entry.bytes)]:
         problem = f"has damaged files: {listing(damaged)}"
         raise CheckpointError(message(str(directory), problem, "They are missing, or of another size", WAY))
 

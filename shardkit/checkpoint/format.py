@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from shardkit._torch import is_wrapper
-from shardkit.checkpoint.chunks import Part, common, inside, opened, part_of, raw, read_all, runs_of, staged
+from shardkit.checkpoint.chunks import Part, opened, raw, read_all, runs_of, staged
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.shards import Box, local_value
 from shardkit.state.plan import Spec as Spec
 
 # In the reference's order, by alignment: a file starts with the last ones, so that every tensor's offset is a multiple
@@ -197,8 +194,6 @@ def parse_json(text: bytes) -> Any:
 
 # ---- files: where tensors are, and reading them ------------------------------------------------------------------
 
-Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
-
 
 @dataclass(frozen=True)
 class Located:
@@ -226,20 +221,6 @@ def read_parts(jobs: Iterable[tuple[Located, Part]]) -> None:
                         read_all(descriptor, data[low:high], entry.start + start)
                     if values is not view:
                         view.copy_(values)
-
-
-@torch.no_grad()
-def fill(targets: Iterable[tuple[str, Tensor]], chunks: Callable[[str], Iterable[Chunk]]) -> None:
-    """Copy into each target, given with its key, its part of the chunks of that key. Local; one chunk at a time.
-
-    Quantized chunks, such as torchao's optimizer state in DCP files, are copied as their values.
-    """
-    for key, into, box in [(key, *part_of(target)) for key, target in targets]:
-        for at, load in chunks(key):
-            if (shared := common(box, at)) is not None:
-                loaded = local_value(load())
-                values = loaded.dequantize() if is_wrapper(loaded) else loaded
-                inside(into, box, shared).copy_(inside(values, at, shared))
 
 
 def locate(path: str | os.PathLike[str]) -> dict[str, Located]:

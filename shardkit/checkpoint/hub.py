@@ -225,11 +225,3 @@ def described_config(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     return config
-
-
-def config_text(model: nn.Module) -> str:
-    """Return ``config.json`` for a model with a configuration like transformers', else an empty string. Local."""
-    model = unwrapped(model)
-    if is_adapted(model) or not callable(getattr(vars(model).get("config"), "to_json_string", None)):
-        return ""
-    return str(described_config(model).to_json_string())

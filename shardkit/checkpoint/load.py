@@ -6,8 +6,8 @@ import logging
 import operator
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
 from shardkit.checkpoint import dcp, directory
-from shardkit.checkpoint.agreement import own_rank, ranks_of, world
-from shardkit.checkpoint.asynchronous import finish_pending, wait_pending
+from shardkit.checkpoint.asynchronous import finish_pending, own_rank, ranks_of, wait_pending, world
 from shardkit.checkpoint.chunks import refuse_subclasses
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX, locate
@@ -34,7 +33,6 @@ from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.model import ModelState, is_extra, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
-    OptimizerState,
     group_names,
     is_quantized,
     optimizers_of,
@@ -65,7 +63,6 @@ def load_checkpoint(
     cast: bool = False,
     random: bool = True,
     verify: bool = True,
-    allow_pickle: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint into a model, its optimizer and its scheduler, in place, in any world and on any mesh.
@@ -89,8 +86,6 @@ def load_checkpoint(
         cast: convert floating-point tensors of the model to their dtype in the model; else other dtypes are an error.
         random: restore the random generators, if the checkpoint has them.
         verify: read everything once before anything is changed, and compare checksums, if the checkpoint has them.
-        allow_pickle: unpickle whatever DCP directories and files of ``torch.save`` hold, which runs any code in them.
-            False reads tensors and plain data, and runs nothing.
         group: the ranks that hold the model, as for :func:`save_checkpoint`; None: all.
 
     Returns:
@@ -105,103 +100,82 @@ def load_checkpoint(
     with together(groups, CheckpointError, call="load_checkpoint") as poll:
         finish_pending()  # here, since a rank whose program has waited does not raise
         request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
-        load = _plan(model, optimizer, scheduler, request, allow_pickle, ranks)
+        source = open_checkpoint(Path(path), {name: param.shape for param, name in parameter_names(model).items()})
+        read = _plan(source, model, optimizer, scheduler, request, own_rank() == ranks[0])
         same = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
-        poll.same = same | {"what is at path": _described(load.source.contents)}
-    if verify and isinstance(load.source, NativeCheckpoint):
-        load.source.verify(groups)
+        poll.same = same | {"what is at path": _described(source.contents)}
+    if verify and isinstance(source, NativeCheckpoint):
+        source.verify(groups)
     with together(groups, CheckpointError):
-        load.run(model, scheduler)
+        read()
         if random:
-            resume_random(load.source.contents.random, ranks.index(own_rank()), len(ranks))
-    return load.source.contents.extra
-
-
-@dataclass
-class _Load:
-    """What is read, and where it goes."""
-
-    source: Source
-    targets: list[tuple[str, Tensor]]  # of the model, with keys
-    others: dict[str, Any]  # of the model: values that are not tensors
-    check: Callable[[], None]  # reads ties
-    optimizer: _OptimizerLoad | None
-
-    @torch.no_grad()
-    def run(self, model: nn.Module, scheduler: Any) -> None:
-        """Read everything into its place. Local."""
-        self.check()
-        self.source.read([*self.targets, *(self.optimizer.targets if self.optimizer is not None else [])])
-        if self.others:
-            model.load_state_dict(self.others, strict=False)
-        if self.optimizer is not None:
-            self.optimizer.apply()
-        if scheduler is not None:
-            scheduler.load_state_dict(self.source.contents.scheduler)
+            resume_random(source.contents.random, ranks.index(own_rank()), len(ranks))
+    return source.contents.extra
 
 
 def _plan(
-    model: nn.Module, optimizer: Any, scheduler: Any, request: Request, allow_pickle: bool, ranks: Sequence[int]
-) -> _Load:
-    """Open a checkpoint, and match it with model, optimizer and scheduler. Local; changes nothing."""
-    shapes = {name: param.shape for param, name in parameter_names(model).items()}
-    source = open_checkpoint(Path(request.where), allow_pickle=allow_pickle, shapes=shapes)
+    source: Source, model: nn.Module, optimizer: Any, scheduler: Any, request: Request, is_first: bool
+) -> Callable[[], None]:
+    """Match a checkpoint with what it is loaded into; return a function that reads it all. Local; changes nothing."""
     contents = source.contents
     if optimizer is not None and contents.no_optimizer:
         raise CheckpointError(contents.no_optimizer)
     pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
     if absent := [name for name, (given, saved) in pairs.items() if given is not None and saved is None]:
         raise CheckpointError(message(request.where, f"has no {' and no '.join(absent)}", "", "Leave the argument out"))
-    wanted = _wanted(contents, model, request, own_rank() == ranks[0])
-    targets, others, check = _model_targets(source, wanted, request)
-    load = None if optimizer is None else _plan_optimizer(model, optimizer, source, request)
-    return _Load(source, targets, others, check, load)
+    state = _wanted(contents, model, request, is_first)
+    targets, others, check_ties = _model_targets(source, state, request)
+    moments, finish = _plan_optimizer(model, optimizer, source, request) if optimizer is not None else ([], None)
+
+    @torch.no_grad()
+    def read() -> None:
+        check_ties()
+        source.read([*targets, *moments])
+        if others:
+            model.load_state_dict(others, strict=False)
+        if finish is not None:
+            finish()
+        if scheduler is not None:
+            scheduler.load_state_dict(contents.scheduler)
+
+    return read
 
 
-def open_checkpoint(
-    path: Path, *, allow_pickle: bool = False, shapes: Mapping[str, torch.Size] | None = None
-) -> Source:
-    """Open a checkpoint, of the kind that its files show. Local.
-
-    Args:
-        path: of the checkpoint.
-        allow_pickle: as for :func:`load_checkpoint`.
-        shapes: of the model's parameters, if there is a model; FSDP1's flat parameters have no shapes of their own.
+def open_checkpoint(path: Path, shapes: Mapping[str, torch.Size] | None = None) -> Source:
+    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local.
 
     Raises:
         CheckpointError: it is of no known kind, or damaged.
     """
     try:
-        return _opened(directory.find(path), allow_pickle, shapes)
+        return _opened(directory.find(path), shapes)
     except CheckpointError:
         raise
     except Exception as error:  # anything may be in foreign files
         rule, fix = "", "Fetch the file again, or load an earlier checkpoint"
         if isinstance(error, pickle.UnpicklingError):
             rule = "Only tensors and plain data are unpickled, since pickles can run code"
-            fix = "Save state dicts; or pass allow_pickle=True if you trust the author"
+            fix = "If you trust the author, load it with torch.load(weights_only=False), and save its state dicts alone"
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(message(str(path), f"cannot be read ({reason})", rule, fix)) from error
 
 
-def _opened(path: Path, allow_pickle: bool, shapes: Mapping[str, torch.Size] | None) -> Source:
+def _opened(path: Path, shapes: Mapping[str, torch.Size] | None) -> Source:
     if (path / directory.NAME).is_file():
-        return NativeCheckpoint(path, allow_pickle=allow_pickle)
+        return NativeCheckpoint(path)
     if (path / dcp.NAME).is_file():
-        return DcpDirectory(path, allow_pickle=allow_pickle)
+        return DcpDirectory(path)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
-    sets = rank_files(path) or ({"": [path]} if path.suffix in SUFFIXES and path.is_file() else {})
-    if sets:
-        return TorchFiles(path, sets, shapes, allow_pickle=allow_pickle)
-    problem, fix = f"holds {listing(names) or 'nothing'}", "Pass the path of a checkpoint"
-    if inner := [name for name in names if (path / name / directory.NAME).is_file()]:
-        problem, fix = f"holds the checkpoints {listing(inner)}", "Pass one, or latest_checkpoint() of the directory"
-    elif files := [name for name in names if name.endswith(SUFFIXES)]:
-        problem, fix = f"holds {listing(files)}", "Pass one of the files, if it has the full model"
+    if sets := rank_files(path) or ({"": [path]} if path.suffix in SUFFIXES and path.is_file() else {}):
+        return TorchFiles(path, sets, shapes)
     rule = f"A checkpoint has {directory.NAME} (shardkit), {dcp.NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
-    raise CheckpointError(message(str(path), problem, f"{rule}is a file of torch.save ({', '.join(SUFFIXES)})", fix))
+    rule += f"is a file of torch.save ({', '.join(SUFFIXES)})"
+    fix = (
+        "Pass the path of one checkpoint, latest_checkpoint() of a directory of several, or one file with a full model"
+    )
+    raise CheckpointError(message(str(path), f"holds {listing(names) or 'nothing'}", rule, fix))
 
 
 def _described(contents: Contents) -> dict[str, Any]:
@@ -254,32 +228,14 @@ def _model_targets(
 # ---- optimizers -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _OptimizerLoad:
-    """What is read for optimizers."""
-
-    optimizers: list[Optimizer]
-    names: dict[nn.Parameter, str]  # the FQN of each parameter of the model
-    state: OptimizerState  # by FQN, with tensors that are to be filled
-    targets: list[tuple[str, Tensor]] = field(default_factory=list)  # memory to read into, with keys
-    quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # state, and the memory with its values
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Give each optimizer its state and its groups their options. Local; the targets are filled."""
-        for into, values in self.quantized:
-            local_value(into).copy_(local_value(values))
-        install(self.optimizers, self.names, self.state, exact=True)
-
-
 def _plan_optimizer(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], source: Source, request: Request
-) -> _OptimizerLoad:
-    """Match the stored state with an optimizer, which need not have stepped. Local; changes nothing.
+) -> tuple[list[tuple[str, Tensor]], Callable[[], None]]:
+    """Return what to read for an optimizer, which need not have stepped, with keys; and a function that installs it.
 
     Existing state of the same shape and dtype is filled in place. New state is placed as by
     ``load_full_optimizer_state_dict``. Values are quantized where the optimizer has quantized state, or would make it
-    in its first step, if the saved state was quantized too.
+    in its first step, if the saved state was quantized too. Local; changes nothing.
     """
     names, optimizers = parameter_names(model), optimizers_of(optimizer)
     params = {fqn: param for param, fqn in names.items()}
@@ -295,20 +251,28 @@ def _plan_optimizer(
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
     kept = set(chain.from_iterable(own))
     entries = {fqn: entry for fqn, entry in found["state"].items() if fqn in kept}
-    load = _OptimizerLoad(optimizers, names, {"param_groups": read_values(source, found["param_groups"])})
+    groups = read_values(source, found["param_groups"])
+    targets: list[tuple[str, Tensor]] = []
+    quantized: list[tuple[Tensor, Tensor]] = []  # state, and the memory with its values
     present = sharded_optimizer_state_dict(model, optimizers, initialize=source.contents.quantized)["state"]
 
     def place(fqn: str, path: str, leaf: Stored, there: Tensor | None) -> Tensor:
         if there is not None and is_quantized(there):
             room = torch.empty(local_value(there).shape, dtype=leaf.dtype)
             values = as_sharded(room, there) if isinstance(there, DTensor) else room
-            load.quantized.append((there, values))
+            quantized.append((there, values))
         else:
             if there is None or (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
                 there = room_for(params[fqn], path, leaf, there)
             values = there
-        load.targets.append((leaf.key, values))
+        targets.append((leaf.key, values))
         return there
 
-    load.state["state"] = with_rooms(entries, present, place, is_stored)
-    return load
+    state = {"param_groups": groups, "state": with_rooms(entries, present, place, is_stored)}
+
+    def finish() -> None:
+        for into, values in quantized:
+            local_value(into).copy_(local_value(values))
+        install(optimizers, names, state, exact=True)
+
+    return targets, finish

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardkit._torch.dispatch import accelerator_state, default_generator
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of
+from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of
 from shardkit.checkpoint.chunks import MASK, STAGE, opened, part_of, raw, read_all, word_sum
 from shardkit.checkpoint.dcp import DcpDirectory
-from shardkit.checkpoint.directory import CONFIG, WAY, Manifest, check_sizes, crc32_of, read_manifest
+from shardkit.checkpoint.directory import WAY, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts
 from shardkit.checkpoint.plain import decode
 from shardkit.checkpoint.source import Contents, Stored
@@ -50,7 +50,7 @@ class Safetensors:
 class NativeCheckpoint(Safetensors):
     """A checkpoint that ``save_checkpoint`` wrote, in either format."""
 
-    def __init__(self, directory: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.manifest: Manifest = read_manifest(directory)
         check_sizes(directory, self.manifest)
@@ -59,7 +59,7 @@ class NativeCheckpoint(Safetensors):
         super().__init__({section: self._section(section) for section in ("model", "optimizer", "state")})
         self._dcp: DcpDirectory | None = None
         if self.manifest.format == "dcp":
-            self._dcp = DcpDirectory(directory, allow_pickle=allow_pickle)
+            self._dcp = DcpDirectory(directory)
             self.contents = self._dcp.contents
         self._read_state()
 
@@ -77,23 +77,16 @@ class NativeCheckpoint(Safetensors):
     def _read_state(self) -> None:
         """Add to the contents what is not a tensor, and the small tensors."""
         contents, rest, state = self.contents, self.stored("state"), self.manifest.state
-        if state is None:  # version 1
-            if "state.json" not in self.manifest.files:
-                raise self._refused("the manifest does not list state.json")
-            state = json.loads((self._directory / "state.json").read_bytes())
         tensors = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in rest.items()}
         super().read((rest[name].key, tensor) for name, tensor in tensors.items())
         if self._dcp is None:
             contents.optimizer = decode(state["optimizer"], self.stored("optimizer"))
         contents.model |= decode(state["model"], tensors)
         contents.scheduler, contents.extra = decode(state["scheduler"], tensors), decode(state["extra"], tensors)
-        contents.random = random_states(decode(state["random"], tensors))
-        ties = state.get("ties", {})  # the first saves did not write it
-        contents.ties = {name: first for name, first in ties.items() if first in contents.model}
-        contents.quantized = bool(state.get("quantized"))
+        contents.random = {kind: [bytes.fromhex(each) for each in texts] for kind, texts in state["random"].items()}
+        contents.ties = {name: first for name, first in state["ties"].items() if first in contents.model}
+        contents.quantized = state["quantized"]
         contents.trainable_only = self.manifest.trainable_only
-        config = self._directory / CONFIG
-        contents.config = config.read_text() if CONFIG in self.manifest.files and config.is_file() else ""
 
     def _refused(self, problem: str) -> CheckpointError:
         return CheckpointError(message(str(self._directory), f"is damaged: {problem}", "", WAY))
@@ -121,8 +114,8 @@ class NativeCheckpoint(Safetensors):
         self._check({name for name in written.keys() | found.keys() if found.get(name) != written.get(name)})
 
     def _check_crc32(self, names: Iterable[str]) -> None:
-        files = {name: self.manifest.files[name] for name in names if name != CONFIG}
-        self._check({name for name, each in files.items() if crc32_of(self._directory / name, each.head) != each.crc32})
+        files = [(name, self.manifest.files[name]) for name in names]
+        self._check({name for name, each in files if crc32_of(self._directory / name, each.head) != each.crc32})
 
     def _check(self, damaged: set[str]) -> None:
         if damaged:
@@ -152,14 +145,6 @@ def own_random_states() -> dict[str, bytes]:
     found = {"python": json.dumps(random.getstate()).encode(), "cpu": bytes(torch.get_rng_state().tolist())}
     accelerator, state = torch.accelerator.current_accelerator(), accelerator_state()
     return found if accelerator is None or state is None else found | {accelerator.type: bytes(state.tolist())}
-
-
-def random_states(saved: Mapping[str, Iterable[str | Tensor]]) -> dict[str, list[bytes]]:
-    """Return the states of all ranks, by kind, from a checkpoint's text; version 1 had tensors."""
-    return {
-        kind: [bytes.fromhex(each) if isinstance(each, str) else bytes(each.tolist()) for each in of_ranks]
-        for kind, of_ranks in saved.items()
-    }
 
 
 def resume_random(saved: Mapping[str, Sequence[bytes]], rank: int, world_size: int) -> None:

@@ -5,7 +5,6 @@ Values that JSON lacks are objects with the one key ``"$"``, such as ``{"$": ["t
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -112,11 +111,6 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind in _SEQUENCES:
         return kind(decode(each, tensors) for each in content)
     return kind({decode(key, tensors): decode(each, tensors) for key, each in content})  # Counter(pairs) would count
-
-
-def dumps(value: Any) -> bytes:
-    """Return encoded values as JSON."""
-    return json.dumps(value, allow_nan=False, indent=1).encode()
 
 
 def leaves_of(encoded: Any, path: str = "") -> Iterator[tuple[str, Any]]:

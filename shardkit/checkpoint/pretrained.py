@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint import directory
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.asynchronous import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.chunks import flush_files, full_box, refuse_subclasses
 from shardkit.checkpoint.format import File, Spec, lay_out, locate
 from shardkit.checkpoint.hub import (
@@ -176,7 +176,7 @@ def save_pretrained(
     place, groups = Path(path).absolute(), world(group)
     with together(groups, CheckpointError, call="save_pretrained") as poll:
         _check_place(place, overwrite)
-        export = _export(model)
+        export = plan_export(model)
         laid_out(export.sources, export.name, max_shard_size, dtype)  # checks that files can hold them
         files = lay_out(export.specs(dtype), export.name, max_shard_size)
         poll.same = {"path": str(place), "overwrite": overwrite, "dtype": dtype, "files": [each.name for each in files]}
@@ -205,7 +205,7 @@ def _check_place(place: Path, overwrite: bool) -> None:
         raise CheckpointError(message(str(place), f"has {listing(there)}", rule, fix))
 
 
-class _Export(NamedTuple):
+class Export(NamedTuple):
     """A model in the hub's layout."""
 
     name: str  # the start of the names of its files
@@ -238,7 +238,7 @@ class _Export(NamedTuple):
             sys.modules["transformers"].dynamic_module_utils.custom_object_save(model, place, config=config)
 
 
-def _export(model: nn.Module) -> _Export:
+def plan_export(model: nn.Module) -> Export:
     """Plan a transformers or peft model in the hub's layout. Local, pure; raises for other and quantized models."""
     bare: Any = unwrapped(model)
     tensors = model_state(model).tensors
@@ -255,10 +255,10 @@ def _export(model: nn.Module) -> _Export:
     first = {id(tensors[name]): name for name in reversed(kept_first)}
     ignored = getattr(bare, "_keys_to_ignore_on_save", None) or ()
     sources = {name: t for name, t in tensors.items() if first[id(t)] == name and name not in ignored}
-    return _Export("model", bare, sources, *plan_save(bare, sources))
+    return Export("model", bare, sources, *plan_save(bare, sources))
 
 
-def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Export:
+def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> Export:
     """Find by stand-ins on meta which tensors peft saves, and by which names."""
     if len(model.peft_config) != 1:
         problem = f"must have one adapter, and has {', '.join(model.peft_config)}"
@@ -271,10 +271,10 @@ def _export_adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Export:
     names = {id(each): name for name, each in stand_ins.items()}
     saved = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
     renamed = {names[id(each)]: new for new, each in saved.items()}
-    return _Export("adapter_model", model, {name: tensors[name] for name in renamed}, renamed, [])
+    return Export("adapter_model", model, {name: tensors[name] for name in renamed}, renamed, [])
 
 
-def _write(place: Path, files: list[File], export: _Export, groups: Groups) -> None:
+def _write(place: Path, files: list[File], export: Export, groups: Groups) -> None:
     """Fill all files: each rank with its own parts of tensors, and in turn with what conversions make. Collective."""
     ranks = ranks_of(groups)
     parts = [(export.renamed[n], part) for n, part in owned(export.sources, ranks).items() if n in export.renamed]

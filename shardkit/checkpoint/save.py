@@ -16,18 +16,20 @@ from torch.optim import Optimizer
 
 from shardkit._torch import with_local
 from shardkit.checkpoint import dcp, directory
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
     finish_pending,
     host_copies,
+    on_each,
+    own_rank,
+    ranks_of,
     start_pending,
     wait_pending,
+    world,
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
-from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of, entry_of
-from shardkit.checkpoint.hub import config_text
+from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
 from shardkit.checkpoint.native import own_random_states
 from shardkit.checkpoint.plain import decode, encode, leaves_of
 from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
@@ -48,16 +50,13 @@ class Content:
     plain: dict[str, Any]  # everything else, encoded
     random: dict[str, str] = field(default_factory=dict)  # this rank's generators
     quantized: bool = False  # whether optimizer state is quantized on this rank
-    meshes: list[dict[str, Any]] = field(default_factory=list)  # shapes and axis names of the model's meshes
     trainable_only: bool = False  # whether frozen parameters are left out
-    config: str = ""  # the text of the model's config.json
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by argument."""
         optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
         return {
             "model": {name: described(tensor) for name, tensor in self.model.items()},
-            "meshes": self.meshes,
             "optimizer": optimizer | dict(leaves_of(self.plain["optimizer"])),
             "scheduler": dict(leaves_of(self.plain["scheduler"])),
         }
@@ -163,7 +162,6 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
     # Detached one by one, so that each is written under its own name; in the model, one object is a tie.
     moments = {n: plain_values(each) if is_quantized(each) else each.detach() for n, each in tensors.items()}
     refuse_subclasses(state.tensors | moments)
-    found = dict.fromkeys(tensor.device_mesh for tensor in state.tensors.values() if isinstance(tensor, DTensor))
     ties = {name: first for name, first in first_names(state.tensors).items() if name != first}
     return Content(
         model=dict(state.tensors),
@@ -172,9 +170,7 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
         plain={"model": others, "optimizer": encoded, **beside, "ties": ties},
         quantized=any(map(is_quantized, tensors.values())),
         random={kind: each.hex() for kind, each in own_random_states().items()},
-        meshes=[{"shape": list(mesh.shape), "names": list(mesh.mesh_dim_names or ())} for mesh in found],
         trainable_only=trainable_only,
-        config="" if trainable_only else config_text(model),
     )
 
 
@@ -251,7 +247,7 @@ def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
                 files |= entries_of(
                     layout.files, check_written(sizes, (each["written"].get(key, {}) for each in reports))
                 )
-            _write_manifest(path, draft, content, Manifest(format, len(ranks), content.meshes, files), list(reports))
+            _write_manifest(path, draft, content, Manifest(format, len(ranks), files), list(reports))
             directory.commit(path, token, replace=replaces, keep=keep)
 
 
@@ -262,15 +258,11 @@ def _write_manifest(
     kinds = [kind for kind in reports[0]["random"] if all(kind in each["random"] for each in reports)]
     random = {kind: [each["random"][kind] for each in reports] for kind in kinds}
     state = {"random": random, "quantized": any(each["quantized"] for each in reports)} | content.plain
-    old, files, written = directory.written_files(path), dict(found.files), [directory.NAME]
+    old = directory.written_files(path)
     directory.carry_over(path, draft, lambda name: name in old)
-    if content.config and not (draft / directory.CONFIG).exists():
-        (draft / directory.CONFIG).write_bytes(content.config.encode())
-        files[directory.CONFIG] = entry_of(draft / directory.CONFIG)
-        written.append(directory.CONFIG)
-    found = replace(found, files=files, state=state, trainable_only=content.trainable_only)
+    found = replace(found, state=state, trainable_only=content.trainable_only)
     (draft / directory.NAME).write_bytes(found.to_bytes())
-    flush_files(draft / name for name in written)
+    flush_files([draft / directory.NAME])
 
 
 def _dcp_tree(content: Content) -> dict[str, Any]:

@@ -56,7 +56,6 @@ class Contents:
     quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
     no_optimizer: str = ""  # why an existing optimizer cannot be read
     ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
-    config: str = ""  # the text of the model's config.json
 
 
 class Source(Protocol):

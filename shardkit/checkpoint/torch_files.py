@@ -7,9 +7,8 @@ LOCAL_STATE_DICT (flat parameters). All files are mapped, so each rank of any wo
 
 from __future__ import annotations
 
-import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_tensor
-from shardkit.checkpoint.chunks import covers, full_box
-from shardkit.checkpoint.format import Chunk, fill
+from shardkit._torch import is_wrapper, local_tensor
+from shardkit.checkpoint.chunks import common, covers, full_box, inside, part_of
 from shardkit.checkpoint.source import Contents, Stored, contents_of
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.shards import Box, box_at
+from shardkit.shards import Box, box_at, local_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NAME = re.compile(r"(?:(.*?)[_.-])?(?:world_size_(\d{1,6})[_.-])?rank[_-]?(\d{1,6})")
@@ -31,6 +29,7 @@ _OPTIMIZER = "optim"
 _FLAT = "_flat_param"
 _BESIDE = ("extra", "rng", "random", "sched", "trainer")  # names of files that are not read
 Shapes: TypeAlias = Mapping[str, torch.Size]  # of the model's parameters, in order
+_Chunk: TypeAlias = "tuple[Box, Callable[[], Tensor]]"  # its box in its tensor, and a function that loads it
 _Trees: TypeAlias = Sequence[Mapping[Any, Any]]  # the state dict of each rank
 
 
@@ -41,13 +40,11 @@ class TorchFiles:
     "". ``shapes`` are those of the model's parameters, in order, for FSDP1's flat parameters.
     """
 
-    def __init__(
-        self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None = None, *, allow_pickle: bool
-    ) -> None:
-        self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[Chunk]]()
+    def __init__(self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None = None) -> None:
+        self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[_Chunk]]()
         self.contents: Contents = Contents({})
         for name in sorted(sets, key=lambda name: _OPTIMIZER in name):  # the model first
-            trees = [_load(file, allow_pickle) for file in sets[name]]
+            trees = [_load(file) for file in sets[name]]
             try:
                 found = contents_of(self._merged(trees, (name,)), self._where)
             except CheckpointError as error:
@@ -77,9 +74,15 @@ class TorchFiles:
         self._chunks[key] = [(box, part.detach) for box, part in parts.items()]
         return Stored(next(iter(parts.values())).dtype, shape, key)
 
+    @torch.no_grad()
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy into each target its part of the tensor of its key. Local."""
-        fill(targets, self._chunks.__getitem__)
+        """Copy into each target its part of the tensor of its key; of quantized tensors their values. Local."""
+        for key, into, box in [(key, *part_of(target)) for key, target in targets]:
+            for at, load in self._chunks[key]:
+                if (shared := common(box, at)) is not None:
+                    loaded = local_value(load())
+                    values = loaded.dequantize() if is_wrapper(loaded) else loaded
+                    inside(into, box, shared).copy_(inside(values, at, shared))
 
 
 def rank_files(path: Path) -> dict[str, list[Path]]:
@@ -108,16 +111,10 @@ def rank_files(path: Path) -> dict[str, list[Path]]:
     return {name: [files[rank] for rank in sorted(files)] for (name, _), files in sets.items()}
 
 
-def _load(file: Path, allow_pickle: bool) -> Mapping[Any, Any]:
+def _load(file: Path) -> Mapping[Any, Any]:
     """Map a file, with FSDP1's ShardedTensors as :class:`_ShardedPieces`."""
-    options: Any = {"map_location": "cpu", "mmap": True}
-    try:
-        with torch.serialization.safe_globals(_SHELLS):
-            tree = torch.load(file, weights_only=True, **options)
-    except pickle.UnpicklingError:
-        if not allow_pickle:
-            raise
-        tree = torch.load(file, weights_only=False, **options)
+    with torch.serialization.safe_globals(_SHELLS):
+        tree = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(tree, Mapping):
         rule = "A checkpoint is a dict of tensors, or of such dicts"
         fix = "Save model.state_dict() rather than the model"

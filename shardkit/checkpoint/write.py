@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_own_dispatch
-from shardkit.checkpoint.agreement import on_each, own_rank, ranks_of, world
+from shardkit.checkpoint.asynchronous import own_rank
 from shardkit.checkpoint.chunks import (
     MASK,
     Part,
@@ -34,7 +33,6 @@ from shardkit.checkpoint.chunks import (
 )
 from shardkit.checkpoint.format import NAMES, Entry, File, Spec, lay_out
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import together
 from shardkit.shards import is_first_replica, local_value, misplaced
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
@@ -48,46 +46,6 @@ class Layout(NamedTuple):
 
     tensors: dict[str, Tensor]
     files: list[File]
-
-
-def write_tensors(
-    directory: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    *,
-    max_shard_size: int = MAX_SHARD_SIZE,
-    flush: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> list[File]:
-    """Write tensors into ``directory`` as an ordinary ``model.safetensors``, each rank its own bytes.
-
-    **Collective** over the world or ``group``, whose ranks must all see the directory; nothing is gathered. After an
-    error files are incomplete.
-
-    Args:
-        directory: exists, and has none of the files.
-        tensors: DTensors and plain tensors, the same names, shapes and dtypes on every rank; of plain ones the first
-            rank's are written. The same object under several names is written once, under the first.
-        max_shard_size: bytes of tensors in a file; above it there are several files, with an index.
-        flush: flush the files to the disk (fsync) before this returns.
-        group: the ranks that hold the tensors; None: all.
-
-    Returns:
-        the files, the index last; the same on every rank.
-
-    Raises:
-        CheckpointError: on every rank: safetensors cannot hold a tensor, ranks pass different tensors, a file exists,
-            separate meshes have different values of one tensor, or writing failed on some rank.
-    """
-    groups, target = world(group), Path(directory)
-    ranks = ranks_of(groups)
-    with together(groups, CheckpointError, call="write_tensors") as poll:
-        layout = laid_out(tensors, "model", max_shard_size)
-        if there := [file.name for file in layout.files if own_rank() == ranks[0] and (target / file.name).exists()]:
-            raise CheckpointError(message(str(target), f"has {listing(there)}", "", "Write into a new directory"))
-        poll.same = {"tensors": {name: described(tensor) for name, tensor in layout.tensors.items()}}
-    reports = on_each(lambda: write_own(target, layout, ranks, flush=flush), groups)
-    check_written({name: tensor.numel() for name, tensor in layout.tensors.items()}, reports.values())
-    return layout.files
 
 
 def described(tensor: Tensor) -> str:
@@ -208,7 +166,7 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
             write_all(descriptor, memoryview(file.head), 0)
 
 
-def write_own(directory: Path, layout: Layout, ranks: Sequence[int], *, flush: bool = True) -> dict[str, Written]:
+def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> dict[str, Written]:
     """Write this rank's parts into the files, which the first rank makes, for :func:`check_written`. Local.
 
     A layout without files is only summed.
@@ -221,7 +179,7 @@ def write_own(directory: Path, layout: Layout, ranks: Sequence[int], *, flush: b
             create_files(directory, layout.files)
         report[""] = write_parts(directory, layout.files, mine.items())
         touched = [file.name for file in layout.files if is_first or not file.tensors.keys().isdisjoint(mine)]
-        flush_files(directory / name for name in touched if flush)
+        flush_files(directory / name for name in touched)
     for at, parts in held.items():
         sums = {name: part_sum(*part, layout.tensors[name].shape) for name, part in parts.items()}
         report[at] = {name: (parts[name][0].numel(), total) for name, total in sums.items()}

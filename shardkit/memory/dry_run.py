@@ -44,7 +44,9 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
         notes.append(f"{names}: not a unit, because parameters are used outside of it: {listing(firsts, 4)}")
     idle = [unit.name for unit in plan.units if unit.name not in uses.called]
     notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
-    return replace(plan, notes=(*plan.notes, *notes))
+    expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
+    order = () if expected == list(uses.called) else tuple(uses.called)
+    return replace(plan, order=order, notes=(*plan.notes, *notes))
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
@@ -82,7 +84,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: dict[
             str, dict[str, str]
         ] = {}  # by unit and FQN of a parameter: the unit that ran when it was read
-        self.called: set[str] = set()  # units that ran
+        self.called: dict[str, None] = {}  # units that ran, in order
         self._owned = owned  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
@@ -92,7 +94,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def enter(inputs: Any) -> Any:
             self._running.append(unit.name)
-            self.called.add(unit.name)
+            self.called.setdefault(unit.name)
             if unit.reshard_after_forward is False:
                 self._kept.add(unit.name)
             return inputs

@@ -40,6 +40,7 @@ class ShardingPlan(PlanData):
         forward_methods: methods besides forward that gather the parameters of their module when called, by dotted
             names from the root.
         tiles: modules that compute in tiles of tokens, as pairs ``(fqn, number)``; a mapping is converted.
+        order: names of the units as the forward of an ``example_batch`` called them, where the model's order differs.
         notes: what the reader should know about how the plan was made; not compared.
     """
 

@@ -28,6 +28,7 @@ class PlanData:
     prefetch: int = 0
     forward_methods: tuple[str, ...] = ()
     tiles: tuple[tuple[str, int], ...] = ()
+    order: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -139,12 +140,18 @@ class PlanData:
         return {unit.name for unit in units if unit.reshard_after_forward is not False} - skipped
 
     def execution_order(self) -> list[ShardUnit]:
-        """Return the units in the order in which a forward most likely runs them: the model's own, parents first."""
+        """Return the units as a forward runs them: in ``order`` if given, else in the model's own, parents first."""
+        seen = {name: place for place, name in enumerate(self.order)}
         first: dict[str, int] = {}
         for place, spec in enumerate(self.params):
             for fqn in ancestors(spec.fqn):
                 first.setdefault(fqn, place)
-        return sorted(self.units, key=lambda unit: (first.get(unit.modules[0], 0), unit.modules[0].count(".")))
+
+        def place_of(unit: ShardUnit) -> tuple[int, int, int]:
+            depth = unit.modules[0].count(".") if unit.modules[0] else -1
+            return seen.get(unit.name, len(seen)), first.get(unit.modules[0], 0), depth
+
+        return sorted(self.units, key=place_of)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data: strings, numbers, lists and dicts; keys are the field names."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch.nn as nn
 
+from shardkit.errors import listing
 from shardkit.planning.repair import join_ties, split_dtypes
 from shardkit.planning.rules import Selection
 from shardkit.planning.tree import ModelTree, is_called, unit_of_entries
@@ -47,7 +48,7 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
-    return _with_blocks(tree, selections, blocks), notes + more_notes
+    return _with_blocks(tree, selections, blocks), notes + more_notes + _notes_of_tables(tree, blocks, embedding)
 
 
 def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: Blocks) -> list[Selection]:
@@ -116,6 +117,19 @@ def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | 
             return (entry, head)
     tied = any(fqn in tree.ties for fqn in tree.owned[head])
     return (head,) if tied or _is_large(blocks, head) else ()
+
+
+def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> list[str]:
+    """Return a note for embedding tables that are most of the model, as in recommendation."""
+    tables = [entry for entry in tree.first_entries if isinstance(tree.modules[entry], (nn.Embedding, nn.EmbeddingBag))]
+    tables = [each for each in tables if each != embedding and not any(fqn in tree.ties for fqn in tree.owned[each])]
+    if 2 * blocks.size(tables) < blocks.numel[0]:
+        return []
+    names = listing((tree.fqns[entry] for entry in tables), 4)
+    return [
+        f"{names}: embedding tables with most of the parameters, gathered whole in each step; where a batch reads few "
+        "rows, shard them by rows with another library, such as torchrec, and pass them in ignored_params"
+    ]
 
 
 def _is_large(blocks: Blocks, entry: int) -> bool:

@@ -4,7 +4,6 @@ from shardkit.state.average import sharded_average as sharded_average
 from shardkit.state.full_params import full_params as full_params
 from shardkit.state.load import load_full_state_dict as load_full_state_dict
 from shardkit.state.model import full_state_dict as full_state_dict
-from shardkit.state.model import named_full_tensors as named_full_tensors
 from shardkit.state.model import sharded_state_dict as sharded_state_dict
 from shardkit.state.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
 from shardkit.state.optimizer import sharded_optimizer_state_dict as sharded_optimizer_state_dict

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import collective_device
-from shardkit.shards import Box, box_at, device_of, local_part, local_value
+from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
 BUCKET = 1 << 26  # bytes of full tensors that travel together
 ALONE = 1 << 18  # bytes from which a view is a message of its own: packing costs a copy on both ends
@@ -81,10 +81,7 @@ class ModelGroup:
 
 
 def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
-    """Return the ranks that hold a model's tensors; the root is the lowest. Local.
-
-    Without a DTensor they are all ranks. Raises if no mesh has all ranks of the others: ranks might name other roots.
-    """
+    """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all others. Local."""
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
         return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
@@ -98,10 +95,7 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
-    """Return the global ranks that together hold a tensor, each with its box. Pure.
-
-    With replicas, those of the first one, or of the one at the coordinate ``replica`` of the mesh.
-    """
+    """Return the global ranks of the first replica, or of the one at a coordinate, each with its box. Pure."""
     at = tuple(replica or [0] * tensor.device_mesh.ndim)
     known, key = _holders.setdefault(tensor.device_mesh, {}), (tensor.placements, tensor.shape, at)
     if key not in known:
@@ -124,13 +118,6 @@ def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     return _coordinates[mesh]
 
 
-def cut(full: Tensor, box: Box) -> Tensor:
-    """Return the part of a full tensor at a box. A view."""
-    for dim, (start, length) in enumerate(box):
-        full = full.narrow(dim, start, length)
-    return full
-
-
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim."""
     if target.numel():
@@ -146,10 +133,7 @@ def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device
 
 
 class Batch:
-    """Messages between pairs of ranks, by global rank, which are exchanged together.
-
-    Both ends name views of the same shapes and dtypes in the same order. The views may have other dtypes and strides.
-    """
+    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self._group, self._device = group, device  # None: the default group; the device of the views
@@ -163,6 +147,7 @@ class Batch:
         """Write into a view what a rank sends as ``dtype``, when the batch runs."""
         self._parts[False, of].append((view, dtype))
 
+    @torch.no_grad()
     def run(self) -> None:
         """Exchange all messages. Collective over the ranks that are named."""
         operations, received = [], []
@@ -180,6 +165,7 @@ class Batch:
             work.wait()
         for view, part in received:
             view.copy_(part)
+        self._parts.clear()  # views of full tensors, which may be freed before the batch is
 
     def _packed(self, parts: list[Part]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the bytes of a message, and views with their parts of it; none where the bytes are the view's own."""
@@ -211,16 +197,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def buckets(
-    items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None
+    items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None, most: int = BUCKET
 ) -> Iterator[tuple[Batch, torch.device, list[Item]]]:
-    """Yield items in buckets of at most ``BUCKET`` bytes, or one item, with a batch and its device. Local.
-
-    Each item comes with its tensor and the dtype of the full one.
-    """
+    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device. Local."""
     bucket, filled, home = list[Item](), 0, torch.device("cpu")
     for item, tensor, dtype in items:
         size, device = tensor.numel() * dtype.itemsize, wire_device(tensor, group)
-        if bucket and (filled + size > BUCKET or device != home):
+        if bucket and (filled + size > most or device != home):
             yield Batch(group, home), home, bucket
             bucket, filled = [], 0
         bucket.append(item)
@@ -229,7 +212,6 @@ def buckets(
         yield Batch(group, home), home, bucket
 
 
-@torch.no_grad()
 def gather(
     tensors: Iterable[tuple[str, Tensor]],
     ranks: ModelGroup,
@@ -237,6 +219,7 @@ def gather(
     everywhere: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    bucket_bytes: int = BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by name, in new memory and in order, on the root or everywhere. Collective.
 
@@ -250,26 +233,32 @@ def gather(
         problem = f"is quantized ({listing(set(kinds.values()))}), and cannot be gathered"
         rule, fix = "Blocks and scales are each shard's own", "Save it with save_checkpoint, or dequantize it first"
         raise ShardkitError(message(listing(kinds), problem, rule, fix))
-    collects = group is not None and dist.get_backend(group) not in BY_MESSAGES
+    collects = group is not None and everywhere and dist.get_backend(group) not in BY_MESSAGES
     dtypes = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in listed}
-    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group):
-        fulls: list[tuple[str, Tensor]] = []
-        for name, like in bucket:
-            full, sent = None, min(dtypes[name], like.dtype, key=_by_size)
-            if not isinstance(like, DTensor):
-                full = like.detach().to(device or like.device, dtypes[name], copy=True)
-            elif not in_boxes(like):
-                full = like.full_tensor()
-            elif everywhere and collects and wire == local_value(like).device and _is_chunked(like):
-                full = like.to(sent).full_tensor()  # type: ignore[attr-defined]
-            elif everywhere or ranks.root in coordinates(like.device_mesh):  # else the root's slice has the values
-                full = _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
-            fulls += [(name, full)] if full is not None and (everywhere or ranks.is_root) else []
+
+    @torch.no_grad()  # torch's decorator of a generator would hold what it yields
+    def full_tensor(name: str, like: Tensor, batch: Batch, wire: torch.device) -> Tensor | None:
+        sent = min(dtypes[name], like.dtype, key=_by_size)
+        if not isinstance(like, DTensor):
+            return like.detach().to(device or like.device, dtypes[name], copy=True)
+        if not in_boxes(like):
+            return like.full_tensor()
+        if collects and wire == local_value(like).device and _is_chunked(like):
+            return like.to(sent).full_tensor()  # type: ignore[attr-defined, no-any-return]
+        if not everywhere and ranks.root not in coordinates(like.device_mesh):  # the root's slice has the values
+            return None
+        return _gather_boxes(like, dtypes[name], sent, batch, wire, None if everywhere else ranks.root)
+
+    def moved(name: str, full: Tensor) -> tuple[str, Tensor]:
+        return name, full.to(device or full.device, dtypes[name])
+
+    for batch, wire, bucket in buckets(((each, each[1], dtypes[each[0]]) for each in listed), group, bucket_bytes):
+        found = [(name, full_tensor(name, like, batch, wire)) for name, like in bucket]
+        fulls = [(name, full) for name, full in found if full is not None and (everywhere or ranks.is_root)]
+        del found
         batch.run()
         while fulls:  # none is held here once it is yielded
-            name, full = fulls.pop(0)
-            yield name, full.to(device or full.device, dtypes[name])
-            del full
+            yield moved(*fulls.pop(0))
 
 
 def _is_chunked(like: DTensor) -> bool:
@@ -302,8 +291,7 @@ def _gather_boxes(
 def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     """Write full tensors that the root has into shards. In place, collective; every rank passes the same moves.
 
-    The root sends each rank its box, and one replica broadcasts to the others. Of plain tensors, and of those on
-    slices of the model's mesh, all ranks are sent the full tensor.
+    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh, are sent whole.
     """
     group, moves = ranks.connect(), list(moves)
     for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):

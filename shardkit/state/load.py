@@ -110,9 +110,6 @@ def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the dict; raise unless it holds full tensors with values."""
-    if not isinstance(state_dict, Mapping):
-        problem = f"must be a dict of tensors by name, got {type(state_dict).__name__}"
-        raise ShardkitError(message("state_dict", problem, "", "Pass full_state_dict(model)"))
     if sharded := [name for name, value in state_dict.items() if isinstance(value, DTensor)]:
         rule = "load_full_state_dict takes full, plain tensors"
         fix = "Pass full_state_dict(model), or load sharded tensors with model.load_state_dict"

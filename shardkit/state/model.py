@@ -1,4 +1,4 @@
-"""A model's state: live tensors by clean FQN, sharded, full, or tensor by tensor."""
+"""A model's state: live tensors by clean FQN, sharded or full."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import named_sharded_parameters, state_dict_metadata, with_state_dict_metadata
 from shardkit.errors import ShardkitError, listing, message
-from shardkit.ranks import check_module, groups_of, together
-from shardkit.state.boxes import ModelGroup, gather, model_group
+from shardkit.ranks import Poll, check_module, groups_of, together
+from shardkit.state.boxes import gather, model_group
 
 # Of torch.compile, checkpoint_wrapper, and FSDP1 and its drop-in.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -60,15 +60,12 @@ def model_state(model: nn.Module) -> ModelState:
     """Return the state of a model. Local; reshards units that a forward left unsharded, as ``state_dict()`` does.
 
     It is ``model.state_dict(keep_vars=True)``, so its hooks have run. Ties are recognized by identity, since a rank's
-    shard may have no memory. Raises for two names that differ by wrappers only.
+    shard may have no memory.
     """
     check_module(model)
     with live_tensors():
         found = model.state_dict(keep_vars=True)
     names = [clean_name(name) for name in found]
-    if twice := repeated(names):
-        rule = f"Names must differ by more than the wrappers {' and '.join(WRAPPERS)}"
-        raise ShardkitError(message(listing(twice), "appears twice", rule, "Rename one of the modules"))
     state = dict(zip(names, found.values(), strict=True))
     tensors = {n: value for n, value in state.items() if isinstance(value, Tensor) and not is_extra(n)}
     others = {name: value for name, value in state.items() if name not in tensors}
@@ -93,12 +90,6 @@ def trainable_state(state: ModelState) -> ModelState:
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return each parameter's first clean FQN, also where an unsharded one is registered in its place."""
     return {param: clean_name(name) for name, param in named_sharded_parameters(model)}
-
-
-def repeated(names: Iterable[str]) -> list[str]:
-    """Return the names that occurred before."""
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -167,15 +158,16 @@ def full_state_dict(
         dtype: of floating-point tensors in the result; None keeps theirs. Cast before sending if that is smaller.
 
     Raises:
-        ShardkitError: on every rank, if a tensor is on the meta device, two names differ by wrappers only, or the state
-            has a quantized weight without its scales.
+        ShardkitError: on every rank, if a tensor is on the meta device, or a quantized weight lacks its scales.
 
     Example:
         >>> state = full_state_dict(model, dtype=torch.bfloat16)
         >>> if state:
         ...     torch.save(state, "model.pt")
     """
-    state, ranks = _checked(model, "full_state_dict", rank0_only, dtype)
+    with together(groups_of(model), call="full_state_dict") as poll:
+        state = checked_state(model, poll, rank0_only=rank0_only, dtype=str(dtype))
+    ranks = model_group(state.tensors.values())
     first = first_names(state.tensors)
     listed = [(name, state.tensors[name]) for name in dict.fromkeys(first.values())]
     fulls = dict(gather(listed, ranks, everywhere=not rank0_only, dtype=dtype, device=torch.device(device)))
@@ -184,51 +176,14 @@ def full_state_dict(
     return _in_order({name: fulls[first[name]] for name in state.tensors}, state)
 
 
-def named_full_tensors(
-    model: nn.Module,
-    *,
-    rank0_only: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(fqn, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
-
-    The tensors are copies, in the model's order, gathered in buckets of 64 MiB; tied ones are yielded under every name.
-    **Collective**, once a bucket: every rank must iterate to the end, or stop at the same tensor.
-
-    Args:
-        model: any module, sharded or not.
-        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too.
-        device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
-        dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
-
-    Raises:
-        ShardkitError: on every rank, as :func:`full_state_dict`.
-
-    Example:
-        >>> for name, tensor in named_full_tensors(model, dtype=torch.bfloat16):
-        ...     engine.update_weight(name, tensor)
-    """
-    state, ranks = _checked(model, "named_full_tensors", rank0_only, dtype)
-    names: dict[str, list[str]] = {}
-    for name, first in first_names(state.tensors).items():
-        names.setdefault(first, []).append(name)
-    home = None if device is None else torch.device(device)
-    listed = ((first, state.tensors[first]) for first in names)
-    for first, tensor in gather(listed, ranks, everywhere=not rank0_only, dtype=dtype, device=home):
-        yield from ((name, tensor) for name in names[first])
-
-
-def _checked(model: nn.Module, call: str, rank0_only: bool, dtype: torch.dtype | None) -> tuple[ModelState, ModelGroup]:
-    """Return the model's state and the ranks that hold it; raise if it cannot be gathered. Collective."""
+def checked_state(model: nn.Module, poll: Poll, **same: object) -> ModelState:
+    """Return the state of a model; raise if it cannot be gathered. Local; arguments are compared by the poll."""
     state = model_state(model)
-    with together(groups_of(model), call=call) as poll:
-        poll.same = {"rank0_only": rank0_only, "dtype": str(dtype)}
-        sharded = {name: each for name, each in state.tensors.items() if isinstance(each, DTensor)}
-        poll.same |= {"sharded tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in sharded.items()}}
-        refuse_meta(state.tensors.items())
-        check_scales(model, state)
-    return state, model_group(state.tensors.values())
+    sharded = {name: each for name, each in state.tensors.items() if isinstance(each, DTensor)}
+    poll.same = {**same, "sharded tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in sharded.items()}}
+    refuse_meta(state.tensors.items())
+    check_scales(model, state)
+    return state
 
 
 def _in_order(tensors: Mapping[str, Tensor], state: ModelState) -> dict[str, Tensor]:

@@ -62,7 +62,9 @@ def sharded_optimizer_state_dict(
         groups += found["param_groups"]
         state |= found["state"]
         if initialize:
-            state |= {names[param]: entry for param, entry in initial_state(each).items() if entry}
+            pairs = [(group, param) for group in each.param_groups for param in group["params"] if param.requires_grad]
+            made = {names[p]: _initial_state(each, group, p) for group, p in pairs if not each.state.get(p)}
+            state |= {fqn: entry for fqn, entry in made.items() if entry}
     return {"state": state, "param_groups": groups}
 
 
@@ -175,22 +177,8 @@ def renamed_state(state: Mapping[str, Any], rename: Callable[[Any], str | None])
     return {"state": entries, "param_groups": groups}
 
 
-def initial_state(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state that a first step would make for trainable parameters without state. Local, pure.
-
-    A copy of the optimizer without state and hooks steps a stand-in for each parameter in turn, so the optimizer and
-    the weights do not change, and at most one parameter is held besides the result. Raises for optimizers that cannot
-    step one parameter by itself, such as LBFGS, which needs a closure.
-    """
-    return {
-        param: _state_after_step(optimizer, group, param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and not optimizer.state.get(param)
-    }
-
-
-def _state_after_step(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _initial_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return the state that a first step would make. Local, pure: a copy of the optimizer steps a stand-in."""
     stand_in = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     stand_in.grad = torch.zeros_like(stand_in)
     copy: Any = object.__new__(type(optimizer))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.errors import ShardkitError, listing, message
+from shardkit.errors import ShardkitError, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value, replicated
 from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
@@ -35,10 +33,7 @@ from shardkit.state.optimizer import (
 )
 from shardkit.state.plan import Spec, raise_listed
 
-logger = logging.getLogger("shardkit")
-
 _NO_OPTIONS = ("params", "param_names", OTHERS)
-_SCHEDULED = ("lr", "betas", "momentum")  # which LR schedulers set at every step
 
 
 def load_full_optimizer_state_dict(
@@ -126,11 +121,7 @@ def with_rooms(
     place: Callable[[str, str, Any, Tensor | None], object],
     is_leaf: Callable[[object], bool] = lambda value: isinstance(value, Spec),
 ) -> dict[str, Any]:
-    """Return the state by FQN with ``place(fqn, path, leaf, present)`` for each leaf. Local.
-
-    ``path`` is the leaf's in the parameter's state, such as ``"/step"``, and ``present`` the tensor that the optimizer
-    has there, or None.
-    """
+    """Return the state by FQN with ``place(fqn, path, leaf, present)`` for each leaf, such as at ``"/step"``. Local."""
 
     def placed(fqn: str, entry: object) -> object:
         there = tensor_leaves(present.get(fqn, {}))
@@ -176,9 +167,8 @@ def mismatches(own: Sequence[list[str]], found: OptimizerState) -> dict[str, lis
     for fqns in own:
         groups = list({id(group): group for fqn in fqns if (group := options.get(fqn)) is not None}.values())
         keys = [key for key in dict.fromkeys(chain(*groups)) if key not in _NO_OPTIONS]
-        if differ := [
-            key for key in keys if any(_plain(g.get(key, ...)) != _plain(groups[0].get(key, ...)) for g in groups)
-        ]:
+        values = [[_plain(group.get(key, ...)) for group in groups] for key in keys]
+        if differ := [key for key, of_key in zip(keys, values, strict=True) if of_key.count(of_key[0]) < len(groups)]:
             problems["with different options"].append(f"group of {fqns[0]}: {', '.join(differ)}")
     return problems
 
@@ -207,25 +197,21 @@ def install(
 ) -> None:
     """Load each optimizer's state, and the options of its parameters' groups, by ``load_state_dict``. Local.
 
-    Options that the state lacks stay, and those that change are logged. ``exact`` keeps the state's dtypes, which torch
-    converts to those of the parameters.
+    Options that the state lacks stay. ``exact`` keeps the state's dtypes, which torch converts to the parameters'.
     """
     options = options_by_name(state)
     empty = iter([group for group in state["param_groups"] if not group["params"]])
-    changed: list[str] = []
     for optimizer in optimizers:
         packed, fqns = optimizer.state_dict(), group_names(optimizer, names)
         before = [dict(group) for group in optimizer.param_groups]
         groups = []
         for group, own in zip(packed["param_groups"], fqns, strict=True):
             saved = next((options[fqn] for fqn in own if fqn in options), {}) if own else next(empty, {})
-            changed += _changed(group, saved)
             groups.append({**group, **{key: value for key, value in saved.items() if key not in _NO_OPTIONS}})
         numbers = [number for group in packed["param_groups"] for number in group["params"]]
         found = zip(numbers, chain.from_iterable(fqns), strict=True)
-        others: dict[str, Any] = next(
-            (options[fqn][OTHERS] for fqn in chain(*fqns) if OTHERS in options.get(fqn, {})), {}
-        )
+        groups_of_others = (options.get(fqn, {}) for fqn in chain(*fqns))
+        others: dict[str, Any] = next((group[OTHERS] for group in groups_of_others if OTHERS in group), {})
         entries = {number: state["state"][fqn] for number, fqn in found if fqn in state["state"]}
         entries |= others.get("state", {})
         optimizer.load_state_dict({**packed, **others, "state": entries, "param_groups": groups})
@@ -238,16 +224,3 @@ def install(
             for name, value in state["state"].get(fqn, {}).items() if kept else ():
                 if name != "step" and isinstance(value, Tensor) and kept[name].dtype != value.dtype:
                     kept[name] = value.to(kept[name].device)  # which load_state_dict cast to the parameter's dtype
-    if changed and (not dist.is_initialized() or dist.get_rank() == 0):
-        rule = "Saved options win, as in torch's load_state_dict, so that training continues unchanged"
-        fix = "To use others, set them in optimizer.param_groups after the load, and in scheduler.base_lrs"
-        logger.warning(message("optimizer", f"takes {listing(dict.fromkeys(changed), 5)}", rule, fix))
-
-
-def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options that a group is given other values for than in saved ones, whatever a scheduler has done."""
-    left = (*_NO_OPTIONS, *_SCHEDULED) if "initial_lr" in saved else _NO_OPTIONS
-    before = {"initial_lr": own.get("lr"), **own}
-    for key, value in saved.items():
-        if key in before and key not in left and _plain(before[key]) != _plain(value):
-            yield f"{key}={value} instead of {before[key]}"

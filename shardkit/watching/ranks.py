@@ -35,8 +35,7 @@ def digest(tensor: Tensor) -> list[float]:
 
     The weights depend on the index in the last dim, and tell apart what has been permuted.
     """
-    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    local = local.double()
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().double()
     weights = torch.arange(local.shape[-1] if local.ndim else 1, device=local.device).cos().to(local.dtype)
     sums = [local.sum(), (local * weights).sum(), torch.linalg.vector_norm(local).square()]
     return [float(local.numel()), *torch.stack(sums).tolist()]

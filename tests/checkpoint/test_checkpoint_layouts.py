@@ -99,7 +99,7 @@ def test_stages_save_by_themselves_and_load_into_stages_and_whole_models(tmp_pat
         for one in (0, 1):
             load_checkpoint(path / f"stage-{one}", other, strict=False)
             manifest = json.loads((path / f"stage-{one}" / "manifest.json").read_text())
-            assert (manifest["world_size"], [each["shape"] for each in manifest["meshes"]]) == (2, [[2]])
+            assert manifest["world_size"] == 2
         found = {name: full(value.detach()) for name, value in other.state_dict().items()}
         assert_equal(found, expected, some=True)
         assert sorted(each.name for each in path.iterdir()) == ["stage-0", "stage-1"]

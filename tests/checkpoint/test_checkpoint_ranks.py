@@ -267,7 +267,7 @@ def test_keep_rotates_on_rank_0(tmp_path):
         finish_deletions()
         dist.barrier()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-2", "step-3"]
-    with pytest.raises(CheckpointError, match=r"holds the checkpoints step-2, step-3"):
+    with pytest.raises(CheckpointError, match=r"holds step-2, step-3"):
         load_checkpoint(tmp_path, *state)
 
 

@@ -22,7 +22,6 @@ from shardkit.optim import step_on_local_shards
 from shardkit.testing import assert_same_on_all_ranks, comm_counts, distributed
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-ADAMS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 
 
 def tp_block() -> nn.Module:
@@ -58,16 +57,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-@pytest.mark.parametrize("adam", ADAMS)
-@pytest.mark.parametrize("case", ["fsdp", "hsdp", "offload", "plain", "tp"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [("fsdp", "fused"), ("hsdp", "foreach"), ("offload", "fused"), ("plain", "fused"), ("tp", "foreach")],
+)
 @distributed(world_size=4, backend="gloo")
-def test_an_inf_on_one_rank_skips_the_step_on_all(case, adam):
+def test_an_inf_on_one_rank_skips_the_step_on_all(case, kind):
     for value in (math.inf, math.nan, None):
         for clipped in (False, True):
             net = model(case)
             params = [param for param in net.parameters() if param.requires_grad]
             before = [local(param) for param in params]
-            optimizer = torch.optim.AdamW(params, lr=0.1, **ADAMS[adam])
+            optimizer = torch.optim.AdamW(params, lr=0.1, **{kind: True})
             if case == "plain":  # torch's kernels take no plain tensor beside DTensors
                 step_on_local_shards(optimizer)
             scaler = GradScaler("cpu", init_scale=4.0)

@@ -1,16 +1,11 @@
-"""A mixture of experts that sends tokens by all-to-all, in float64, whole or split over the axis "ep" of a mesh.
-
-``PYTHONPATH=. python tests/helpers/expert_net.py`` trains it on many meshes of 8 ranks, against one process.
-"""
+"""A mixture of experts that sends tokens by all-to-all, in float64, whole or split over the axis "ep" of a mesh."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
@@ -18,16 +13,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit import (
     ShardingPlan,
-    apply_plan,
     by_class,
     by_name,
     clip_grad_norm_,
     global_token_count,
     plan_model,
     scale_loss,
-    set_gradient_reduction,
 )
-from shardkit.testing import RankPool
 
 EXPERTS, DIM = 8, 6
 TOKENS = (11, 5, 0, 7, 3, 12, 1, 2)  # of each rank
@@ -121,15 +113,6 @@ def worst(pairs: Any) -> float:
     return max(((full(a) - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def sharded(shape: tuple[int, ...], reduction: str) -> nn.Module:
-    """The model on a mesh whose last axes are "efsdp" and "ep". Collective."""
-    mesh = mesh_of(shape, *("dp_replicate", "efsdp", "ep")[-len(shape) :])
-    model = ExpertNet().split(mesh["ep"])
-    apply_plan(model, expert_plan(model, mesh), mesh)
-    set_gradient_reduction(model, reduction)
-    return model
-
-
 def train_both(model: nn.Module, plain: nn.Module, steps: int = 3) -> float:
     """Train the sharded model and the plain one with clipping and AdamW; the worst relative difference of anything."""
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
@@ -147,14 +130,3 @@ def train_both(model: nn.Module, plain: nn.Module, steps: int = 3) -> float:
             optimizer.zero_grad()
         found.append(worst(pairs))
     return max(found)
-
-
-def apart(shape: tuple[int, ...], reduction: str) -> float:
-    return train_both(sharded(shape, reduction), ExpertNet())
-
-
-if __name__ == "__main__":
-    shapes = [(2, 2, 2), (1, 8), (4, 2), (2, 4), (8, 1), (2, 1, 4), (4, 1, 2), (2, 4, 1)]
-    with RankPool(8) as pool:
-        for each in itertools.product(shapes, ("mean", "sum")):
-            print(*each, f"{max(pool.run(apart, *each)):.1e}", flush=True)

@@ -30,7 +30,7 @@ from shardkit import (
     shard_model,
     step_on_local_shards,
 )
-from shardkit.state import named_full_tensors
+from shardkit.checkpoint import named_full_tensors
 
 MICRO = 3
 CLIP = 0.05  # below every norm that occurs, so that each step is clipped

@@ -8,7 +8,6 @@ import logging
 import socket
 import sys
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from shardkit.watching import compare_ranks
 KINDS = {"by node": {"mesh": MeshSpec.hybrid(2, 2)}, "resharded in a node": {"reshard_after_forward": 2}}
 ON_ONE_NODE = {"by node": {"mesh": MeshSpec.sharded(2)}, "resharded in a node": {}}
 STEPS = 3  # before the checkpoint, and after it
-LIMIT = 4.0  # seconds without the other ranks, of the watch or the process group
+LIMIT = 4.0  # seconds without the other ranks, of the watch, and of the process group
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -108,11 +107,11 @@ def resume(folder: Path) -> None:
             (folder / kind / "later").write_text(json.dumps(losses))
 
 
-def endless(folder: Path, watched: bool) -> None:
+def endless(folder: Path) -> None:
     """Train until the ranks of a node are lost; a file says when this rank has trained for a while."""
     logging.basicConfig(format="%(message)s")
     trained, began = build(mesh=MeshSpec.hybrid(2, 2)), time.monotonic()
-    with watch(trained[0], after=LIMIT, end=True) if watched else nullcontext():
+    with watch(trained[0], after=LIMIT, end=True):
         for number in itertools.count():
             step(trained, number)
             if time.monotonic() > began + LIMIT / 2:
@@ -129,5 +128,5 @@ if __name__ == "__main__":
     elif program == "resume":
         resume(directory)
     else:
-        endless(directory, watched=program == "watched")
+        endless(directory)
     dist.destroy_process_group()

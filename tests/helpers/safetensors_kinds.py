@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 from meshes import mesh_of
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.checkpoint.format import DTYPES
+from shardkit.checkpoint.asynchronous import on_each, ranks_of, world
+from shardkit.checkpoint.format import DTYPES, File
+from shardkit.checkpoint.write import MAX_SHARD_SIZE, check_written, laid_out, write_own
 from shardkit.shards import local_part
 
 # Dim 0 not divisible by 4 ranks, smaller than 4, 1, 0; scalars; more dims than one is sharded on.
@@ -106,3 +112,11 @@ def assert_holds(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor
         assert local.dtype == expected.dtype, name
         assert local.shape == expected.shape, name
         assert same(local, expected), name
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], max_shard_size: int = MAX_SHARD_SIZE) -> list[File]:
+    """Write ``model.safetensors`` from all ranks, each its own bytes, as save_checkpoint does."""
+    layout, groups = laid_out(tensors, "model", max_shard_size), world()
+    reports = on_each(lambda: write_own(directory, layout, ranks_of(groups)), groups)
+    check_written({name: tensor.numel() for name, tensor in layout.tensors.items()}, reports.values())
+    return layout.files

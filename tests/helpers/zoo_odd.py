@@ -164,28 +164,6 @@ class InDict(nn.Module):
         return torch.cat([head(x) for head in self.heads.values()], -1)
 
 
-class Branches(nn.Module):
-    """Branches of different sizes in parallel, as in Inception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Branched() for _ in range(2))
-        self.out = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(run(self.layers, x))
-
-
-class Branched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        wide = nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH))
-        self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH), wide, nn.LayerNorm(WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(branch(x) for branch in self.branches)
-
-
 class MoeBlock(nn.Module):
     """Top-1 routing. Every expert is called, with no tokens if it has none, unless ``skip``."""
 
@@ -214,18 +192,6 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(run(self.layers, x))
-
-
-class TwoTowers(nn.Module):
-    """The second tower is not used: its parameters train, and get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleDict({"image": nn.Sequential(*blocks(2)), "text": nn.Sequential(*blocks(2))})
-        self.unused_head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.towers["image"](x)
 
 
 class OtherMethods(nn.Module):
@@ -304,20 +270,6 @@ class ConditionedBlock(nn.Module):
         return x + scale * self.mlp(self.norm(x) + shift)
 
 
-class Distilled(nn.Module):
-    """A frozen teacher of the same blocks, run without gradients, and its student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Sequential(*blocks(2)).requires_grad_(False)
-        self.student = nn.Sequential(*blocks(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            goal = self.teacher(x)
-        return self.student(x) - goal
-
-
 class SharedModule(nn.Module):
     """All blocks hold one and the same layer."""
 
@@ -329,18 +281,6 @@ class SharedModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self.layers, x)
-
-
-class Tables(nn.Module):
-    """Most parameters are in tables of a list, as in recommenders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(VOCAB, WIDTH) for _ in range(3))
-        self.top = nn.Sequential(nn.Linear(3 * WIDTH, 12), nn.ReLU(), nn.Linear(12, 1))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.top(torch.cat([table(ids) for table in self.tables], -1))
 
 
 ODD = {
@@ -355,14 +295,10 @@ ODD = {
     "shared_weight": Entry(SharedWeight, vectors),
     "unordered": Entry(Unordered, vectors),
     "module_dict": Entry(InDict, vectors),
-    "branches": Entry(Branches, vectors),
     "moe": Entry(lambda: Moe(skip=False), vectors),
     "moe_skipping": Entry(lambda: Moe(skip=True), vectors, uneven=True),
-    "two_towers": Entry(TwoTowers, vectors),
     "other_methods": Entry(OtherMethods, tokens, next_token),
     "own_checkpointing": Entry(OwnCheckpointing, vectors),
     "conditioned": Entry(Conditioned, vectors, crossing=True),
-    "distilled": Entry(Distilled, vectors),
     "shared_module": Entry(SharedModule, vectors),
-    "tables": Entry(Tables, tokens),
 }

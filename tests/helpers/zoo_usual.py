@@ -62,20 +62,6 @@ def two_sequences(seed: int) -> Batch:
     return {"src": floats(seed, 2, 5, WIDTH), "tgt": floats(seed + 1000, 2, 4, WIDTH)}
 
 
-class EncoderClassifier(nn.Module):
-    """nn.TransformerEncoder, whose layers are clones, behind a learned position table that is a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.positions = nn.Parameter(torch.randn(5, WIDTH))
-        self.classifier = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.encoder(x + self.positions).mean(1))
-
-
 class LstmLm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +231,6 @@ class SpectralLayer(nn.Module):
 
 USUAL = {
     "nn_transformer": Entry(nn_transformer, two_sequences),
-    "encoder_classifier": Entry(EncoderClassifier, vectors),
     "lstm_lm": Entry(LstmLm, tokens, next_token),
     "nanogpt_tied": Entry(NanoGpt, tokens, next_token),
     "functional_tie": Entry(FunctionalTie, tokens, next_token),

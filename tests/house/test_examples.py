@@ -74,7 +74,7 @@ on_2_by_2 = distributed(world_size=4, backend="gloo")(run_on_two_nodes)
 def test_the_project_trains_alike_with_every_strategy(tmp_path):
     found = {}
     for strategy in ("zero3", "zero2", "hsdp", "hpz", "ddp"):
-        changes = ["train.steps=3", f"sharding.strategy={strategy}", "sharding.recompute=true"]
+        changes = ["train.steps=2", f"sharding.strategy={strategy}", "sharding.recompute=true"]
         found[strategy] = project(on_2_by_2, tmp_path / strategy, *changes)
         assert found[strategy] == pytest.approx(found["zero3"], rel=1e-5)  # ranks sum in another order
     assert found["zero3"][-1] < found["zero3"][0] - 0.1

@@ -214,3 +214,31 @@ def test_which_modules_are_mlps() -> None:
         {"mlp": FeedForward.Mlp(4, 4), "conv": ConvMlp(2, 2, 1), "sparse": sparse, "feed": FeedForward()}
     )
     assert find_mlps(ModelTree(found)) == ["mlp", "feed"]
+
+
+class MidLast(nn.Module):
+    """Registers its middle block last, as UNets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.mid = blocks(1), blocks(1), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up[0](self.mid(self.down[0](x)))
+
+
+def test_an_example_batch_gives_the_order_of_units() -> None:
+    def order(**batch: Tensor) -> list[str]:
+        plan = plan_model(MidLast(), mesh=EIGHT, **batch)
+        return [unit.name for unit in plan.execution_order()]
+
+    assert order() == ["(root)", "down.0", "up.0", "mid"]
+    assert order(example_batch=torch.ones(2, 8)) == ["(root)", "down.0", "mid", "up.0"]
+
+
+def test_tables_that_are_most_of_a_model_have_a_note() -> None:
+    with torch.device("meta"):
+        tables = nn.ModuleList(nn.EmbeddingBag(rows, 64) for rows in (300_000, 100_000))
+        plan = plan_model(Model(tables=tables, top=nn.Linear(64, 64)), mesh=EIGHT)
+    assert [unit.name for unit in plan.units] == ["tables.0", "tables.1", "(root)"]
+    assert "tables.0, tables.1: embedding tables with most of the parameters" in plan.notes[-1]

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
 from shardkit.state import (
     full_params,
     full_state_dict,
     load_full_state_dict,
-    named_full_tensors,
     sharded_state_dict,
 )
 from shardkit.testing import distributed

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from layouts_net import LAYOUTS, assert_equal, assert_plain_values, built, plain, stage, values_of
 from meshes import mesh_of
 
+from shardkit.checkpoint import named_full_tensors
 from shardkit.grads import clip_grad_norm_
 from shardkit.state import (
     full_optimizer_state_dict,
@@ -16,7 +17,6 @@ from shardkit.state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
     load_sharded_optimizer_state_dict,
-    named_full_tensors,
     sharded_optimizer_state_dict,
     sharded_state_dict,
 )

@@ -53,8 +53,17 @@ def test_every_layout_gets_the_values_in_place(layout):
     assert_same_state(state, before)
 
 
-@pytest.mark.parametrize("src", ["rank0", "all"])
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tensor_parallel", "columns", "ignoring", "offloaded"])
+@pytest.mark.parametrize(
+    ("layout", "src"),
+    [
+        ("fsdp", "all"),
+        ("hsdp", "rank0"),
+        ("tensor_parallel", "rank0"),
+        ("columns", "all"),
+        ("ignoring", "rank0"),
+        ("offloaded", "rank0"),
+    ],
+)
 @distributed(world_size=4, backend="gloo")
 def test_meta_models_are_materialized(layout, src):
     with init_on_meta():
@@ -183,8 +192,6 @@ def test_an_error_of_one_rank_is_raised_by_all():
         load_full_state_dict(model, source({**state, "gain": torch.ones(1, device="meta")}, "rank0"))
     with pytest.raises(ShardkitError, match=r"src must be .*rank1"):
         load_full_state_dict(model, state, src="rank1")
-    with pytest.raises(ShardkitError, match="must be a dict of tensors by name, got list"):
-        load_full_state_dict(model, [1], src="all")
     assert_same_state(full_state_dict(model, rank0_only=False), seeded(Net).state_dict())
 
 
@@ -247,24 +254,6 @@ def test_different_values_of_one_tied_tensor_are_reported():
     load_full_state_dict(model, source(state, "rank0"), strict=False)
     state["head.weight"] = state["embed.weight"]
     assert_same_state(full_state_dict(model, rank0_only=False), state)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Parameter(torch.ones(2, 2))
-
-
-def test_with_assign_ties_are_compared_in_the_dtype_that_is_taken_over():
-    model = Tied().bfloat16()
-    state = {"first": torch.ones(2, 2), "second": torch.ones(2, 2) + 1e-4}
-    load_full_state_dict(model, state)
-    assert model.first.dtype == torch.bfloat16
-    with pytest.raises(ShardkitError, match="second differs from first"):
-        load_full_state_dict(model, state, assign=True)
-    state["second"] = state["first"].double()
-    load_full_state_dict(model, state, assign=True)
-    assert model.first.dtype == torch.float32
 
 
 def test_a_process_alone_needs_no_group():

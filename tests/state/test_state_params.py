@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from shardkit.checkpoint import named_full_tensors
 from shardkit.errors import ShardkitError
-from shardkit.state import full_params, full_state_dict, named_full_tensors
+from shardkit.state import full_params, full_state_dict
 from shardkit.testing import comm_counts, distributed
 
 TENSOR_PARALLEL = ("tensor_parallel", "three_axes")
@@ -53,8 +54,18 @@ def test_inside_they_are_the_plain_models_and_afterwards_the_same_objects(layout
         assert_same_output(layout, model.eval()(IDS), plain.eval()(IDS))
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "three_axes", "columns", "ignoring", "unsharded"])
+@pytest.mark.parametrize(
+    ("layout", "rank0_only"),
+    [
+        ("fsdp", False),
+        ("fsdp", True),
+        ("hsdp", True),
+        ("three_axes", False),
+        ("columns", True),
+        ("ignoring", False),
+        ("unsharded", True),
+    ],
+)
 @distributed(world_size=4, backend="gloo")
 def test_writeback_goes_into_the_live_shards(layout, rank0_only):
     model = LAYOUTS[layout](seeded(Net))

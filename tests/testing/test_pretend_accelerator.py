@@ -36,7 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "recompute and prefetch": {"checkpoint_activations": True, "prefetch": 1},
     "kept": {"reshard_after_forward": False},
-    "scalars": {"build": partial(Net, scalar=True)},
     "scalars and offload": {"build": partial(Net, scalar=True), "offload_policy": OFFLOADED["pinned"]},
 }
 

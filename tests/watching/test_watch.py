@@ -1,7 +1,4 @@
-"""watch: ranks that disagree, and ranks that are lost, are named with the call and the line.
-
-``tests/helpers/disagreements.py`` runs every kind, within its time, on two meshes.
-"""
+"""watch: ranks that disagree, and ranks that are lost, are named with the call and the line."""
 
 import importlib
 import re

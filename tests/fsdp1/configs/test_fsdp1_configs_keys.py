@@ -2,7 +2,6 @@
 
 import pytest
 import torch.nn as nn
-from config_keys import KEYS, section
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import Decoder
@@ -13,7 +12,29 @@ from shardkit.fsdp1.configs import accelerate, from_config, read_config, roll, t
 from shardkit.fsdp1.configs.target import Ranks, accelerate2, notes_on_accelerate
 from shardkit.replacements import SUPPORT
 
-UNKNOWN = st.dictionaries(st.sampled_from(["zz", "q_x", "Qqq", "0", "zz.top"]), st.integers(), max_size=3)
+MODULES = (accelerate, trainers, roll)
+TABLES = [
+    getattr(module, name) for module in MODULES for name, kind in module.__annotations__.items() if kind == "Table"
+]
+# Keys that functions read, and keys of no format; each is drawn wherever keys are.
+OTHERS = (
+    "sharding_strategy reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap min_num_params version "
+    "cpu_offload_pin_memory mixed_precision num_processes bf16 fp16 fsdp_version dp_shard_size tensor_parallel_size "
+    "zz q_x Qqq 0 zz.top"
+)
+NAMES = sorted({*OTHERS.split(), *(word for table in TABLES for words in table for word in words.split())} - {"*"})
+VALUES = st.sampled_from(
+    [True, False, "true", None, 1, 2, "8", 16, "full_shard", "HYBRID_SHARD", "bf16", "no", "Block", ["Block", "Linear"],
+        "TRANSFORMER_BASED_WRAP", "SHARDED_STATE_DICT", "BACKWARD_POST", "list(range(0,16))", {}, {"x": 1}]
+)  # fmt: skip
+SECTION = st.dictionaries(st.sampled_from([*NAMES, *(f"fsdp_{name}" for name in NAMES)]), VALUES, max_size=3)
+START = {
+    "accelerate": {"num_processes": 16, "num_machines": 2},
+    "transformers": {"fsdp": "full_shard auto_wrap"},
+    "axolotl": {"fsdp_version": 2},
+    "roll": {"strategy_args": {"strategy_name": "fsdp2_train"}},
+}
+SECTIONS = {"roll": ("strategy_config", "model_args", "actor_train")}  # the others': fsdp_config
 
 
 def leaves(config, notes, path=""):
@@ -28,12 +49,12 @@ def leaves(config, notes, path=""):
             yield place
 
 
-@pytest.mark.parametrize("name", KEYS)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("name", START)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_key_is_answered_for_once(name, data):
-    unknown = data.draw(UNKNOWN)
-    config = data.draw(section(KEYS[name])) | unknown
+    section = data.draw(st.sampled_from(SECTIONS.get(name, ("fsdp_config",))))
+    config = START[name] | data.draw(SECTION) | {section: data.draw(SECTION)}
     ranks = Ranks(data.draw(st.sampled_from([None, 16])), data.draw(st.sampled_from([None, 8])))
     try:
         reading = read_config(config, ranks, format=name)
@@ -42,8 +63,6 @@ def test_every_key_is_answered_for_once(name, data):
     arguments = [note.argument for note in reading.notes if note.argument != "units"]
     assert sorted(arguments) == sorted(leaves(config, reading.notes))
     assert all(note.support in SUPPORT and note.sentence.endswith((".", "?")) for note in reading.notes)
-    if name == "accelerate":  # the others have keys of their own
-        assert unknown.keys() == {note.argument for note in reading.notes if note.support == "unknown"}
     assert accelerate2(reading.target)
     try:
         translation = from_config(config, MODEL, world_size=16, ranks_per_node=8, format=name)
@@ -55,17 +74,14 @@ def test_every_key_is_answered_for_once(name, data):
 
 
 def test_every_answer_of_every_table_is_a_fate_and_a_sentence():
-    modules = (accelerate, trainers, roll)
-    names = [(module, name) for module in modules for name, kind in module.__annotations__.items() if kind == "Table"]
-    assert len(names) > 10
-    for module, name in names:
-        table = getattr(module, name)
+    assert len(TABLES) > 10
+    for table in TABLES:
         words = [word for words in table for word in words.split()]
-        assert len(words) == len(set(words)), (module, name)
+        assert len(words) == len(set(words))
         for row in table.values():
             for answer in answers_of(row):
                 support, _, sentence = answer.partition(": ")
-                assert (support in SUPPORT, sentence.endswith(".")) == (True, True), (module, name, answer)
+                assert (support in SUPPORT, sentence.endswith(".")) == (True, True), answer
 
 
 def answers_of(row):

@@ -21,11 +21,9 @@ from shardkit.testing import distributed
 # Variants of each program, by its arguments.
 VARIANTS = {
     "nano_gpt": ["--sample", "--dtype bfloat16 --strategy SHARD_GRAD_OP", "--dtype bfloat16 --flat --always-sync"],
-    "dpo": ["--sample --activation-checkpointing", "--policy-mp bfloat16"],
     "dit_ema": ["--grad-clip 1e9", "--precision bf16 --grad-precision fp32 --no-sync --grad-clip 1e9"],
     "llama_finetune": [
         "--low-cpu-fsdp --use-peft --fsdp-activation-checkpointing",
-        "--low-cpu-fsdp --use-peft --pure-bf16",
         "--precision bf16 --use-fp16 --freeze-layers 1",
         "--precision mixed --gradient-accumulation-steps 2 --fsdp-cpu-offload --sharding-strategy NO_SHARD",
     ],
@@ -36,10 +34,8 @@ VARIANTS = {
         "--strategy HYBRID_SHARD --precision bf16 --checkpoint-every 2",
         "--strategy _HYBRID_SHARD_ZERO2 --nameless-mesh --precision reduce --checkpoint-every 1 --checkpoint-after",
     ],
-    "convnet": ["--init", "--manual --strategy SHARD_GRAD_OP --offload", "--strategy NO_SHARD"],
-    "olmo_like": ["--wrap by_block_and_size", "--sync-once --autocast", "--sync-once --precision mixed"],
+    "convnet": ["--init", "--manual --strategy SHARD_GRAD_OP --offload"],
     "rlhf": ["--offload --hybrid", "--lora"],
-    "dino": ["", "--strategy FULL_SHARD --half"],
     "flamingo": ["", "--strategy SHARD_GRAD_OP --precision amp_bf16 --flat"],
 }
 
@@ -50,14 +46,12 @@ SHORT = {
     "dit_ema": "--steps 3",
     "distill": "--steps 3",
     "pretrain_meta": "--steps 3",
-    "olmo_like": "--steps 2",
 }
 
 # FSDP1 adds up the squares of flat parameters and FSDP2 those of each parameter's shard, so the norm that gradients
 # are clipped by moves by units in the last place (2e-7 seen), and what follows from it likewise.
 CLIPPED = {
     "nano_gpt": "--grad-clip 0.2",
-    "dpo": "--max-grad-norm 0.2",
     "dit_ema": "--grad-clip 0.2 --policy class --data-parallel sdp",
     "nested_lm": "--clip-norm 0.1 --norm-type inf --wrap-layers",
 }
@@ -81,7 +75,6 @@ FULL = {
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --fresh-optimizer --grad-clip 1e9"),
     "distill": ("--save-at 2 --out {at}/all.pt", "--resume {at}/all.pt --first 2"),
     "nano_gpt": ("--save-at 2 --out {at}/ckpt.pt", "--init-from {at}/ckpt.pt"),
-    "olmo_like": ("--save-at 2 --save-folder {at}", "--load-path {at}"),
     "convnet": ("--out {at}/mnist.pt", "--load {at}/mnist.pt --strategy NO_SHARD"),
     "flamingo": ("--steps 1 --save-at 1 --out {at}/trained.pt", "--resume {at}/trained.pt --first 1"),
 }
@@ -90,10 +83,8 @@ SHARDED = {
     "llama_finetune": ("--out {at}", "--dist-checkpoint {at}/sharded --first-epoch 1"),
     "nested_lm": ("--save-at 1 --out {at} --state local", "--restore {at} --first 1 --state local"),
     "pretrain_meta": ("--save-at 2 --ckpt {at}", "--ckpt {at}"),
-    "olmo_like": ("--sharded --save-at 2 --save-folder {at}", "--sharded --load-path {at}"),
     "dit_ema": ("--save-at 2 --out {at} --grad-clip 1e9", "--resume {at} --grad-clip 1e9"),
     "rlhf": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
-    "dino": ("--save-at 1 --out {at}", "--resume {at} --first 1"),
 }
 
 
