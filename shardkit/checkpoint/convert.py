@@ -13,9 +13,8 @@ from shardkit.checkpoint.asynchronous import ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
-from shardkit.checkpoint.source import Source, is_stored, read_values
+from shardkit.checkpoint.source import Source, encode, is_stored, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError, message
 from shardkit.state.model import is_extra

@@ -31,7 +31,7 @@ from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.model import ModelState, is_extra, model_state, parameter_names, trainable_state
+from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     group_names,
     is_quantized,
@@ -142,11 +142,7 @@ def _plan(
 
 
 def open_checkpoint(path: Path, shapes: Mapping[str, torch.Size] | None = None) -> Source:
-    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local.
-
-    Raises:
-        CheckpointError: it is of no known kind, or damaged.
-    """
+    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local."""
     try:
         return _opened(directory.find(path), shapes)
     except CheckpointError:
@@ -212,10 +208,6 @@ def _model_targets(
     if not found:  # a file of an optimizer alone
         return [], {}, lambda: None
     names = {name: rename(name, request.key_map) for name in found}
-    # Extra state that key_map gives a name that the model does not have keeps its own.
-    values = [name for name in found if is_extra(name) or not is_stored(found[name])]
-    taken = set(names.values())
-    names |= {name: name for name in values if names[name] not in state.others and name not in taken}
     offered = {name: value for name, value in found.items() if is_stored(value) or names[name] in state.others}
     wanted = state.tensors | dict.fromkeys(state.others)
     plan = plan_load(wanted, offered, replace(request, key_map=names.get))

@@ -19,8 +19,7 @@ from shardkit.checkpoint.chunks import MASK, STAGE, opened, part_of, raw, read_a
 from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.directory import WAY, Manifest, check_sizes, crc32_of, read_manifest
 from shardkit.checkpoint.format import INDEX, SUFFIX, Located, locate, read_parts
-from shardkit.checkpoint.plain import decode
-from shardkit.checkpoint.source import Contents, Stored
+from shardkit.checkpoint.source import Contents, Stored, decode
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import Groups
 
