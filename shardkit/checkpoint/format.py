@@ -2,7 +2,7 @@
 
 Here files are planned, and read by byte ranges. Anyone may have written them, so all in them is checked before use.
 
-The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``), which the tests compare.
+The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import with_local
-from shardkit.checkpoint import dcp, directory
+from shardkit.checkpoint import directory
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
@@ -30,7 +30,7 @@ from shardkit.checkpoint.asynchronous import (
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
 from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
-from shardkit.checkpoint.native import own_random_states
+from shardkit.checkpoint.native import own_random_states, write_dcp
 from shardkit.checkpoint.source import decode, encode, leaves_of
 from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
@@ -229,7 +229,7 @@ def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
 
     with directory.temporary_directory(path, token, is_first=is_first) as draft:
         if format == "dcp":
-            files = dcp.write(draft, _dcp_tree(content), groups)
+            files = write_dcp(draft, _dcp_tree(content), groups)
         reports = on_each(write, groups).values()
         with together(groups, CheckpointError):
             if not is_first:

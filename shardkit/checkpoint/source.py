@@ -54,7 +54,6 @@ class Contents:
     random: dict[str, list[bytes]] = field(default_factory=dict)  # the states of all ranks, by kind of generator
     trainable_only: bool = False  # whether frozen parameters were left out
     quantized: bool = False  # whether optimizer state was quantized, and is stored as its values
-    no_optimizer: str = ""  # why an existing optimizer cannot be read
     ties: dict[str, str] = field(default_factory=dict)  # other names of tied tensors, each with the stored one
 
 
@@ -65,11 +64,6 @@ class Source(Protocol):
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each target from the tensor with its key: the local part of a DTensor, or all of a plain tensor."""
-
-
-def is_stored(value: object) -> bool:
-    """Whether a value stands for a tensor of a source."""
-    return isinstance(value, Stored)
 
 
 def read_values(source: Source, tree: Any) -> Any:
@@ -115,7 +109,7 @@ def contents_of(tree: Mapping[Any, Any], where: str) -> Contents:
     if model is None and optimizer is None:
         model = {key: value for key, value in tree.items() if isinstance(key, str)}
     flat = dict(_flattened(model or {}))
-    if optimizer is None and not any(map(is_stored, flat.values())):
+    if optimizer is None and not any(isinstance(value, Stored) for value in flat.values()):
         rule = f"A model is under one of {', '.join(MODEL_NAMES)}, or its tensors are at the top level"
         problem = f"it has no tensors under {listing(map(str, tree))}"
         raise CheckpointError(message(where, problem, rule, "Save the model's state dict under one of these keys"))
