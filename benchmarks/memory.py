@@ -27,7 +27,7 @@ from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan, apply_plan, p
 from shardkit.memory import plan_for_budget
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
-from shardkit.plan.table import aligned
+from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 from shardkit.testing import fake_world
 

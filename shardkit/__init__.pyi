@@ -23,8 +23,8 @@ from shardkit.grads import no_sync as no_sync, zero_grad as zero_grad, reset_aft
 from shardkit.grads import clip_grad_norm_ as clip_grad_norm_, GradScaler as GradScaler
 from shardkit.grads import scale_loss as scale_loss, scale_grads_ as scale_grads_
 from shardkit.grads import global_token_count as global_token_count, set_gradient_reduction as set_gradient_reduction
-from shardkit.runtime.double_backward import double_backward as double_backward
-from shardkit.runtime.skipped import take_part as take_part
+from shardkit.runtime.hooks import double_backward as double_backward
+from shardkit.runtime.skippable import take_part as take_part
 
 # ## Optimizers
 from shardkit.optim import step_on_local_shards as step_on_local_shards

@@ -43,7 +43,12 @@ def box_at(like: DTensor, coordinate: tuple[int, ...]) -> Box:
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
     """Return this rank's part of a full tensor, as a view. Local."""
-    for dim, (start, length) in enumerate(local_box(like)):
+    return cut(full, local_box(like))
+
+
+def cut(full: Tensor, box: Box) -> Tensor:
+    """Return the part of a full tensor at a box, as a view."""
+    for dim, (start, length) in enumerate(box):
         full = full.narrow(dim, start, length)
     return full
 

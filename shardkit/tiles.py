@@ -6,6 +6,7 @@ Each tile is checkpointed: backward computes it again. All tiles are in one call
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,23 @@ class Tokens:
     Attributes:
         first: that tensor.
         dim: the dim of its tokens; that of all tensors which have the same tokens, with or without features.
+        tensors: the names of the arguments that are tensors.
     """
 
-    def __init__(self, fqn: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+    def __init__(
+        self,
+        fqn: str,
+        names: Sequence[str],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        decided: dict[str, bool],
+    ) -> None:
+        """``names`` are the parameters of the forward; ``decided`` keeps which of them are cut, for later calls."""
+        self._args, self._kwargs, self._decided = args, kwargs, decided
+        self._names = [*names[: len(args)], *map(str, range(len(names), len(args))), *kwargs]
+        values = (*args, *kwargs.values())
+        self.tensors = frozenset(n for n, each in zip(self._names, values, strict=True) if isinstance(each, Tensor))
+        first = next((each for each in values if isinstance(each, Tensor)), None)
         if first is None or first.ndim < 2:
             given = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)} first"
             rule = "A module with tiles= is called with a tensor of shape (..., tokens, features) first"
@@ -45,24 +58,33 @@ class Tokens:
         """Return the arguments of each part: of the tensors with tokens those that ``cut`` returns, others whole."""
         number = len(cut(self.first))
         values = (*self._args, *self._kwargs.values())
-        columns = [cut(each) if self._has_tokens(each) else [each] * number for each in values]
+        pairs = zip(self._names, values, strict=True)
+        columns = [cut(each) if self._has_tokens(name, each) else [each] * number for name, each in pairs]
         here = len(self._args)
         return [(row[:here], dict(zip(self._kwargs, row[here:], strict=True))) for row in zip(*columns, strict=True)]
 
-    def _has_tokens(self, each: Any) -> bool:
+    def _has_tokens(self, name: str, each: Any) -> bool:
+        if not isinstance(each, Tensor):
+            return False
         lead = self.dim + 1
-        return isinstance(each, Tensor) and each.shape[:lead] == self.first.shape[:lead] and each.ndim <= lead + 1
+        found = each.shape[:lead] == self.first.shape[:lead] and each.ndim <= lead + 1
+        return self._decided.setdefault(name, found) and found
 
 
-def in_tiles(forward: Callable[..., Tensor], tiles: int, fqn: str = "forward") -> Callable[..., Tensor]:
+def in_tiles(
+    forward: Callable[..., Tensor], tiles: int, fqn: str = "forward", decided: dict[str, bool] | None = None
+) -> Callable[..., Tensor]:
     """Return ``forward``, which works on each token alone, computed in at most ``tiles`` tiles of tokens.
 
-    A single token, or none, is not cut. Random numbers are drawn for each tile, and the same again in backward.
+    A single token, or none, is not cut. Random numbers are drawn for each tile, and the same again in backward. Which
+    arguments are cut is decided at the first call that has them, by their shape (``decided``, by name).
     """
+    decided = {} if decided is None else decided
+    names = [*inspect.signature(forward).parameters]
 
     @functools.wraps(forward)
     def tiled(*args: Any, **kwargs: Any) -> Tensor:
-        tokens = Tokens(fqn, args, kwargs)
+        tokens = Tokens(fqn, names, args, kwargs, decided)
         if len(tokens) < 2:
             return forward(*args, **kwargs)
         calls = tokens.calls(lambda each: each.chunk(tiles, tokens.dim))
@@ -80,20 +102,27 @@ def _of_contiguous(forward: Callable[..., Tensor], args: Sequence[Any], kwargs: 
 def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
     """Return the module's forward, computed in tiles as by :func:`in_tiles`.
 
-    Its first call with several tokens, in each mode of training, computes half of the first tile alone too, and raises
-    if that differs: a module that mixes tokens, as attention does, would be silently wrong.
+    Its first call with more tokens than tiles, in each mode of training and with each set of tensors, computes half of
+    the first tile alone too, and raises if that differs: a module that mixes tokens, as attention does, would be
+    silently wrong. Fewer tokens are not cut before that.
 
     Raises:
         ShardkitError: in forward: the module mixes tokens, draws random numbers other than those of dropout modules, or
             does not return one tensor with a row for each token.
     """
-    forward, checked = module.forward, set[bool]()
-    run = in_tiles(forward, tiles, fqn)
+    forward: Callable[..., Tensor] = module.forward
+    checked, decided = set[tuple[bool, frozenset[str]]](), dict[str, bool]()
+    names, run = [*inspect.signature(forward).parameters], in_tiles(forward, tiles, fqn, decided)
 
     @functools.wraps(forward)
     def checked_once(*args: Any, **kwargs: Any) -> Tensor:
-        if module.training not in checked and _check(module, forward, Tokens(fqn, args, kwargs), fqn, tiles):
-            checked.add(module.training)
+        tokens = Tokens(fqn, names, args, kwargs, decided)
+        call = (module.training, tokens.tensors)
+        if call not in checked:
+            if len(tokens) <= tiles:
+                return forward(*args, **kwargs)
+            if _check(module, forward, tokens, fqn, tiles):
+                checked.add(call)
         return run(*args, **kwargs)
 
     return checked_once
@@ -104,7 +133,7 @@ def tiled(module: nn.Module, fqn: str, tiles: int) -> Callable[..., Tensor]:
 def _check(module: nn.Module, forward: Callable[..., Any], tokens: Tokens, fqn: str, tiles: int) -> bool:
     """Return whether half of a tile is computed alike alone; False if its values cannot tell. Raise if it is not."""
     half = -(-len(tokens) // tiles) // 2
-    if half < 1 or isinstance(tokens.first, FakeTensor) or tokens.first.is_meta or not tokens.first.numel():
+    if isinstance(tokens.first, FakeTensor) or tokens.first.is_meta or not tokens.first.numel():
         return False
     dropouts = [each for each in module.modules() if isinstance(each, _DROPOUT) and each.training]
     for each in dropouts:  # they work on each token alone, and nothing could be compared with random numbers

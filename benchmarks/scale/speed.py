@@ -19,7 +19,7 @@ from shardkit.memory.estimate import buffer_bytes, resharded
 from shardkit.memory.timeline import OptimizerBytes, UnitBytes, timeline, unit_bytes
 from shardkit.memory.trace import BACKWARD, FORWARD, Loss
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned
+from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 from shardkit.planning.dims import on_mesh
 

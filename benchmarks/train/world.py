@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardkit._torch.worlds import forget_meshes
+from shardkit._torch.dispatch import forget_meshes
 from shardkit.testing import fake_world
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

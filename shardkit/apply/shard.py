@@ -274,7 +274,7 @@ def _warn_and_refuse(model: nn.Module, plan: ShardingPlan) -> None:
         if problem := unreduced_problem(model):
             warn_once(problem)
     if any(hasattr(type(module), "unmerge") for module in model.modules()):
-        from shardkit.integrations.merging import refuse_merges
+        from shardkit.integrations.huggingface import refuse_merges
 
         refuse_merges(model)
 

@@ -17,7 +17,7 @@ from shardkit.memory.estimate import Measured, base_plan, changed, resharded, wi
 from shardkit.memory.timeline import OptimizerBytes, Prediction, timeline
 from shardkit.memory.trace import Loss
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned
+from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

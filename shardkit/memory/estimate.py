@@ -14,7 +14,7 @@ from shardkit.errors import PlanError, listing, message
 from shardkit.memory.timeline import CATEGORIES, OptimizerBytes, Prediction, timeline, unit_bytes
 from shardkit.memory.trace import Loss, Trace, mixed, trace, without_activations
 from shardkit.plan import MeshSpec, ShardingPlan
-from shardkit.plan.table import aligned
+from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 from shardkit.planning.build import Request, Settings, build_plan
 from shardkit.planning.dims import on_mesh

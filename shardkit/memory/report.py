@@ -19,7 +19,7 @@ from shardkit.errors import PlanError, message
 from shardkit.memory.budget import choose, parse_bytes
 from shardkit.memory.estimate import Measured, base_plan, buffer_bytes, estimates
 from shardkit.memory.timeline import OPTIMIZERS, OptimizerBytes, Point, Prediction
-from shardkit.plan.table import aligned
+from shardkit.plan.text import aligned
 from shardkit.plan.types import nbytes
 from shardkit.planning.named import named_model
 

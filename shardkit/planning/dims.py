@@ -98,14 +98,8 @@ def _chosen_notes(plan: ShardingPlan, dims: dict[str, int], held: int) -> Iterat
 
 
 def _left_notes(plan: ShardingPlan, left: Sequence[tuple[ShardUnit, ParamSpec, int]], held: int) -> Iterator[str]:
-    surplus, ranks = sum(waste for *_, waste in left), plan.mesh.shard_size
-    if surplus <= SLACK * held:
-        return
-    left = sorted(left, key=lambda each: -each[2])
-    reshards = [spec.fqn for unit, spec, _ in left if is_world_size(unit.reshard_after_forward)]
-    others = [spec.fqn for unit, spec, _ in left if not is_world_size(unit.reshard_after_forward)]
-    effect = f"so {_EFFECT} {nbytes(surplus)} more than an equal part"
-    if reshards:
-        yield f"{listing(reshards, 2)}: torch reshards to a number of ranks on dim 0 only, {effect}"
-    if others:
-        yield f"{listing(others, 2)}: no dim is a multiple of {ranks} ranks, {effect}"
+    surplus = sum(waste for *_, waste in left)
+    if surplus > SLACK * held:
+        names = listing((spec.fqn for _, spec, _ in sorted(left, key=lambda each: -each[2])), 2)
+        reason = f"no dim is a multiple of {plan.mesh.shard_size} ranks, or torch shards the unit on dim 0 only"
+        yield f"{names}: {reason}, so {_EFFECT} {nbytes(surplus)} more than an equal part"

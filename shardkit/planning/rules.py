@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import TypedDict, Unpack
 
 from shardkit.errors import PlanError, listing, message, refuse
-from shardkit.planning.tree import ModelTree, has_forward
+from shardkit.planning.tree import ModelTree, has_forward, is_called
 
 
 class Overrides(TypedDict, total=False):
@@ -103,8 +103,7 @@ def by_name(*globs: str, **overrides: Unpack[Overrides]) -> UnitRule:
 def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
     """Make units of the innermost modules that hold at least ``min_numel`` elements outside of inner units.
 
-    Containers without forward are looked into; ``nn.MultiheadAttention`` is taken whole, since it uses the
-    weight of its ``out_proj`` without calling it.
+    Modules that are not called, such as the ``out_proj`` of ``nn.MultiheadAttention``, count for the one around them.
 
     Args:
         min_numel: elements.
@@ -112,13 +111,11 @@ def by_size(min_numel: int, **overrides: Unpack[Overrides]) -> UnitRule:
     """
 
     def select(tree: ModelTree, taken: frozenset[int]) -> list[Selection]:
-        mha = (entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.MultiheadAttention))
-        skipped = {0, *taken, *(below for entry in mha for below in tree.subtree(entry) if below != entry)}
         # The elements below each entry that no unit has, summed up from the innermost modules.
         left = [sum(tree.params[fqn].numel() for fqn in owned) for owned in tree.owned]
         found: list[int] = []
         for entry in tree.post_order:
-            if left[entry] >= min_numel and entry not in skipped and has_forward(tree.modules[entry]):
+            if left[entry] >= min_numel and entry not in {0, *taken} and is_called(tree, entry):
                 found.append(entry)
             elif entry not in taken and entry != 0:
                 left[tree.parents[entry]] += left[entry]

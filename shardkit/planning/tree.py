@@ -92,6 +92,11 @@ class ModelTree:
             paths.setdefault(id(module), []).append(entry)
         return paths
 
+    @cached_property
+    def shared(self) -> set[int]:
+        """The entries of modules that have more than one."""
+        return {entry for entries in self._paths.values() if len(entries) > 1 for entry in entries}
+
     def paths(self, entry: int) -> list[int]:
         """All entries of the module at ``entry``."""
         return self._paths[id(self.modules[entry])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from shardkit._fsdp import initialize, is_in_use, not_compiled
+from shardkit._fsdp import fsdp_units, initialize, is_in_use, not_compiled
 from shardkit.errors import ShardkitError, listing, message
 
 double_backwards: list[nn.Module] = []  # models that run in the context ``double_backward``
@@ -134,3 +135,35 @@ def _refuse_create_graph(gradient: Tensor) -> None:
         rule = "FSDP2 frees the gathered parameters that the graph of this backward needs"
         fix = "Run the forward and both backwards inside `with shardkit.double_backward(model):`"
         raise ShardkitError(message("backward", problem, rule, fix))
+
+
+@contextmanager
+def double_backward(model: nn.Module) -> Iterator[None]:
+    """In this context ``torch.autograd.grad(..., create_graph=True)`` works on a sharded model, as for a penalty.
+
+    Units stay gathered from their forward to the end of the context, which needs the memory of all parameters. Put the
+    forwards and both backwards inside. Local: it sets flags of the FSDP modules, and restores them; all ranks must
+    enter it. ``backward(create_graph=True)``, which gives parameters gradients with a graph, is not supported.
+
+    Args:
+        model: sharded by ``shard_model``, or plain, which is left alone.
+
+    Example:
+        >>> with double_backward(model):
+        ...     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        ...     (model(x).mean() + grad.square().sum()).backward()
+    """
+    from shardkit._fsdp.states import gathered_until_backward  # not in every program
+
+    before = [(unit, unit.reshard_after_backward) for unit in fsdp_units(model)]
+    for unit, _ in before:
+        unit.reshard_after_backward = False
+    double_backwards.append(model)
+    try:
+        with gathered_until_backward(model):
+            yield
+    finally:
+        double_backwards.remove(model)
+        for unit, flag in before:
+            unit.reshard_after_backward = flag
+        reshard(model)

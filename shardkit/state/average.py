@@ -75,9 +75,13 @@ class ShardedAverage(nn.Module):
         pairs, count = self._pairs(model, "update_parameters"), int(self.n_averaged)
         decay = self.decay(max(count, 1)) if callable(self.decay) else self.decay
         function: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        averaged = [pair for pair in pairs if count and (self.use_buffers or isinstance(pair[0], nn.Parameter))]
-        for mine, theirs in pairs[len(averaged) :]:  # parameters come first
-            local_value(mine).copy_(local_value(theirs))
+        averaged = []
+        for mine, theirs in pairs:
+            has_average = isinstance(mine, nn.Parameter) or (self.use_buffers and mine.is_floating_point())
+            if count and has_average:
+                averaged.append((mine, theirs))
+            else:
+                local_value(mine).copy_(local_value(theirs))
         of_kind = zip(*(by_device_and_dtype(side) for side in zip(*averaged, strict=True)), strict=True)
         for ours, models in of_kind:
             function(ours, models, self.n_averaged.to(ours[0].device))

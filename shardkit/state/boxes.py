@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import collective_device
-from shardkit.shards import Box, box_at, device_of, local_part, local_value
+from shardkit.shards import Box, box_at, cut, device_of, local_part, local_value
 
 BUCKET = 1 << 26  # bytes of full tensors that travel together
 ALONE = 1 << 18  # bytes from which a view is a message of its own: packing costs a copy on both ends
@@ -81,10 +81,7 @@ class ModelGroup:
 
 
 def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
-    """Return the ranks that hold a model's tensors; the root is the lowest. Local.
-
-    Without a DTensor they are all ranks. Raises if no mesh has all ranks of the others: ranks might name other roots.
-    """
+    """Return the ranks that hold a model's tensors, or all; raise if no mesh has the ranks of all others. Local."""
     meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
     if not meshes:
         return ModelGroup(tuple(range(dist.get_world_size())) if dist.is_initialized() else (), None)
@@ -98,10 +95,7 @@ def model_group(tensors: Iterable[Tensor]) -> ModelGroup:
 
 
 def holders(tensor: DTensor, replica: Sequence[int] | None = None) -> list[tuple[int, Box]]:
-    """Return the global ranks that together hold a tensor, each with its box. Pure.
-
-    With replicas, those of the first one, or of the one at the coordinate ``replica`` of the mesh.
-    """
+    """Return the global ranks of the first replica, or of the one at a coordinate, each with its box. Pure."""
     at = tuple(replica or [0] * tensor.device_mesh.ndim)
     known, key = _holders.setdefault(tensor.device_mesh, {}), (tensor.placements, tensor.shape, at)
     if key not in known:
@@ -124,13 +118,6 @@ def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     return _coordinates[mesh]
 
 
-def cut(full: Tensor, box: Box) -> Tensor:
-    """Return the part of a full tensor at a box. A view."""
-    for dim, (start, length) in enumerate(box):
-        full = full.narrow(dim, start, length)
-    return full
-
-
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy what has elements: FSDP2 makes the shards of a tensor without elements (0, ...), whatever its first dim."""
     if target.numel():
@@ -146,10 +133,7 @@ def wire_device(tensor: Tensor, group: dist.ProcessGroup | None) -> torch.device
 
 
 class Batch:
-    """Messages between pairs of ranks, by global rank, which are exchanged together.
-
-    Both ends name views of the same shapes and dtypes in the same order. The views may have other dtypes and strides.
-    """
+    """Messages between pairs of ranks, exchanged together: both name views of the same shapes in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self._group, self._device = group, device  # None: the default group; the device of the views
@@ -215,10 +199,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def buckets(
     items: Iterable[tuple[Item, Tensor, torch.dtype]], group: dist.ProcessGroup | None, most: int = BUCKET
 ) -> Iterator[tuple[Batch, torch.device, list[Item]]]:
-    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device. Local.
-
-    Each item comes with its tensor and the dtype of the full one.
-    """
+    """Yield items in buckets of at most ``most`` bytes, or one item, with a batch and its device. Local."""
     bucket, filled, home = list[Item](), 0, torch.device("cpu")
     for item, tensor, dtype in items:
         size, device = tensor.numel() * dtype.itemsize, wire_device(tensor, group)
@@ -310,8 +291,7 @@ def _gather_boxes(
 def scatter(moves: Iterable[Move], ranks: ModelGroup) -> None:
     """Write full tensors that the root has into shards. In place, collective; every rank passes the same moves.
 
-    The root sends each rank its box, and one replica broadcasts to the others. Of plain tensors, and of those on
-    slices of the model's mesh, all ranks are sent the full tensor.
+    One replica is sent boxes, and broadcasts them. Plain tensors, and those on slices of the mesh, are sent whole.
     """
     group, moves = ranks.connect(), list(moves)
     for batch, device, bucket in buckets(((move, move.target, move.dtype) for move in moves), group):

@@ -4,8 +4,8 @@
 collectives. ``docs/testing-your-model.md`` says what each of them can and cannot show.
 """
 
-from shardkit.testing.asserts import assert_same_on_all_ranks as assert_same_on_all_ranks
 from shardkit.testing.counts import CommCounts as CommCounts
+from shardkit.testing.counts import assert_same_on_all_ranks as assert_same_on_all_ranks
 from shardkit.testing.counts import comm_counts as comm_counts
 from shardkit.testing.counts import fake_world as fake_world
 from shardkit.testing.pool import RankFailure as RankFailure

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shardkit._torch.worlds import RANK_IMPORTS
+from shardkit._torch.dispatch import RANK_IMPORTS
 from shardkit.errors import ShardkitError, message
 from shardkit.testing import worker
 from shardkit.testing.worker import STACK_SIGNAL, STARTED, Call, Failure, Returned, Seat, attribute, bodies, key_of

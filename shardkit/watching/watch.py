@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._fsdp import fsdp_units
 from shardkit._fsdp.collectives import observe_collectives
 from shardkit._torch import named_sharded_parameters
-from shardkit._torch.worlds import store_of_its_own
+from shardkit._torch.dispatch import store_of_its_own
 from shardkit.errors import ShardkitError, message
 from shardkit.ranks import check_module, listeners
 from shardkit.watching.calls import (

@@ -179,6 +179,30 @@ def test_what_works_on_each_token_is_not_refused(dtype: torch.dtype) -> None:
                 assert module(torch.randn(shape, dtype=dtype)).shape == shape
 
 
+class Crossing(nn.Module):
+    """Cross-attention of each token alone, to a context that all of them get."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return x if context is None else x + F.scaled_dot_product_attention(x, context, context)
+
+
+def test_a_context_is_never_cut_however_long_it_is() -> None:
+    torch.manual_seed(0)
+    module, x = Crossing(), torch.randn(2, 12, 6)
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    for length in (7, 12):
+        context = torch.randn(2, length, 6)
+        for result in (module(x, context), module(x, context=context)):
+            torch.testing.assert_close(result, x + F.scaled_dot_product_attention(x, context, context))
+    module = Crossing()
+    module.forward = tiled(module, "its", 3)  # type: ignore[method-assign]
+    few, context = torch.randn(2, 3, 6), torch.randn(2, 3, 6)  # too few to check: as many tokens as tiles
+    torch.testing.assert_close(module(few, context), few + F.scaled_dot_product_attention(few, context, context))
+    module(x)
+    with pytest.raises(ShardkitError, match=DIFFERS):  # the first context has as many positions as there are tokens
+        module(x, torch.randn(2, 12, 6))
+
+
 def test_dropout_draws_for_each_tile_and_the_same_again() -> None:
     torch.manual_seed(0)
     module = Mlp(dropout=0.5).double()

@@ -21,7 +21,7 @@ from multiprocessing import connection, forkserver, get_context, resource_tracke
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shardkit._torch.worlds import RANK_IMPORTS
+from shardkit._torch.dispatch import RANK_IMPORTS
 from shardkit.testing import worker
 
 SERVES = sys.platform == "linux"

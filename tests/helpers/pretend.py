@@ -16,7 +16,7 @@ from pretend_ops import NAME, device, is_here, memory, register_operators
 from pretend_streams import Event, Stream, arrive, current_stream, poison, synchronize, syncs
 from torch import Tensor
 
-from shardkit._torch.worlds import fake_store
+from shardkit._torch.dispatch import fake_store
 
 _on = False
 

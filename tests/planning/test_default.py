@@ -10,7 +10,7 @@ from small_models import Block, Decoder
 from torch import Tensor
 
 from shardkit import MeshSpec, PlanError, plan_model
-from shardkit.planning.default import find_mlps
+from shardkit.fsdp1.configs.target import find_mlps
 from shardkit.planning.tree import ModelTree
 
 EIGHT = MeshSpec.sharded(8)

@@ -56,10 +56,11 @@ def test_notes_say_which_and_why_and_what_nothing_can_change() -> None:
         "the fullest rank holds 3.0 KiB, not 17.0 KiB",
     )
     assert planned((8, 60, 60), mesh=MeshSpec.sharded(64)).notes == (
-        "p0: no dim is a multiple of 64 ranks, so the fullest rank holds 12.3 KiB more than an equal part",
+        "p0: no dim is a multiple of 64 ranks, or torch shards the unit on dim 0 only, "
+        "so the fullest rank holds 12.3 KiB more than an equal part",
     )
     assert planned((8, 64, 64), mesh=MeshSpec.sharded(64), reshard_after_forward=8).notes == (
-        "p0: torch reshards to a number of ranks on dim 0 only, "
+        "p0: no dim is a multiple of 64 ranks, or torch shards the unit on dim 0 only, "
         "so the fullest rank holds 14.0 KiB more than an equal part",
     )
 

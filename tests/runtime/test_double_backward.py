@@ -10,7 +10,7 @@ from entry_nets import OPTIONS, Critic, assert_trains_alike, differences, gather
 from torch import Tensor, nn
 
 from shardkit import ShardkitError, shard_model
-from shardkit.runtime.double_backward import double_backward
+from shardkit.runtime.hooks import double_backward
 from shardkit.testing import distributed, fake_world
 
 

@@ -80,6 +80,19 @@ def test_the_bits_of_the_average_of_the_plain_model(shape, tmp_path):
         check(full(average), expected.state_dict())
 
 
+@distributed(world_size=2, backend="gloo")
+def test_buffers_that_count_are_copied_and_others_averaged() -> None:
+    model = build((2,))
+    average = sharded_average(model, 0.5, use_buffers=True)
+    norm, averaged = model[2], average.module.get_submodule("2")
+    for count in range(1, 4):
+        norm.num_batches_tracked.fill_(count)
+        norm.running_mean.fill_(count)
+        average.update_parameters(model)
+        assert averaged.num_batches_tracked == count
+        assert torch.equal(averaged.running_mean, torch.full((7,), (1.0, 1.5, 2.25)[count - 1]))
+
+
 @distributed(world_size=4, backend="gloo")
 def test_saved_and_resumed_on_other_meshes_and_in_torch(tmp_path):
     model = build((4,))

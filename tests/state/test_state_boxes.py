@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardkit.shards import local_box, local_value
+from shardkit.shards import cut, local_box, local_value
 from shardkit.state import boxes
-from shardkit.state.boxes import Move, cut, cut_all, gather, holders, model_group, scatter
+from shardkit.state.boxes import Move, cut_all, gather, holders, model_group, scatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}

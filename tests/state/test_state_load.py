@@ -256,24 +256,6 @@ def test_different_values_of_one_tied_tensor_are_reported():
     assert_same_state(full_state_dict(model, rank0_only=False), state)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Parameter(torch.ones(2, 2))
-
-
-def test_with_assign_ties_are_compared_in_the_dtype_that_is_taken_over():
-    model = Tied().bfloat16()
-    state = {"first": torch.ones(2, 2), "second": torch.ones(2, 2) + 1e-4}
-    load_full_state_dict(model, state)
-    assert model.first.dtype == torch.bfloat16
-    with pytest.raises(ShardkitError, match="second differs from first"):
-        load_full_state_dict(model, state, assign=True)
-    state["second"] = state["first"].double()
-    load_full_state_dict(model, state, assign=True)
-    assert model.first.dtype == torch.float32
-
-
 def test_a_process_alone_needs_no_group():
     model, state = seeded(Net), full_other_values()
     assert load_full_state_dict(model, state) == ([], [])

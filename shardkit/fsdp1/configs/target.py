@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,13 +16,13 @@ from shardkit.errors import TranslationError, listing, message
 from shardkit.fsdp1.translate import translate_fsdp1
 from shardkit.fsdp1.translate.arguments import Note
 from shardkit.fsdp1.translate.shard import Translation
-from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit
-from shardkit.planning.default import find_mlps
+from shardkit.plan import MeshSpec, ShardingPlan, ShardUnit, ancestors
 from shardkit.planning.rules import Overrides, Rule, by_class, by_name
 from shardkit.planning.tree import ModelTree
 from shardkit.ranks import accelerator
 from shardkit.replacements import Support
 
+_MLP = re.compile(r"(MLP|Mlp|FeedForward)$")  # of a class
 _TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")  # names in transformers' models, and in others
 _BROADCAST = """import torch
 import torch.distributed as dist
@@ -201,6 +202,18 @@ def _rules(target: Target, model: nn.Module) -> list[Rule]:
     if wrap.by != "root":
         rules.append(by_class(*_classes_of(wrap, model)))
     return [*rules, by_name("", reshard_after_forward=target.root_reshards)]
+
+
+def find_mlps(tree: ModelTree) -> list[str]:
+    """Return the modules that are MLPs by the name of their class, without convolutions, and no experts."""
+    found: dict[str, None] = {}
+    for entry in tree.first_entries:
+        fqn, names = tree.fqns[entry], [tree.fqns[below].lower() for below in tree.subtree(entry)]
+        is_mlp = _MLP.search(type(tree.modules[entry]).__name__) and found.keys().isdisjoint(ancestors(fqn))
+        dims = [tree.params[param].dim() for below in tree.subtree(entry) for param in tree.owned[below]]
+        if is_mlp and dims and max(dims) < 3 and not any("expert" in name for name in names):
+            found[fqn] = None
+    return list(found)
 
 
 def _experts_in_one_parameter(fqn: str, module: nn.Module) -> bool | Overrides:
