@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -111,6 +111,11 @@ def trained_parameters(module: FSDPModule) -> list[Tensor]:
     """Return what the trainable parameters of a unit are gathered into; gathered before, at least once. Local, pure."""
     params = (param for unit in units_of(module._get_fsdp_state()) for param in unit.fsdp_params)
     return [param.unsharded_param for param in params if param.sharded_param.requires_grad]
+
+
+def which_train(units: Iterable[FSDPUnit]) -> list[bool]:
+    """Return whether each parameter of the units is trainable now. Local, pure."""
+    return [param.sharded_param.requires_grad for unit in units for param in unit.fsdp_params]
 
 
 apply_to_tensors = _apply_to_tensors  # replaces tensors in the containers in which FSDP2 finds them

@@ -46,11 +46,7 @@ def ranks_of(groups: Groups) -> list[int]:
 
 
 def on_each(body: Callable[[], Any], groups: Groups) -> dict[int, Any]:
-    """Run a local body, and return its JSON-ready results on all ranks, by global rank. Collective over ``groups``.
-
-    Raises:
-        CheckpointError: on every rank, if the body fails on any, with the reasons.
-    """
+    """Run a local body, and return its JSON-ready results on all ranks, by rank, or raise on all. Collective."""
     if not groups:
         return {own_rank(): body()}
     own, problem = None, None

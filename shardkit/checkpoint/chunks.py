@@ -23,7 +23,6 @@ Part: TypeAlias = "tuple[Tensor, Box]"  # a rank's part of a tensor, and its box
 
 STAGE = 1 << 24  # bytes of CPU memory through which other values go
 MASK = (1 << 64) - 1
-_AT_ONCE = 1 << 26  # bytes in one system call
 _WORD = 8  # bytes
 _SUMMED = 1 << 20  # bytes of an unaligned part that are summed at a time
 
@@ -52,8 +51,6 @@ def runs_of(box: Box, shape: Sequence[int]) -> Runs:
     offset = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     steps = [range(0, size * stride, stride) for (_, size), stride in zip(box[:outer], strides, strict=False)]
     length = math.prod(size for _, size in box[outer:])
-    if len(steps) == 1:
-        return Runs(range(offset, offset + steps[0].stop, steps[0].step), length)
     return Runs([offset + sum(at) for at in itertools.product(*steps)], length)
 
 
@@ -113,7 +110,7 @@ def inside(part: Tensor, box: Box, block: Box) -> Tensor:
 def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box]]:
     """Yield a part block by block: the view of it, CPU memory of the file's dtype for its values, and its box. Local.
 
-    The memory is the view itself where it lies as in the file. Else it is a buffer, for the caller to copy.
+    The memory is the view itself where it lies as in the file, else a buffer, for the caller to copy.
     """
     values, box = part
     on_cpu = values.device.type == "cpu"
@@ -130,11 +127,10 @@ def staged(part: Part, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Box
 
 
 def part_sum(part: Tensor, box: Box, shape: Sequence[int]) -> int:
-    """Return what a part adds to the checksum of its tensor. Pure; waits for the GPU.
+    """Return what a part adds to the checksum of its tensor, however the tensor is cut. Pure; waits for the GPU.
 
     The checksum is the sum of the tensor's bytes as little-endian 64-bit words, the last one padded with zeros, mod
-    2**64. The sums of parts add up, however the tensor is cut. It detects corruption (flipped bits, lost pages) at the
-    speed of memory, and not tampering.
+    2**64. It detects corruption at the speed of memory, and not tampering.
     """
     if part.numel() == 0:
         return 0
@@ -184,14 +180,14 @@ def raw(tensor: Tensor) -> memoryview:
 def write_all(descriptor: int, data: memoryview, start: int) -> None:
     """Write all of the data at ``start`` bytes into the file."""
     while data:
-        count = os.pwrite(descriptor, data[:_AT_ONCE], start)
+        count = os.pwrite(descriptor, data, start)
         data, start = data[count:], start + count
 
 
 def read_all(descriptor: int, data: memoryview, start: int) -> None:
     """Fill the memory from ``start`` bytes into the file; raise OSError if the file ends before that."""
     while data:
-        count = os.preadv(descriptor, [data[:_AT_ONCE]], start)
+        count = os.preadv(descriptor, [data], start)
         if count == 0:
             raise OSError(f"the file ends at byte {start:,}, {len(data):,} too early")
         data, start = data[count:], start + count

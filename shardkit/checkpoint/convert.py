@@ -13,9 +13,8 @@ from shardkit.checkpoint.asynchronous import ranks_of
 from shardkit.checkpoint.chunks import flush_directory, flush_files
 from shardkit.checkpoint.load import open_checkpoint
 from shardkit.checkpoint.native import NativeCheckpoint
-from shardkit.checkpoint.plain import encode
 from shardkit.checkpoint.save import Content, Target, check_destination, commit_checkpoint
-from shardkit.checkpoint.source import Source, is_stored, read_values
+from shardkit.checkpoint.source import Source, Stored, encode, read_values
 from shardkit.checkpoint.torch_files import SUFFIXES
 from shardkit.errors import CheckpointError, message
 from shardkit.state.model import is_extra
@@ -58,8 +57,6 @@ def convert_checkpoint(
     source = open_checkpoint(Path(src))
     if isinstance(source, NativeCheckpoint):
         source.verify([])
-    if source.contents.no_optimizer:
-        raise CheckpointError(source.contents.no_optimizer)
     if kind == "full":
         temporary = place.with_name(f".{place.name}.tmp")
         torch.save(_tree(source), temporary)
@@ -91,7 +88,7 @@ def _content(source: Source) -> Content:
         rule = "Numbers count the parameters of a model"
         fix = "Load it into the model with load_checkpoint, and save that"
         raise CheckpointError(message("optimizer", "numbers its parameters", rule, fix))
-    model = {name: value for name, value in contents.model.items() if is_stored(value) and not is_extra(name)}
+    model = {name: value for name, value in contents.model.items() if isinstance(value, Stored) and not is_extra(name)}
     others = read_values(source, {name: value for name, value in contents.model.items() if name not in model})
     rest = {"model": others, "scheduler": contents.scheduler, "extra": contents.extra}
     plain, beside = encode(rest, "")

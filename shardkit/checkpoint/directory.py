@@ -1,12 +1,10 @@
 """Write a checkpoint directory under a temporary name, flush it and rename it; find the latest; rotate old ones.
 
-During a save, these may be next to ``runs/step-100``::
+During a save, these may be next to ``runs/step-100``, which is always complete, even if its writers were killed::
 
     .step-100.tmp-<token>   a checkpoint that is being written
-    .step-100.old-<token>   a checkpoint that is being replaced: between two renames, and until it is deleted
+    .step-100.old-<token>   a checkpoint that is being replaced, between two renames
     .step-100.gone-<token>  a checkpoint that is being deleted
-
-So a directory with the checkpoint's name is always complete, even if its writers were killed.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +33,7 @@ from shardkit.checkpoint.format import File
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2  # version 1 had the state in a file of its own
 FORMATS = ("safetensors", "dcp")
 WAY = "Load an earlier checkpoint: latest_checkpoint() of the directory above returns the newest complete one"
 _BLOCK = 1 << 24  # bytes read at a time
@@ -60,11 +58,7 @@ def sibling_path(path: Path, kind: str, token: int) -> Path:
 
 @contextmanager
 def temporary_directory(path: Path, token: int, *, is_first: bool) -> Iterator[Path]:
-    """Yield a directory beside ``path`` for all ranks to make and to fill; the first deletes it if any fails. Local.
-
-    Raises:
-        CheckpointError: for whatever else was raised inside.
-    """
+    """Yield a directory beside ``path`` for all ranks to make and to fill; the first deletes it if any fails. Local."""
     temporary = sibling_path(path, "tmp", token)
     try:
         yield temporary
@@ -83,12 +77,8 @@ def temporary_directory(path: Path, token: int, *, is_first: bool) -> Iterator[P
 def commit(path: Path, token: int, *, replace: bool = False, keep: int | None = None) -> None:
     """Rename the temporary directory, whose files are flushed, to ``path``. Local: the first rank calls it, last.
 
-    With ``replace``, an existing directory is renamed away first, and deleted in a thread afterwards, as are the
-    checkpoints that :func:`rotate` deletes. After a kill between the two renames, :func:`find` finds it under the other
-    name, and the next save restores it.
-
-    Raises:
-        OSError: a directory that must not be replaced has appeared meanwhile.
+    With ``replace``, an existing directory is renamed away first, and deleted in a thread afterwards, as are those of
+    :func:`rotate`. After a kill between the two renames, :func:`find` finds it, and the next save restores it.
     """
     temporary, old = sibling_path(path, "tmp", token), sibling_path(path, "old", token)
     flush_directory(temporary)
@@ -122,11 +112,7 @@ def finish_deletions() -> None:
 
 
 def carry_over(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
-    """Link the files and directories in ``old`` that are not ours into ``new``. Local.
-
-    Raises:
-        CheckpointError: ``new`` already has one of these names.
-    """
+    """Link the files and directories in ``old`` that are not ours into ``new``; raise if it has their names. Local."""
     theirs = [each for each in sorted(old.iterdir()) if not ours(each.name)] if old.is_dir() else []
     if taken := [each.name for each in theirs if os.path.lexists(new / each.name)]:
         rule = "This save writes files of the same names, and shardkit replaces only files that it wrote"
@@ -153,11 +139,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """Return where the checkpoint is: at ``path``, or where a save that was killed had moved it. Local, pure.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return where the checkpoint is, or raise: at ``path``, or where a save that was killed had moved it. Local."""
     if path.exists():
         return path
     for sibling, match in _siblings(path.parent):
@@ -176,8 +158,7 @@ def _siblings(parent: Path) -> list[tuple[Path, re.Match[str]]]:
 def clear_stale(path: Path, token: int) -> None:
     """Delete what killed saves left beside ``path``, and restore what they were replacing. Local, best effort.
 
-    Leaves alone what this save writes, by its ``token``, and what another save may be writing: it has another name than
-    ``path``, and was made or renamed within a day.
+    What this save writes has its ``token``; what has another name, and was made within a day, another may be writing.
     """
     for sibling, match in _siblings(path.parent):
         place = path.with_name(match["name"])
@@ -220,9 +201,8 @@ def _complete_checkpoints(root: Path) -> list[Path]:
 def rotate(path: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` complete checkpoints of the family of ``path``. Local.
 
-    A family are siblings whose names differ only in numbers, so ``best`` survives the rotation of ``step-100``.
-    ``path`` itself is never deleted, nor one with files that shardkit did not write. Damaged checkpoints are neither
-    counted nor deleted, and links are only counted.
+    A family are siblings whose names differ only in numbers. ``path`` itself is never deleted, nor one with files that
+    shardkit did not write. Damaged checkpoints are neither counted nor deleted, and links are only counted.
     """
 
     def family(name: str) -> str:
@@ -275,11 +255,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check that it is as it was written. Local.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of a later version.
-    """
+    """Read the manifest of a checkpoint, and check that it is as it was written. Local."""
     file = directory / NAME
     try:
         if not file.is_file() or file.stat().st_size > _MOST:  # opening a pipe would wait for its writer
@@ -287,8 +263,10 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(file.read_bytes())
         if body.pop("digest") != _digest(body):
             raise ValueError("its digest does not match its contents")
-        if (version := body.pop("shardkit_checkpoint")) != VERSION:
-            raise ValueError(f"it has version {version}, and this shardkit reads version {VERSION}")
+        if (version := body.pop("shardkit_checkpoint")) not in (1, VERSION):
+            raise ValueError(f"it has version {version}, and this shardkit reads up to version {VERSION}")
+        for name in ("meshes", "layout") if version == 1 else ():
+            del body[name]
         found = Manifest(**body | {"files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
         if bad := [n for n in found.files if os.path.basename(n) != n or n in ("", ".", "..", NAME) or "\0" in n]:
             raise ValueError(f"{bad[0]!r} is not the name of a file beside it")
@@ -302,11 +280,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def written_files(directory: Path) -> set[str]:
-    """Return the names of the files that the save of a checkpoint wrote; none without a manifest. Local.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, so it is unknown which they are.
-    """
+    """Return the names of the files that the save of a checkpoint wrote; none without a manifest. Local."""
     return {NAME, *read_manifest(directory).files} if (directory / NAME).is_file() else set()
 
 
@@ -340,14 +314,10 @@ def entry_of(file: Path) -> FileEntry:
     return FileEntry(size, size, crc32_of(file, size))
 
 
-def entries_of(files: Iterable[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
+def entries_of(files: Sequence[File], sums: Mapping[str, int]) -> dict[str, FileEntry]:
     """Return the entries of safetensors files, given the checksums of their tensors."""
-    return {
-        file.name: FileEntry(
-            file.bytes, len(file.head), zlib.crc32(file.head), {name: sums.get(name, 0) for name in file.tensors}
-        )
-        for file in files
-    }
+    own = {file.name: {name: sums.get(name, 0) for name in file.tensors} for file in files}
+    return {f.name: FileEntry(f.bytes, len(f.head), zlib.crc32(f.head), own[f.name]) for f in files}
 
 
 def crc32_of(file: Path, head: int) -> int:

@@ -2,8 +2,7 @@
 
 Here files are planned, and read by byte ranges. Anyone may have written them, so all in them is checked before use.
 
-The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``), and the tests compare
-the two. The package itself reads and writes full tensors, and ranks need byte ranges of their shards.
+The rules are those of the reference (https://github.com/huggingface/safetensors, ``tensor.rs``).
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class File:
 def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int) -> list[File]:
     """Assign tensors to files, in order, as transformers does; the index of several files comes last. Pure.
 
-    A file is closed before it would exceed ``max_shard_size``, so a larger tensor has a file to itself. Without
-    tensors there is one file, with a header alone.
+    A tensor of more than ``max_shard_size`` bytes has a file to itself. Without tensors there is one file.
     """
     shares: list[dict[str, Spec]] = [{}]
     filled = 0
@@ -95,17 +93,12 @@ def lay_out(tensors: Mapping[str, Spec], name: str, max_shard_size: int) -> list
 
 
 def build_file(name: str, tensors: Mapping[str, Spec]) -> File:
-    """Return the header of a file with these tensors, and where each one starts. Pure.
-
-    Raises:
-        CheckpointError: the header would exceed the format's limit.
-    """
+    """Return the header of a file with these tensors, and where each one starts. Pure."""
     order = sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name))
     table: dict[str, Any] = {METADATA: {"format": "pt"}}  # which transformers requires
     end = 0
     for each in order:
-        spec, start = tensors[each], end
-        end += spec.bytes
+        spec, start, end = tensors[each], end, end + tensors[each].bytes
         table[each] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -121,33 +114,20 @@ def build_file(name: str, tensors: Mapping[str, Spec]) -> File:
 # ---- what anyone wrote --------------------------------------------------------------------------------------------
 
 
-def header_length(first: bytes, file_bytes: int) -> int:
-    """Return the length of the header from a file's first eight bytes. Pure; allocates nothing of that size.
-
-    Raises:
-        ValueError: these are not the first bytes of a safetensors file of ``file_bytes`` bytes.
-    """
-    length = int.from_bytes(first[:LENGTH], "little")
-    if length > MAX_HEADER:
-        raise ValueError(f"its header claims {length:,} bytes, and at most {MAX_HEADER:,} are allowed")
-    if len(first) < LENGTH or LENGTH + length > file_bytes:
-        raise ValueError(f"its header claims {length:,} bytes, and the file has {file_bytes:,}: it is truncated")
-    return length
+def read_header(file: Path) -> dict[str, Entry]:
+    """Return the tensors of a file, in its order. Local; raises ValueError if it breaks a rule of the format."""
+    size = _size(file)
+    try:
+        length = int.from_bytes(_read(file, 0, min(LENGTH, size)), "little")
+        if size < LENGTH or length > MAX_HEADER or LENGTH + length > size:
+            raise ValueError(f"its header claims {length:,} of {size:,} bytes; at most {MAX_HEADER:,} are allowed")
+        return _parse_header(_read(file, LENGTH, length), size)
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not a safetensors file: {error}") from None
 
 
-def parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
-    """Parse a header, and check that its tensors cover the rest of the file without gaps or overlaps. Pure.
-
-    Args:
-        text: the header, without the eight bytes before it.
-        file_bytes: the size of the whole file.
-
-    Returns:
-        the tensors, in the order of the file.
-
-    Raises:
-        ValueError: the header breaks a rule of the format.
-    """
+def _parse_header(text: bytes, file_bytes: int) -> dict[str, Entry]:
+    """Parse a header, and check that its tensors cover the rest of the file without gaps or overlaps. Pure."""
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
     table = parse_json(text)
@@ -185,7 +165,7 @@ def _parse_entry(name: str, info: Any) -> tuple[Spec, tuple[int, int]]:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON in UTF-8. Pure; raises ValueError for anything else."""
+    """Parse JSON in UTF-8; raise ValueError for anything else. Pure."""
     try:
         return json.loads(text.decode("utf-8"))
     except RecursionError:
@@ -204,11 +184,7 @@ class Located:
 
 
 def read_parts(jobs: Iterable[tuple[Located, Part]]) -> None:
-    """Fill parts of tensors from files, converted to their dtype. Local.
-
-    Each rank reads the bytes of its shards straight into them; shards on another device, of another dtype or not
-    contiguous go through a buffer of 16 MiB. Raises OSError where the system refuses, or a file is shorter than it was.
-    """
+    """Fill parts of tensors from files, converted to their dtype: straight, or through a buffer of 16 MiB. Local."""
     by_file: dict[Path, list[tuple[Entry, Part]]] = {}
     for located, part in sorted(jobs, key=lambda job: job[0].entry.start):
         by_file.setdefault(located.file, []).append((located.entry, part))
@@ -227,9 +203,8 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
     """Return every tensor at a path, by name. Local; reads headers and indexes only.
 
     Args:
-        path: a safetensors file; an index (``*.index.json``) with its files beside it; or a directory, in which
-            ``model.safetensors`` is taken, else ``model.safetensors.index.json``, else its only index, else its only
-            safetensors file. A snapshot in the hub's cache, with its links to blobs, is such a directory.
+        path: a safetensors file; an index (``*.index.json``); or a directory, such as a snapshot in the hub's cache:
+            ``model.safetensors``, else ``model.safetensors.index.json``, else its only index or safetensors file.
 
     Raises:
         CheckpointError: there is no such file, it breaks a rule of its format, or it leads out of its directory.
@@ -239,7 +214,7 @@ def locate(path: str | os.PathLike[str]) -> dict[str, Located]:
         file = within(start, _choice(start)) if start.is_dir() else start
         if file.suffix == ".json":
             return _by_index(file)
-        return {name: Located(file, entry) for name, entry in _read_header(file).items()}
+        return {name: Located(file, entry) for name, entry in read_header(file).items()}
     except (OSError, RuntimeError, ValueError) as error:  # no permission, links in a circle, a NUL in a name
         rule = "shardkit reads a safetensors file, a *.safetensors.index.json, or a directory that has either"
         fix = "Check the path, or fetch the files again"
@@ -264,32 +239,19 @@ def _by_index(index: Path) -> dict[str, Located]:
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError("it has no weight_map from tensors to files")
     files = {name: within(index.parent, name) for name in dict.fromkeys(places.values())}
-    headers = {name: _read_header(file) for name, file in files.items()}
+    headers = {name: read_header(file) for name, file in files.items()}
     if lost := [f"{key} ({name})" for key, name in places.items() if key not in headers[name]]:
         raise ValueError(f"it lists tensors that the files do not have: {listing(lost)}")
     return {key: Located(files[name], headers[name][key]) for key, name in places.items()}
 
 
 def within(directory: Path, name: str) -> Path:
-    """Return the path of a file that is really in the directory, or in the blobs of the hub's cache it belongs to.
-
-    Raises:
-        ValueError: it is elsewhere.
-    """
+    """Return the path of a file; raise ValueError unless it is in the directory, or the blobs of its hub's cache."""
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if os.path.basename(name) != name or not (file.is_relative_to(root) or file.is_relative_to(blobs)):
         raise ValueError(f"{name!r} leads out of the directory, to {file}")
     return directory / name
-
-
-def _read_header(file: Path) -> dict[str, Entry]:
-    size = _size(file)
-    try:
-        length = header_length(_read(file, 0, min(LENGTH, size)), size)
-        return parse_header(_read(file, LENGTH, length), size)
-    except ValueError as error:
-        raise ValueError(f"{file.name} is not a safetensors file: {error}") from None
 
 
 def _size(file: Path) -> int:

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,19 +20,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch.dispatch import tree_leaves
-from shardkit.checkpoint import dcp, directory
+from shardkit.checkpoint import directory
 from shardkit.checkpoint.asynchronous import finish_pending, own_rank, ranks_of, wait_pending, world
 from shardkit.checkpoint.chunks import refuse_subclasses
-from shardkit.checkpoint.dcp import DcpDirectory
 from shardkit.checkpoint.format import INDEX, SUFFIX, locate
-from shardkit.checkpoint.native import NativeCheckpoint, Safetensors, resume_random
-from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, is_stored, read_values
-from shardkit.checkpoint.torch_files import SUFFIXES, TorchFiles, rank_files
+from shardkit.checkpoint.native import DCP_NAME, DcpDirectory, NativeCheckpoint, Safetensors, resume_random
+from shardkit.checkpoint.source import Contents, Source, Stored, by_name, check_stored_ties, read_values
+from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_files
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
-from shardkit.state.model import ModelState, is_extra, model_state, parameter_names, trainable_state
+from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
+    OptimizerState,
     group_names,
     is_quantized,
     optimizers_of,
@@ -100,7 +100,8 @@ def load_checkpoint(
     with together(groups, CheckpointError, call="load_checkpoint") as poll:
         finish_pending()  # here, since a rank whose program has waited does not raise
         request = Request(str(path), strict, key_map, among_floats if cast else operator.eq)
-        source = open_checkpoint(Path(path), {name: param.shape for param, name in parameter_names(model).items()})
+        shapes = {name: param.shape for param, name in parameter_names(model).items()}
+        source = open_checkpoint(Path(path), shapes, with_optimizer=optimizer is not None)
         read = _plan(source, model, optimizer, scheduler, request, own_rank() == ranks[0])
         same = {"optimizer": optimizer is not None, "strict": strict, "random": random, "verify": verify}
         poll.same = same | {"what is at path": _described(source.contents)}
@@ -118,8 +119,6 @@ def _plan(
 ) -> Callable[[], None]:
     """Match a checkpoint with what it is loaded into; return a function that reads it all. Local; changes nothing."""
     contents = source.contents
-    if optimizer is not None and contents.no_optimizer:
-        raise CheckpointError(contents.no_optimizer)
     pairs = {"optimizer": (optimizer, contents.optimizer), "scheduler": (scheduler, contents.scheduler)}
     if absent := [name for name, (given, saved) in pairs.items() if given is not None and saved is None]:
         raise CheckpointError(message(request.where, f"has no {' and no '.join(absent)}", "", "Leave the argument out"))
@@ -141,14 +140,10 @@ def _plan(
     return read
 
 
-def open_checkpoint(path: Path, shapes: Mapping[str, torch.Size] | None = None) -> Source:
-    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local.
-
-    Raises:
-        CheckpointError: it is of no known kind, or damaged.
-    """
+def open_checkpoint(path: Path, shapes: Shapes | None = None, with_optimizer: bool = True) -> Source:
+    """Open a checkpoint, of the kind that its files show; ``shapes`` are as for :class:`TorchFiles`. Local."""
     try:
-        return _opened(directory.find(path), shapes)
+        return _opened(directory.find(path), shapes, with_optimizer)
     except CheckpointError:
         raise
     except Exception as error:  # anything may be in foreign files
@@ -160,17 +155,17 @@ def open_checkpoint(path: Path, shapes: Mapping[str, torch.Size] | None = None) 
         raise CheckpointError(message(str(path), f"cannot be read ({reason})", rule, fix)) from error
 
 
-def _opened(path: Path, shapes: Mapping[str, torch.Size] | None) -> Source:
+def _opened(path: Path, shapes: Shapes | None, with_optimizer: bool) -> Source:
     if (path / directory.NAME).is_file():
         return NativeCheckpoint(path)
-    if (path / dcp.NAME).is_file():
+    if (path / DCP_NAME).is_file():
         return DcpDirectory(path)
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
     if any(name.endswith((SUFFIX, INDEX)) for name in names):
         return Safetensors({"model": locate(path)})
     if sets := rank_files(path) or ({"": [path]} if path.suffix in SUFFIXES and path.is_file() else {}):
-        return TorchFiles(path, sets, shapes)
-    rule = f"A checkpoint has {directory.NAME} (shardkit), {dcp.NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
+        return TorchFiles(path, sets, shapes, with_optimizer)
+    rule = f"A checkpoint has {directory.NAME} (shardkit), {DCP_NAME} (torch.distributed.checkpoint) or *{SUFFIX}, or "
     rule += f"is a file of torch.save ({', '.join(SUFFIXES)})"
     fix = (
         "Pass the path of one checkpoint, latest_checkpoint() of a directory of several, or one file with a full model"
@@ -180,7 +175,7 @@ def _opened(path: Path, shapes: Mapping[str, torch.Size] | None) -> Source:
 
 def _described(contents: Contents) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
-    model = {name: repr(value) for name, value in contents.model.items() if is_stored(value)}
+    model = {name: repr(value) for name, value in contents.model.items() if isinstance(value, Stored)}
     plain = (Stored, int, float, str)  # the repr of other values may contain their address
     return model | {"optimizer": [repr(v) for v in tree_leaves(contents.optimizer) if isinstance(v, plain)]}
 
@@ -212,11 +207,7 @@ def _model_targets(
     if not found:  # a file of an optimizer alone
         return [], {}, lambda: None
     names = {name: rename(name, request.key_map) for name in found}
-    # Extra state that key_map gives a name that the model does not have keeps its own.
-    values = [name for name in found if is_extra(name) or not is_stored(found[name])]
-    taken = set(names.values())
-    names |= {name: name for name in values if names[name] not in state.others and name not in taken}
-    offered = {name: value for name, value in found.items() if is_stored(value) or names[name] in state.others}
+    offered = {name: value for name, value in found.items() if isinstance(value, Stored) or names[name] in state.others}
     wanted = state.tensors | dict.fromkeys(state.others)
     plan = plan_load(wanted, offered, replace(request, key_map=names.get))
     refuse_subclasses({name: state.tensors[name] for name in plan.copies if name in state.tensors})
@@ -268,7 +259,8 @@ def _plan_optimizer(
         targets.append((leaf.key, values))
         return there
 
-    state = {"param_groups": groups, "state": with_rooms(entries, present, place, is_stored)}
+    rooms = with_rooms(entries, present, place, lambda leaf: isinstance(leaf, Stored))
+    state: OptimizerState = {"param_groups": groups, "state": rooms}
 
     def finish() -> None:
         for into, values in quantized:

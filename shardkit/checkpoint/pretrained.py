@@ -46,7 +46,7 @@ from shardkit.checkpoint.write import (
     written_dtype,
 )
 from shardkit.errors import CheckpointError, listing, message
-from shardkit.ranks import Groups, agree, groups_of, together
+from shardkit.ranks import Groups, groups_of, together
 from shardkit.state.boxes import gather, model_group
 from shardkit.state.load import Room, live_state
 from shardkit.state.model import model_state
@@ -99,11 +99,10 @@ def load_pretrained(
     """
     groups = groups_of(model)
     request = Request(os.fspath(path), strict, key_map)
-    with together(groups, CheckpointError, call="load_pretrained"):
+    with together(groups, CheckpointError, call="load_pretrained") as poll:
         source, plan, tensors, room = _plan_load(model, dtype, request)
-    read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
-    compared = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
-    agree(compared, groups, "load_pretrained", CheckpointError)
+        read = {name: source.contents.model[file_name] for name, file_name in plan.copies.items()}
+        poll.same = {"what is read": read, "missing and unexpected": plan.keys, "the rest": room.digest}
     with together(groups, CheckpointError):
         source.read([(stored.key, room.of(tensors[name])) for name, stored in read.items()])
         room.compute()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit._torch import with_local
-from shardkit.checkpoint import dcp, directory
+from shardkit.checkpoint import directory
 from shardkit.checkpoint.asynchronous import (
     SaveHandle,
     background_groups,
@@ -30,8 +30,8 @@ from shardkit.checkpoint.asynchronous import (
 )
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
 from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
-from shardkit.checkpoint.native import own_random_states
-from shardkit.checkpoint.plain import decode, encode, leaves_of
+from shardkit.checkpoint.native import own_random_states, write_dcp
+from shardkit.checkpoint.source import decode, encode, leaves_of
 from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
@@ -175,11 +175,7 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
 
 
 def _layouts(content: Content, format: str, ranks: Sequence[int]) -> dict[str, Layout]:
-    """Return what is written as safetensors, by the names of files; for DCP also what is only summed. Local, pure.
-
-    Raises:
-        CheckpointError: safetensors cannot hold a tensor.
-    """
+    """Return what is written as safetensors, by the names of files; for DCP also what is only summed. Local, pure."""
     sections = {"model": content.model, "optimizer": content.optimizer, "state": content.rest}
     layouts = dict[str, Layout]()
     if format == "dcp":
@@ -219,11 +215,7 @@ class Target(NamedTuple):
 
 
 def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
-    """Write everything into a temporary directory, and rename it. Collective over ``groups``.
-
-    Ranks wait for each other twice: when all have written and flushed their parts, and when the first has written the
-    manifest, flushed and renamed.
-    """
+    """Write everything into a temporary directory, and rename it when all ranks have. Collective over ``groups``."""
     path, format, ranks, token, replaces, keep = target
     layouts, files = _layouts(content, format, ranks), dict[str, FileEntry]()
     is_first = own_rank() == ranks[0]
@@ -237,7 +229,7 @@ def commit_checkpoint(target: Target, content: Content, groups: Groups) -> None:
 
     with directory.temporary_directory(path, token, is_first=is_first) as draft:
         if format == "dcp":
-            files = dcp.write(draft, _dcp_tree(content), groups)
+            files = write_dcp(draft, _dcp_tree(content), groups)
         reports = on_each(write, groups).values()
         with together(groups, CheckpointError):
             if not is_first:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,22 +40,13 @@ class TorchFiles:
     "". ``shapes`` are those of the model's parameters, in order, for FSDP1's flat parameters.
     """
 
-    def __init__(self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None = None) -> None:
+    def __init__(self, path: Path, sets: Mapping[str, list[Path]], shapes: Shapes | None, with_optimizer: bool) -> None:
         self._where, self._shapes, self._chunks = str(path), shapes, dict[str, list[_Chunk]]()
         self.contents: Contents = Contents({})
         for name in sorted(sets, key=lambda name: _OPTIMIZER in name):  # the model first
-            trees = [_load(file) for file in sets[name]]
-            try:
-                found = contents_of(self._merged(trees, (name,)), self._where)
-            except CheckpointError as error:
-                if not self.contents.model:
-                    raise
-                self.contents.no_optimizer = str(error)
-                continue
-            if _OPTIMIZER in name:
-                self.contents.optimizer = found.optimizer
-            else:
-                self.contents = found
+            if with_optimizer or not self.contents.model:
+                found = contents_of(self._merged([_load(file) for file in sets[name]], (name,)), self._where)
+                self.contents = replace(self.contents, optimizer=found.optimizer) if self.contents.model else found
 
     def _merged(self, trees: list[Any], path: tuple[str, ...]) -> Any:
         """Merge the trees of all ranks, with a :class:`Stored` for each tensor."""

@@ -96,15 +96,15 @@ def _unfit(tensor: Tensor, spec: Spec) -> Iterator[str]:
 
 
 def owned(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, Part]:
-    """Return the parts that this one of the ``ranks``, ascending, writes. Local, no copy.
-
-    The lowest rank writes plain tensors; the first replica of each shard writes it, on the slice with the lowest rank.
-    """
+    """Return the parts that this one of the ``ranks``, ascending, writes. Local, no copy."""
     return _held(tensors, ranks).get("", {})
 
 
 def _held(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict[str, Part]]:
-    """Return the parts of which this rank is the first replica, by slices; the one that is written is ``""``."""
+    """Return the parts of which this rank is the first replica, by slices; the one that is written is ``""``.
+
+    It is the one with the lowest rank, which also writes plain tensors.
+    """
     lowest: dict[DeviceMesh, int] = {}  # once for each mesh: torch 2.13 computes DeviceMesh.mesh anew each time
     found: dict[str, dict[str, Part]] = {}
     for name, tensor in tensors.items():
@@ -120,15 +120,7 @@ def _held(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict
 def check_written(sizes: Mapping[str, int], of_ranks: Iterable[Mapping[str, Written]]) -> dict[str, int]:
     """Check that ranks wrote as many elements of each tensor as it has, and that all slices have the same. Pure.
 
-    Args:
-        sizes: the elements of each tensor.
-        of_ranks: what each rank wrote, and what it has on other slices, as from :func:`write_own`.
-
-    Returns:
-        the checksums of the tensors.
-
-    Raises:
-        CheckpointError: a part of a tensor was not written, or was written twice; or slices differ.
+    ``of_ranks`` are the reports of :func:`write_own`. Returns the checksums of the tensors.
     """
     slices: dict[str, Written] = {}
     for at, parts in (each for of_rank in of_ranks for each in of_rank.items()):
@@ -167,10 +159,7 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
 
 
 def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> dict[str, Written]:
-    """Write this rank's parts into the files, which the first rank makes, for :func:`check_written`. Local.
-
-    A layout without files is only summed.
-    """
+    """Write this rank's parts into the files, which the first makes; a layout without files is only summed. Local."""
     is_first, held = own_rank() == ranks[0], _held(layout.tensors, ranks)
     report: dict[str, Written] = {}
     if layout.files:
@@ -187,10 +176,7 @@ def write_own(directory: Path, layout: Layout, ranks: Sequence[int]) -> dict[str
 
 
 def write_parts(directory: Path, files: Sequence[File], parts: Iterable[tuple[str, Part]]) -> Written:
-    """Write parts of tensors, given with the tensors' names, to their places in files. Local.
-
-    Raises OSError where the system refuses.
-    """
+    """Write parts of tensors, given with the tensors' names, to their places in files. Local."""
     places = {name: (file.name, entry) for file in files for name, entry in file.tensors.items()}
     jobs: dict[str, list[tuple[str, Part, Entry]]] = {}
     for name, part in sorted(parts, key=lambda each: places[each[0]][1].start):

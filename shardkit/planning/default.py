@@ -41,21 +41,23 @@ def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Select
     tail = _find_tail(tree, blocks, outside, head)
     units = _join_small(tree, blocks)
     taken = {*inside, *tail} | {each for each in (embedding, _declared(tree, "get_output_embeddings", outside)) if each}
-    units += [(entry,) for entry in _find_large(tree, blocks, 0, taken)]
+    large = _find_large(tree, blocks, 0, taken)
+    units += [(entry,) for entry in large]
     selections = [Selection(unit) for unit in units]
     selections += [Selection((embedding,))] if embedding is not None else []
     selections += [Selection(tail, reshard=False)] if tail else []
     selections.append(Selection((0,), reshard=False))
     selections, notes = join_ties(tree, selections, ignored)
     selections, more_notes = split_dtypes(tree, selections, ignored)
-    return _with_blocks(tree, selections, blocks), notes + more_notes + _notes_of_tables(tree, blocks, embedding)
+    to_recompute = [*blocks.smallest, *(entry for entry in large if tree.ends[entry] > entry + 1)]
+    return _with_blocks(tree, selections, to_recompute), notes + more_notes + _notes_of_tables(tree, blocks, embedding)
 
 
-def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: Blocks) -> list[Selection]:
+def _with_blocks(tree: ModelTree, selections: list[Selection], blocks: list[int]) -> list[Selection]:
     """Return the units with the blocks that are directly in each: what checkpointing and compiling apply to."""
     around = unit_of_entries(tree, [selection.entries for selection in selections])
     inside: dict[int, list[int]] = {}
-    for block in blocks.smallest:
+    for block in blocks:
         inside.setdefault(around[block], []).append(block)
     return [replace(unit, blocks=tuple(inside.get(index, ()))) for index, unit in enumerate(selections)]
 

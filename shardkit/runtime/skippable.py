@@ -13,7 +13,7 @@ FOLLOW   all that may be skipped    the next of the order                the ord
 REPEAT   recomputed in backward     the next of the first forward        nothing is recorded
 =======  =========================  ===================================  ==============================
 
-A mode is no grad, grad, or grad for the inputs too (``_mode``). Knows no plan.
+A mode is no grad, grad, or grad for the inputs too, with which parameters train (``_mode``). Knows no plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from shardkit._fsdp import not_compiled
+from shardkit._fsdp import FSDPUnit, fsdp_units, not_compiled
 from shardkit._fsdp.collectives import (
     add_grad_edge,
     apply_to_tensors,
@@ -39,6 +39,7 @@ from shardkit._fsdp.collectives import (
     modules_of,
     pass_through,
     trained_parameters,
+    which_train,
 )
 from shardkit._torch.dispatch import in_backward, tree_leaves
 from shardkit.errors import ShardkitError, listing, message
@@ -48,6 +49,7 @@ _UNIT = "_shardkit_skippable"  # the attribute of a module with its unit, which 
 _MADE = "_shardkit_made_calls"  # a list for the calls of the next forward; of a recomputation those to repeat, since
 # checkpointing puts back the list of the first forward
 _running: list[_Run] = []
+Mode: TypeAlias = tuple[int, tuple[bool, ...]]
 
 
 class Call(NamedTuple):
@@ -69,9 +71,14 @@ class SkippableUnit:
     checkpointed: bool
     exchange: Callable[[Any], dict[int, Any]]  # a JSON-ready value of each rank, by rank; collective
     calls: list[SkippableUnit] = field(default_factory=list)  # the next units below it, in the order of registration
-    order: dict[int, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode
-    settled: set[int] = field(default_factory=set)  # the modes for which the order is complete
+    order: dict[Mode, list[Call]] = field(default_factory=lambda: defaultdict(list))  # by mode
+    settled: set[Mode] = field(default_factory=set)  # the modes for which the order is complete
     latest: list[Call] = field(default_factory=list)  # made in the last forward with grad
+
+    @functools.cached_property
+    def units(self) -> list[FSDPUnit]:
+        """Torch's units in the module, with its own."""
+        return fsdp_units(self.module)
 
     def text(self, place: int | None) -> str:
         """Return the name of the unit at a place, for errors."""
@@ -117,7 +124,7 @@ def in_order(module: nn.Module) -> Callable[..., Any]:
         with _running_in(caller, made, (args, kwargs)) as run:
             return run.leave(forward(*args, **kwargs))
 
-    return ordered
+    return not_compiled(ordered)  # torch.compile(model) would trace what differs between ranks; units still compile
 
 
 @contextmanager
@@ -157,7 +164,7 @@ def _saved_by_itself() -> AbstractContextManager[Any]:
 class _Run:
     """One forward of a unit that calls others, or what stands for it on a rank that skips it."""
 
-    def __init__(self, caller: SkippableUnit, made: list[Call], mode: int) -> None:
+    def __init__(self, caller: SkippableUnit, made: list[Call], mode: Mode) -> None:
         """``made`` is filled with the calls; one that is filled already is that of a forward to repeat."""
         self.caller = caller
         self.entered: set[nn.Module] = set()
@@ -214,7 +221,7 @@ class _Run:
             agreed = self._order[self._next] if self._next < len(self._order) else Call(_END)
             self._next += 1
         self._made.append(agreed)
-        if agreed.place == _END and self._mode:
+        if agreed.place == _END and self._mode[0]:
             self.caller.latest = self._made
         return agreed
 
@@ -256,13 +263,16 @@ def _depends(values: Any, zeros: list[Tensor]) -> Any:
     return apply_to_tensors(lambda each: add_grad_edge(each, *zeros) if id(each) in chosen else each, values)
 
 
-def _mode(caller: SkippableUnit, inputs: Any) -> int:
-    """0 without grad; with it 1, or 2 if an input requires grad, as it may from the first image on.
+def _mode(caller: SkippableUnit, inputs: Any) -> Mode:
+    """0 without grad; with it 1, or 2 if an input requires grad, as it may from the first image on; and what trains.
 
-    What the root gets is another matter: pixels that require grad are there on some ranks only.
+    What the root gets is another matter: pixels that require grad are there on some ranks only. A tower may be frozen
+    for the first steps, and unfrozen on all ranks.
     """
-    grad = torch.is_grad_enabled()
-    return grad + (grad and not is_root(caller.module) and any(each.requires_grad for each in _floating(inputs)))
+    if not torch.is_grad_enabled():
+        return 0, ()
+    tracked = not is_root(caller.module) and any(each.requires_grad for each in _floating(inputs))
+    return 1 + tracked, tuple(which_train(caller.units))
 
 
 def _floating(values: Any) -> list[Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
+import saved_before
 import torch
 from meshes import mesh_of
 from torch import nn
@@ -13,7 +15,7 @@ from trees import assert_same
 
 from shardkit.checkpoint import chunks, load_checkpoint, save_checkpoint
 from shardkit.errors import CheckpointError
-from shardkit.state import full_optimizer_state_dict, sharded_optimizer_state_dict
+from shardkit.state import full_optimizer_state_dict, full_state_dict, sharded_optimizer_state_dict
 from shardkit.testing import distributed
 
 
@@ -135,6 +137,26 @@ def test_dtypes_are_converted_only_when_asked(tmp_path):
         load_checkpoint(tmp_path / "a", half)
     load_checkpoint(tmp_path / "a", half, cast=True)
     assert torch.equal(half[0].weight, net()[0].weight.bfloat16())
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_an_earlier_version_saved_loads(tmp_path):
+    expected = saved_before.build(1.0)
+    model, optimizer, scheduler = saved_before.build(None)
+    fully_shard(model, mesh=mesh_of((2,)))
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.embed.weight], "weight_decay": 0.5}, {"params": list(model.layer.parameters())}]
+    )
+    assert_same(load_checkpoint(saved_before.PLACE, model, optimizer, scheduler), saved_before.EXTRA)
+    assert_same(dict(full_state_dict(model, rank0_only=False)), dict(expected[0].state_dict()))
+    got = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert_same(got["state"], full_optimizer_state_dict(*expected[:2], rank0_only=False)["state"])
+    assert [group["weight_decay"] for group in got["param_groups"]] == [0.5, 0.01]
+    assert scheduler.state_dict() == expected[2].state_dict()
+    numbers = [random.random(), torch.rand(()).item()]
+    random.seed(1)
+    torch.manual_seed(1)
+    assert numbers == [random.random(), torch.rand(()).item()]
 
 
 def test_a_model_on_meta_is_refused(tmp_path):

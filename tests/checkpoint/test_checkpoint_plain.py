@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardkit.checkpoint.chunks import part_sum
 from shardkit.checkpoint.native import own_random_states, resume_random
-from shardkit.checkpoint.plain import decode, encode
+from shardkit.checkpoint.source import decode, encode
 from shardkit.errors import CheckpointError
 
 # --- Plain data -----------------------------------------------------------------------------------------------------

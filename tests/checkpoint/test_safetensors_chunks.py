@@ -66,7 +66,6 @@ def test_any_part_of_a_file_is_read(tmp_path_factory, drawn, kind):
     small = pytest.MonkeyPatch()
     with small.context() as patch:
         patch.setattr(chunks, "STAGE", 80)
-        patch.setattr(chunks, "_AT_ONCE", 12)
         located = Located(path, Entry(torch.float32, torch.Size(shape), 4))
         read_parts([(located, (values, box))])
         read_parts([(located, (strided, box))])

@@ -127,6 +127,19 @@ def test_methods_that_gather_and_units_that_are_not_called() -> None:
     assert plan.notes == ("idle: not called in the forward of example_batch",)
 
 
+@pytest.mark.parametrize("through", ["itself", "data", "a view"])
+def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
+    class Codebook(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.norm.weight
+            with torch.no_grad():
+                {"itself": weight, "data": weight.data, "a view": weight[:2]}[through].mul_(0.5)
+            return super().forward(x)
+
+    plan = plan_model(Codebook(), mesh=TWO, example_batch=torch.randn(2, 8))
+    assert any(note.startswith("norm.weight: written inside forward; FSDP2 loses") for note in plan.notes)
+
+
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
     class Values(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -109,6 +109,23 @@ def test_a_model_of_transformers_with_text_and_image_batches():
     assert model.model.visual.merger.mlp[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@distributed(world_size=2)
+def test_a_tower_is_unfrozen_later_and_the_model_compiled(compiled):
+    plain, rank = net(), dist.get_rank()
+    plain.visual.requires_grad_(False)
+    model = shard_model(copy.deepcopy(plain), units=units(False))
+    called = torch.compile(model, backend="eager") if compiled else model
+    for step in range(6):
+        for each in (model, plain):
+            each.visual.requires_grad_(2 <= step < 4)
+            each.zero_grad()
+        called(*batch(step, rank, step % 2 == rank)).square().mean().backward()
+        for other in range(2):
+            (plain(*batch(step, other, step % 2 == other)).square().mean() / 2).backward()
+        assert largest_difference(model, plain) < BOUND, step
+
+
 class Branches(nn.Module):
     """One of two linears, or one several times."""
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import (
+    MixedPrecisionPolicy,
     ShardkitError,
+    by_class,
     full_state_dict,
     load_full_state_dict,
     ranks,
@@ -108,3 +110,18 @@ def test_22_23_and_38_torch_raises() -> None:
             model.load_state_dict(Decoder().state_dict())
         with pytest.raises((AssertionError, NotImplementedError), match="deepcopy"):
             copy.deepcopy(model)
+
+
+@distributed(world_size=2)
+def test_batch_norm_under_bf16_by_the_rule_of_the_docs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    norms = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    policy, seen = MixedPrecisionPolicy(param_dtype=torch.bfloat16), list[torch.dtype]()
+    shard_model(model, units=[by_class(nn.BatchNorm2d, mp_policy=norms), "*"], mp_policy=policy)
+    model[0][1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    output = model(torch.randn(2, 3, 8, 8))
+    output.sum().backward()
+    assert (seen, output.dtype) == ([torch.float32], torch.bfloat16)
+    assert model[0][1].running_mean.dtype == torch.float32 == model[0][1].weight.grad.dtype
+    assert model[0][1].running_mean.any()
