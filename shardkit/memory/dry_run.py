@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit._torch.dispatch import TorchDispatchMode, tree_leaves
 from shardkit.errors import PlanError, listing, message
@@ -46,17 +46,21 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
     notes += [f"{listing(idle, 4)}: not called in the forward of example_batch"] * bool(idle)
     expected = [unit.name for unit in plan.execution_order() if unit.name in uses.called]
     order = () if expected == list(uses.called) else tuple(uses.called)
+    if uses.written:
+        fix = "make it a buffer (docs/what-fsdp2-does-to-your-forward.md)"
+        notes.append(f"{listing(uses.written)}: written inside forward; FSDP2 loses the write, {fix}")
     return replace(plan, order=order, notes=(*plan.notes, *notes))
 
 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    fix = "Pass a batch that the model accepts, or leave example_batch out"
+    fix = "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) suits any forward"
     with fake_copy(model, plan, batch, "example_batch", fix) as (copied, args, kwargs):
         # The real parameters are watched too: a function that was not copied may still pass them to operators.
         params = [(id(param), fqn) for each in (model, copied) for fqn, param in each.named_parameters()]
         uses = Uses({key: (fqn, units[fqn]) for key, fqn in params if fqn in units})
+        uses.storages = {id(p.untyped_storage()): n for n, p in copied.named_parameters() if n in units}
         for unit in plan.units:
             uses.watch(unit, [copied.get_submodule(fqn) for fqn in unit.modules])
         for fqn, _, name in (method.rpartition(".") for method in plan.forward_methods):  # each gathers its unit
@@ -85,6 +89,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             str, dict[str, str]
         ] = {}  # by unit and FQN of a parameter: the unit that ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
+        self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
+        self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into
         self._owned = owned  # FQN and unit of each parameter, by id
         self._running: list[str] = []
         self._kept: set[str] = set()
@@ -113,4 +119,8 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fqn, unit = self._owned.get(id(leaf), ("", ""))
             if fqn and unit not in self._kept and unit not in self._running:
                 self.outside.setdefault(unit, {}).setdefault(fqn, self._running[-1])
+        if f"{func}.".split(".")[1].endswith("_"):  # in place, as aten.copy_.default, also through .data or a view
+            for leaf in tree_leaves(args[:1]):
+                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) in self.storages:
+                    self.written[self.storages[id(leaf.untyped_storage())]] = None
         return func(*args, **(kwargs or {}))
