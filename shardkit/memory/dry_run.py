@@ -55,7 +55,7 @@ def plan_checked(tree: ModelTree, make: Callable[[], ShardingPlan], batch: Any, 
 def dry_run(model: nn.Module, plan: ShardingPlan, batch: Any) -> Uses:
     """Run a copy of ``model`` on fake tensors, in the dtypes that ``plan`` computes in; PlanError if that fails."""
     units = {fqn: unit.name for unit in plan.units for fqn in unit.params}
-    fix = "Pass a batch that the model accepts, or leave example_batch out"
+    fix = "Pass a batch that the model accepts, or leave example_batch out; units=[] (one unit) suits any forward"
     with fake_copy(model, plan, batch, "example_batch", fix) as (copied, args, kwargs):
         # The real parameters are watched too: a function that was not copied may still pass them to operators.
         params = [(id(param), fqn) for each in (model, copied) for fqn, param in each.named_parameters()]

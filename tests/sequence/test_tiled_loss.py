@@ -78,7 +78,10 @@ CASES: dict[str, dict[str, Any]] = {
     "of the root": {"units": "layers.*"},
     "alone, resharded": {"units": [by_name("head", reshard_after_forward=True), "layers.*"]},
     "cast": {"units": [by_name("head", mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)), "layers.*"]},
-    "resharded": {"units": [group("norm", "head", reshard_after_forward=True)], "checkpoint_activations": True},
+    "resharded": {
+        "units": [group("norm", "head", reshard_after_forward=True), "layers.*"],
+        "checkpoint_activations": True,
+    },
 }
 
 
