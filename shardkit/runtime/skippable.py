@@ -78,7 +78,7 @@ class SkippableUnit:
     @functools.cached_property
     def units(self) -> list[FSDPUnit]:
         """Torch's units in the module, with its own."""
-        return fsdp_units(self.module)
+        return fsdp_units(self.module)  # type: ignore[arg-type]
 
     def text(self, place: int | None) -> str:
         """Return the name of the unit at a place, for errors."""
