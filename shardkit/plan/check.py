@@ -62,13 +62,16 @@ def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
 
 def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        mesh, value = plan.mesh_of(unit), unit.reshard_after_forward
-        fits = [n for n in range(1, mesh.shard_size + 1) if mesh.shard_size % n == 0]
-        given = f"has reshard_after_forward={value!r}"
-        if is_world_size(value) and value not in fits:
-            rule = f"As an int it must divide the {mesh.shard_size} ranks of axis {mesh.axis_names[-1]}"
+        value = unit.reshard_after_forward
+        if not is_world_size(value):
+            continue
+        mesh, given = plan.mesh_of(unit), f"has reshard_after_forward={value!r}"
+        ranks = mesh.shard_size
+        fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        if value not in fits:
+            rule = f"As an int it must divide the {ranks} ranks of axis {mesh.axis_names[-1]}"
             yield message(unit.name, given, rule, f"Use {listing(map(str, fits))}, True or False")
-        elif is_world_size(value) and any(spec.tensor_parallel for spec in plan.specs_of(unit)):
+        elif any(spec.tensor_parallel for spec in plan.specs_of(unit)):
             rule = "torch cannot reshard DTensor parameters to a smaller world"
             yield message(unit.name, f"{given} with tensor-parallel parameters", rule, "Use True or False")
 
