@@ -76,8 +76,7 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
 
 
 def _blocks(unit: ShardUnit) -> str:
-    inside = "" if set(unit.blocks) <= set(unit.modules) else f", {len(unit.blocks)} blocks inside"
-    return f"yes{inside}"
+    return f"yes, {len(unit.blocks_inside)} blocks inside" if unit.blocks_inside else "yes"
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -134,7 +133,7 @@ def calls(unit: ShardUnit) -> tuple[object, ...]:
     reshards, offloads = repr(unit.reshard_after_forward), repr(unit.offload_policy)
     dims = sorted(dim for _, dim in unit.shard_dims)
     changed = unit.checkpoint_activations or unit.compile
-    inside = unit.blocks if changed and not set(unit.blocks) <= set(unit.modules) else ()
+    inside = unit.blocks_inside if changed else ()
     return reshards, unit.mp_policy, offloads, unit.checkpoint_activations, unit.compile, inside, unit.mesh, dims
 
 
@@ -152,7 +151,7 @@ def diff(plan: PlanData, other: PlanData) -> str:
 def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
     """Return one string for each thing that two plans can differ in."""
     data = plan.to_dict()
-    whole = ("prefetch", "ignored", "replicated", "forward_methods")
+    whole = ("prefetch", "ignored", "replicated", "forward_methods", "order")
     facts = {name.replace("_", " "): str(data[name]) for name in whole}
     facts |= {"mesh": str(plan.mesh), "order of units": str([unit.name for unit in plan.units])}
     for unit, fields in zip(plan.units, data["units"], strict=True):
@@ -298,8 +297,8 @@ def _run(plan: PlanData, run: Sequence[ShardUnit]) -> Iterator[str]:
 def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str]:
     targets = ", ".join(map(_module, names))
     if unit.checkpoint_activations or unit.compile:
-        inside = not set(unit.blocks) <= set(unit.modules)
-        yield f"for module in [{', '.join(_module(_quoted(fqn)) for fqn in unit.blocks) if inside else targets}]:"
+        inside = ", ".join(_module(_quoted(fqn)) for fqn in unit.blocks_inside)
+        yield f"for module in [{inside or targets}]:"
         yield from ["    checkpoint_forward(module)"] * unit.checkpoint_activations
         yield from ["    module.forward = torch.compile(module.forward)"] * unit.compile
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"

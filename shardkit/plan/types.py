@@ -245,6 +245,11 @@ class ShardUnit:
         return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
     @property
+    def blocks_inside(self) -> tuple[str, ...]:
+        """The ``blocks`` where they are not the ``modules`` themselves; else empty."""
+        return () if set(self.blocks) <= set(self.modules) else self.blocks
+
+    @property
     def offloads(self) -> bool:
         """Whether its shards, gradients and optimizer state live on the CPU."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)

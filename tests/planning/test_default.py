@@ -234,6 +234,8 @@ def test_an_example_batch_gives_the_order_of_units() -> None:
 
     assert order() == ["(root)", "down.0", "up.0", "mid"]
     assert order(example_batch=torch.ones(2, 8)) == ["(root)", "down.0", "mid", "up.0"]
+    seen, unseen = (plan_model(MidLast(), mesh=EIGHT, example_batch=batch) for batch in (torch.ones(2, 8), None))
+    assert "+ order: ('(root)', 'down.0', 'mid', 'up.0')" in unseen.diff(seen).replace("[", "(").replace("]", ")")
 
 
 def test_tables_that_are_most_of_a_model_have_a_note() -> None:
