@@ -22,6 +22,7 @@ from shardkit.state.model import parameter_names
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
 OTHERS = "beside_parameters"
+CLASS = "optimizer_class"  # in checkpoints, the option of each group for the name of its optimizer's class
 IsLeaf: TypeAlias = "Callable[[object], bool]"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
