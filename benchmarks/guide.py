@@ -10,7 +10,7 @@ gives that of eighty. ``test_benchmark_guide.py`` compares one with a whole trac
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from benchmarks.models import SHAPES, Llama, Shape, tokens
 from shardkit import MeshSpec, MixedPrecisionPolicy, ShardingPlan
 from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, base_plan, estimates
+from shardkit.memory.estimate import Measured, base_plan, estimates, with_checkpoints
 from shardkit.memory.timeline import OptimizerBytes, unit_bytes
 from shardkit.memory.trace import AFTER_FORWARD, FORWARD, START, Trace, trace
 from shardkit.plan.types import nbytes
@@ -63,9 +63,9 @@ class Stretched(Measured):
         self.shape = shape
         super().__init__(*planned(shape), None, None)
 
-    def measure(self, names: Collection[str]) -> Trace:
-        """The trace in which the units of these names are checkpointed."""
-        return stretched(self.shape, names)
+    def measure(self, policies: tuple[bool | str, ...]) -> Trace:
+        """The trace in which the blocks are checkpointed by these policies."""
+        return stretched(self.shape, dict(zip(self.blocks, policies, strict=True)))
 
 
 def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
@@ -75,11 +75,11 @@ def planned(shape: Shape) -> tuple[Llama, ShardingPlan]:
     return model, base_plan(model, None, NODE, None, POLICY)
 
 
-def stretched(shape: Shape, checkpointed: Collection[str]) -> Trace:
+def stretched(shape: Shape, policies: Mapping[str, bool | str]) -> Trace:
     """The trace of one step of the whole model: each block between the first and the last one does what they all do."""
     model, plan = planned(replace(shape, layers=TRACED))
     names = {f"{BLOCKS}{number}": number for number in range(TRACED)}
-    short = trace(model, plan, tokens(*TOKENS), checkpointed=names.keys() & checkpointed)
+    short = trace(model, with_checkpoints(plan, policies), tokens(*TOKENS))
     added = shape.layers - TRACED
     places = {name: [number + added * (number > REPEATED)] for name, number in names.items()}
     places[f"{BLOCKS}{REPEATED}"] = list(range(REPEATED, REPEATED + added + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def plan_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: bool | str | Callable[..., Any] = False,
     compile: bool = False,
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),
@@ -60,7 +60,9 @@ def plan_model(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU.
         ignored_params: parameters, or their FQNs, to leave alone; their gradients are not reduced. Scalars and empty
             parameters need not be: FSDP2 cannot shard them, so they are replicated and their gradients reduced.
-        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations.
+        checkpoint_activations: recompute the blocks' forwards in backward instead of keeping their activations;
+            ``"selective"`` keeps attention and every other matrix product, and a policy of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, defined in a module, what it saves.
             Those of the default rule, whatever the units are; with your own rules, units of one module that has
             submodules. A model without blocks is an error.
         compile: ``torch.compile`` the forward of the blocks.
@@ -96,7 +98,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  never changed
     ignored_params: Iterable[nn.Parameter | str] | None = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: bool | str | Callable[..., Any] = False,
     compile: bool = False,
     prefetch: int = 0,
     forward_methods: Iterable[str] = (),

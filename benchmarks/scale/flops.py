@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,10 @@ def step_of(
     plan: ShardingPlan,
     batch: Any,
     loss: Loss | None = None,
-    checkpointed: Collection[str] | None = None,
 ) -> Step:
     """Trace a step as ``shardkit.memory.trace`` does."""
     meter = FlopMeter()
-    found = trace(model, plan, batch, loss=loss, checkpointed=checkpointed, meter=meter)
+    found = trace(model, plan, batch, loss=loss, meter=meter)
     return Step(found, dict(meter.flops))
 
 

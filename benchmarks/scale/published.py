@@ -63,7 +63,7 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
 def plan_of(model: nn.Module, *, checkpointed: bool) -> ShardingPlan:
     """The default plan in bfloat16 with float32 reductions, on one node."""
     plan = plan_model(model, mesh=MeshSpec.sharded(8), mp_policy=POLICY)
-    return with_checkpoints(plan, blocks(plan)) if checkpointed else plan
+    return with_checkpoints(plan, dict.fromkeys(blocks(plan), True)) if checkpointed else plan
 
 
 def token_batch(rows: int, positions: int) -> dict[str, torch.Tensor]:
@@ -114,8 +114,8 @@ class Series:
 
     def traced(self, rows: int, *, checkpointed: bool) -> Step:
         """One rank's step."""
-        names = blocks(self.plan) if checkpointed else []
-        return step_of(self.model, self.plan, token_batch(rows, self.positions), checkpointed=names)
+        plan = plan_of(self.model, checkpointed=checkpointed)
+        return step_of(self.model, plan, token_batch(rows, self.positions))
 
     def tokens_per_second(self, run: Run, step: Step, hardware: Hardware) -> float:
         """Of a rank, by the model of a step's time."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import guide
+from shardkit.memory.estimate import with_checkpoints
 from shardkit.memory.trace import trace
 
 
@@ -19,8 +20,8 @@ def test_the_page_has_what_the_code_says():
 @pytest.mark.parametrize("checkpointed", [range(0), range(7)])
 def test_a_trace_of_few_blocks_is_stretched_to_that_of_all(checkpointed):
     shape = replace(guide.SHAPES["1B"], layers=7)
-    names = [f"layers.{number}" for number in checkpointed]
+    policies = {f"layers.{number}": True for number in checkpointed}
     model, plan = guide.planned(shape)
-    whole = trace(model, plan, guide.tokens(*guide.TOKENS), checkpointed=names)
-    assert guide.stretched(shape, names) == whole
+    whole = trace(model, with_checkpoints(plan, policies), guide.tokens(*guide.TOKENS))
+    assert guide.stretched(shape, policies) == whole
     assert {f"layers.{number}" for number in range(7)} < {interval.unit for interval in whole.intervals}

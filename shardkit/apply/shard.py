@@ -224,9 +224,9 @@ def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
     if first:
         module.forward = torch.compile(module.forward)
     if unit.checkpoint_activations:
-        from shardkit.apply.checkpointing import checkpointed
+        from shardkit.activations import checkpointed
 
-        module.forward = checkpointed(module, fqn, to_compile=unit.compile and not first)
+        module.forward = checkpointed(module, fqn, unit.checkpoint_activations, unit.compile and not first)
     if unit.compile and not first:
         module.forward = torch.compile(module.forward)
 
@@ -259,7 +259,7 @@ def _let_ranks_skip(model: nn.Module, plan: ShardingPlan, groups: Groups) -> Non
     made = {}
     for unit in plan.units:
         module: Any = model.get_submodule(unit.modules[0])
-        facts = (unit.may_skip, unit in inside, unit.checkpoint_activations)
+        facts = (unit.may_skip, unit in inside, bool(unit.checkpoint_activations))
         made[unit] = SkippableUnit(unit.name, module, *facts, exchange)
     for caller, called in callers(plan).items():
         made[caller].calls.extend(made[each] for each in called)

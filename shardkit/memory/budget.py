@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -60,7 +61,8 @@ def plan_for_budget(
 ) -> BudgetPlan:
     """Return the plan that costs least among those whose peak fits on every rank. Local, deterministic.
 
-    In this order: everything sharded; the fewest blocks checkpointed; the same with everything offloaded to the CPU.
+    In this order: everything sharded; the fewest blocks checkpointed selectively; with all of them so, the fewest
+    checkpointed in full; the same with everything offloaded to the CPU.
     What is left of the budget saves all-gathers: as many units as fit stay gathered between forward and backward, the
     last ones first; then as many as fit reshard within a node. Units, dtypes, tiles and mesh stay those of the plan.
 
@@ -153,20 +155,23 @@ class Search:
 
     def _from(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
         """Weigh a plan, else with the fewest blocks checkpointed that are enough, or all; spend what is left."""
-        blocks, already = self.measured.blocks, self.measured.already
-
-        def first(number: int) -> ShardingPlan:
-            return with_checkpoints(plan, already.union(blocks[:number]))
-
-        found = self.weigh(labels, plan)
+        found, blocks, given = self.weigh(labels, plan), self.measured.blocks, labels
         yield found
-        if blocks and found.peak.total > self.limit:
-            number = 1 + _most(len(blocks) - 1, lambda number: not self._fits(first(number)))
-            labels = (*labels, f"{number} of {len(blocks)} blocks checkpointed")
-            found = self.weigh(labels, first(number))
+        for policy, how in (("selective", "selectively"), (True, "in full")) if blocks else ():
+            if found.peak.total <= self.limit:
+                break
+            number = 1 + _most(len(blocks) - 1, partial(self._exceeds, found.plan, policy))
+            labels = (*given, f"{number} of {len(blocks)} blocks checkpointed {how}")
+            found = self.weigh(labels, self._checkpointed(found.plan, policy, number))
             yield found
         if found.peak.total <= self.limit:
             yield from self._spend(labels, found.plan)
+
+    def _checkpointed(self, plan: ShardingPlan, policy: bool | str, number: int) -> ShardingPlan:
+        return with_checkpoints(plan, dict.fromkeys(self.measured.blocks[:number], policy))
+
+    def _exceeds(self, plan: ShardingPlan, policy: bool | str, number: int) -> bool:
+        return not self._fits(self._checkpointed(plan, policy, number))
 
     def _spend(self, labels: tuple[str, ...], plan: ShardingPlan) -> Iterator[Prediction]:
         """Spend the memory that is left on saving all-gathers."""

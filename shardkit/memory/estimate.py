@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -127,27 +127,33 @@ def buffer_bytes(model: nn.Module) -> int:
 
 
 class Measured:
-    """The traces of one micro-batch that serve every plan of the same units and tiles, whatever is checkpointed."""
+    """The traces of one micro-batch that serve every plan of the same units and tiles, whatever is checkpointed.
+
+    Units that ``plan`` checkpoints stay so; ``blocks`` are the others that checkpointing applies to.
+    """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, batch: Any, loss: Loss | None) -> None:
         self.plan = plan
-        self.already = frozenset(checkpointed(plan))
-        self.blocks = [name for name in blocks(plan) if name not in self.already]
+        self.blocks = [unit.name for unit in plan.units if unit.blocks and not unit.checkpoint_activations]
         self.buffers = buffer_bytes(model)
         self._step = model, batch, loss
         self._trace = cache(self.measure)
 
     def trace_of(self, plan: ShardingPlan) -> Trace:
-        """Return the trace of a plan; measures twice for all plans, where units mix."""
-        names, most = frozenset(checkpointed(plan)), self.already.union(self.blocks)
-        if names in (self.already, most):
-            return self._trace(names)
-        return mixed(self._trace(self.already), self._trace(most), names) or self._trace(names)
+        """Return the trace of a plan; measures once for each policy of checkpointing, where units mix."""
+        chosen = {unit.name: unit.checkpoint_activations for unit in plan.units}
+        policies = tuple(chosen[name] for name in self.blocks)
+        if len(set(policies)) < 2:
+            return self._trace(policies)
+        uniform = {policy: self._trace((policy,) * len(policies)) for policy in sorted(set(policies), key=str)}
+        return mixed(uniform, chosen) or self._trace(policies)
 
-    def measure(self, names: frozenset[str]) -> Trace:
-        """Return the trace in which the units of these names are checkpointed."""
+    def measure(self, policies: tuple[bool | str, ...]) -> Trace:
+        """Return the trace in which the blocks are checkpointed by these policies."""
         model, batch, loss = self._step
-        return trace(model, self.plan, batch, loss=loss, checkpointed=names)
+        return trace(
+            model, with_checkpoints(self.plan, dict(zip(self.blocks, policies, strict=True))), batch, loss=loss
+        )
 
 
 def estimates(
@@ -175,7 +181,7 @@ def _strategies(plan: ShardingPlan, ranks_per_node: int) -> dict[str, ShardingPl
         raise PlanError(message("ranks_per_node", problem, "", "Pass how many ranks share a node, such as 8"))
     has_experts = any(unit.mesh for unit in plan.units)  # split by the model, so every strategy keeps the mesh
     sharded = plan if has_experts else on_mesh(plan, MeshSpec.sharded(ranks))
-    every_block = with_checkpoints(sharded, checkpointed(plan).union(blocks(plan)))
+    every_block = with_checkpoints(sharded, dict.fromkeys(blocks(plan), True))
     divides = not has_experts and node < ranks and ranks % node == 0
     found = {} if has_experts else {"replicated (DDP)": on_mesh(plan, MeshSpec.hybrid(ranks, 1))}
     found["kept gathered (ZeRO-2)"] = changed(sharded, reshard_after_forward=False)
@@ -204,14 +210,10 @@ def changed(plan: ShardingPlan, names: Collection[str] | None = None, **settings
     return replace(plan, units=tuple(units))
 
 
-def checkpointed(plan: ShardingPlan) -> set[str]:
-    """Return the names of the units whose activations are checkpointed."""
-    return {unit.name for unit in plan.units if unit.checkpoint_activations}
-
-
-def with_checkpoints(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """Return the plan in which exactly the units of these names are checkpointed."""
-    return changed(changed(plan, checkpoint_activations=False), names, checkpoint_activations=True)
+def with_checkpoints(plan: ShardingPlan, policies: Mapping[str, bool | str]) -> ShardingPlan:
+    """Return the plan in which the units of these names are checkpointed so, and the others as they are."""
+    chosen = (replace(u, checkpoint_activations=policies.get(u.name, u.checkpoint_activations)) for u in plan.units)
+    return replace(plan, units=tuple(chosen))
 
 
 def resharded(plan: ShardingPlan, to: bool | int = True) -> ShardingPlan:

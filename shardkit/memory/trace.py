@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import CellType, FunctionType
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from shardkit._torch import real_tensors
 from shardkit._torch.dispatch import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from shardkit.activations import checkpointed
 from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.tiles import in_tiles
@@ -65,17 +64,13 @@ def trace(
     batch: Any,
     *,
     loss: Loss | None = None,
-    checkpointed: Collection[str] | None = None,
     meter: IntervalMeter | None = None,
 ) -> Trace:
     """Measure one forward and backward of a copy of ``model`` on fake tensors. Local; the model is unchanged.
 
     Model, batch and loss are as for :func:`shardkit.memory.estimate`. The plan's units define the intervals, and the
-    dtypes to compute in. The output is dropped before backward, as in ``model(**batch).loss.backward()``.
-
-    Args:
-        checkpointed: names of the units whose activations are checkpointed; by default those of the plan.
-        meter: to measure with; a subclass may count more than bytes.
+    dtypes to compute in. The output is dropped before backward, as in ``model(**batch).loss.backward()``. ``meter``
+    measures; a subclass may count more than bytes.
 
     Raises:
         PlanError: the model is sharded already, or does not run on fake tensors.
@@ -84,7 +79,6 @@ def trace(
         rule = "Activations are measured on the plain model, without FSDP2's hooks and shards"
         fix = "Build it again on the meta device: init_on_meta()"
         raise PlanError(message("model", "is sharded already", rule, fix))
-    chosen = {unit.name for unit in plan.units if unit.checkpoint_activations} if checkpointed is None else checkpointed
     fix = "Pass a batch that the model accepts, loss=... for what forward returns, or leave out the batch to count "
     fix += "model states only"
     with fake_copy(model, plan, batch, "batch", fix) as (copied, args, kwargs), meter or IntervalMeter() as meter:
@@ -98,8 +92,9 @@ def trace(
         for unit in plan.units:
             modules = [copied.get_submodule(fqn) for fqn in unit.modules]
             watched.append(WatchedUnit(unit, modules, [params[fqn] for fqn in unit.params], meter))
-            for module in map(copied.get_submodule, unit.blocks or unit.modules) if unit.name in chosen else ():
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+            for fqn in (unit.blocks or unit.modules) if unit.checkpoint_activations else ():
+                module = copied.get_submodule(fqn)
+                module.forward = checkpointed(module, fqn, unit.checkpoint_activations)
         (loss or _default_loss)(copied(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
         for each in reversed(watched):  # the root first, in the order of FSDP2's final callback
             each.after_backward()
@@ -114,15 +109,17 @@ def _default_loss(output: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) else tensors_of(output)[0].float().mean()
 
 
-def mixed(kept: Trace, checkpointed: Trace, names: Collection[str]) -> Trace | None:
-    """Return the trace in which exactly these units are checkpointed, from those with none and with all.
+def mixed(traces: Mapping[Any, Trace], chosen: Mapping[str, Any]) -> Trace | None:
+    """Return the trace in which each unit is as in the one chosen for it, by key; in the first where there is none.
 
     None if checkpointing changes the order in which units run, as of a unit inside that blocks share.
     """
-    if [(i.moment, i.unit) for i in kept.intervals] != [(i.moment, i.unit) for i in checkpointed.intervals]:
+    first, *others = traces.values()
+    order = [(each.moment, each.unit) for each in first.intervals]
+    if any([(each.moment, each.unit) for each in other.intervals] != order for other in others):
         return None
-    pairs = zip(kept.intervals, checkpointed.intervals, strict=True)
-    return replace(kept, intervals=tuple(two if one.unit in names else one for one, two in pairs))
+    found = [traces.get(chosen[unit], first) if unit else first for _, unit in order]
+    return replace(first, intervals=tuple(one.intervals[place] for place, one in enumerate(found)))
 
 
 def without_activations(plan: ShardingPlan) -> Trace:

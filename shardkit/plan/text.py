@@ -68,15 +68,16 @@ def _row(plan: PlanData, units: Sequence[ShardUnit]) -> list[str]:
         computes,
         _RESHARDS.get(repr(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
         "CPU" if unit.offloads else "",
-        _blocks(unit) if unit.checkpoint_activations else "",
-        _blocks(unit) if unit.compile else "",
+        _blocks(unit, unit.checkpoint_activations),
+        _blocks(unit, unit.compile),
         ", ".join(f"{number} on dim {dim}" for dim, number in sorted(Counter(dict(unit.shard_dims).values()).items())),
         f"{plan.mesh_of(unit)}{split and ', split over '}{split}" if any(each.mesh for each in plan.units) else "",
     ]
 
 
-def _blocks(unit: ShardUnit) -> str:
-    return f"yes, {len(unit.blocks_inside)} blocks inside" if unit.blocks_inside else "yes"
+def _blocks(unit: ShardUnit, setting: bool | str) -> str:
+    inside = f", {len(unit.blocks_inside)} blocks inside" if unit.blocks_inside else ""
+    return f"{'yes' if setting is True else setting}{inside}" if setting else ""
 
 
 def _footer(plan: PlanData) -> list[str]:
@@ -164,10 +165,22 @@ def _facts(plan: PlanData, shared: set[str]) -> dict[str, str]:
 
 
 _CHECKPOINT = """
-def checkpoint_forward(module):
+def checkpoint_forward(module, **options):
     module.forward = functools.wraps(module.forward)(
-        functools.partial(checkpoint, module.forward, use_reentrant=False)
+        functools.partial(checkpoint, module.forward, use_reentrant=False, **options)
     )
+"""
+
+_SELECTIVE = """
+def selective():  # saves attention and every other matrix product
+    is_saved = itertools.cycle([True, False])
+
+    def policy(_, op, *args, **kwargs):
+        is_product = op.name() in ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
+        saves = next(is_saved) if is_product else "attention" in op.name()
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 """
 
 _TILES = """
@@ -236,21 +249,33 @@ def python(plan: PlanData) -> str:
 
 def _header(plan: PlanData) -> Iterator[str]:
     """Yield the imports, and the helpers that the code uses."""
-    checkpoints = any(unit.checkpoint_activations for unit in plan.units)
-    wraps = checkpoints or bool(plan.tiles)
+    checkpoints = {unit.checkpoint_activations for unit in plan.units} - {False}
+    policies = {each for each in checkpoints if isinstance(each, str)}
+    wraps = bool(checkpoints or plan.tiles)
     names = {"fully_shard", *(type(unit.offload_policy).__name__ for unit in plan.units if unit.offloads)}
     names |= {"MixedPrecisionPolicy" for unit in plan.units if unit.mp_policy != MixedPrecisionPolicy()}
     names |= {"register_fsdp_forward_method"} if plan.forward_methods else set()
-    yield from ["import functools", ""] * wraps
-    yield "import torch"
+    modules = sorted({policy.partition(":")[0] for policy in policies - {"selective"}})
+    standard = ["functools"] * wraps + ["itertools"] * ("selective" in policies)
+    yield from [*(f"import {name}" for name in standard), *[""] * bool(standard)]
+    yield from (f"import {name}" for name in ["torch", *modules])
     yield from ["import torch.distributed as dist"] * bool(plan.replicated)
     yield "from torch.distributed.device_mesh import init_device_mesh"
     yield f"from torch.distributed.fsdp import {', '.join(sorted(names))}"
     yield from ["from torch.distributed.tensor import Shard"] * any(unit.shard_dims for unit in plan.units)
-    yield from ["from torch.utils.checkpoint import checkpoint"] * wraps
-    yield from ["", _CHECKPOINT] * checkpoints
+    selective = ["CheckpointPolicy"] * ("selective" in policies) + ["create_selective_checkpoint_contexts"] * bool(
+        policies
+    )
+    yield from [f"from torch.utils.checkpoint import {', '.join(['checkpoint', *selective])}"] * wraps
+    yield from ["", _CHECKPOINT] * bool(checkpoints)
+    yield from ["", _SELECTIVE] * ("selective" in policies)
     yield from ["", _TILES] * bool(plan.tiles)
     yield from ["", _DIVIDE] * any(plan.mesh.parts(unit.mesh) > 1 for unit in plan.units)
+
+
+def _contexts(policy: str) -> str:
+    made = f"functools.partial(create_selective_checkpoint_contexts, {policy.replace(':', '.')})"
+    return "selective" if policy == "selective" else made
 
 
 def _quoted(name: str) -> str:
@@ -299,7 +324,9 @@ def _unit(plan: PlanData, unit: ShardUnit, names: Sequence[str]) -> Iterator[str
     if unit.checkpoint_activations or unit.compile:
         inside = ", ".join(_module(_quoted(fqn)) for fqn in unit.blocks_inside)
         yield f"for module in [{inside or targets}]:"
-        yield from ["    checkpoint_forward(module)"] * unit.checkpoint_activations
+        yield from ["    checkpoint_forward(module)"] * (unit.checkpoint_activations is True)
+        if isinstance(unit.checkpoint_activations, str):
+            yield f"    checkpoint_forward(module, context_fn={_contexts(unit.checkpoint_activations)})"
         yield from ["    module.forward = torch.compile(module.forward)"] * unit.compile
     mesh = "mesh" if plan.mesh.shard_axes == 1 else "joined"
     if unit.mesh is not None:

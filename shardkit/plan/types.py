@@ -204,7 +204,8 @@ class ShardUnit:
         mp_policy: torch's own class; in a plan, ``reduce_dtype=None`` beside a ``param_dtype`` becomes the dtype of
             the unit's trainable parameters.
         offload_policy: torch's own class.
-        checkpoint_activations: recompute the forward of each of ``blocks`` in backward.
+        checkpoint_activations: recompute the forward of each of ``blocks`` in backward; ``"selective"`` keeps attention
+            and every other matrix product, ``"module:function"`` what that policy keeps.
         compile: compile the forward of each of ``blocks``, after checkpointing and before sharding.
         blocks: FQNs of what these two apply to, the modules or blocks inside them; empty is ``modules``, where a rule
             asks for it.
@@ -221,7 +222,7 @@ class ShardUnit:
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | str = False
     compile: bool = False
     blocks: tuple[str, ...] = ()
     shard_dims: tuple[tuple[str, int], ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -17,7 +17,7 @@ from shardkit.plan.types import nbytes
 from shardkit.planning.default import default_units
 from shardkit.planning.dims import balanced
 from shardkit.planning.repair import inseparable_dtypes
-from shardkit.planning.rules import Rule, Selection, check_settings, only_tiles, select
+from shardkit.planning.rules import Rule, Selection, check_settings, named_policy, only_tiles, select
 from shardkit.planning.tree import ModelTree, assign, split_problem, unit_of_entries
 
 
@@ -28,7 +28,7 @@ class Settings:
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  frozen
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | str | Callable[..., Any] = False
     compile: bool = False
 
 
@@ -177,6 +177,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
     # Recomputing a lone embedding, norm or head saves nothing, and neither does recomputing the root.
     is_block = len(selection.entries) == 1 and first != 0 and tree.ends[first] > first + 1
     blocks = selection.entries if is_block and selection.blocks is None else selection.blocks or ()
+    policy = chosen.get("checkpoint_activations", bool(blocks) and settings.checkpoint_activations)
     reshard, dim = chosen.get("reshard_after_forward", settings.reshard_after_forward), chosen.get("shard_dim")
     return ShardUnit(
         modules=tuple(tree.fqns[entry] for entry in selection.entries),
@@ -184,7 +185,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         reshard_after_forward=selection.reshard if reshard is None else reshard,
         mp_policy=chosen.get("mp_policy", settings.mp_policy),
         offload_policy=chosen.get("offload_policy", settings.offload_policy),
-        checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and bool(blocks)),
+        checkpoint_activations=named_policy(policy),
         compile=chosen.get("compile", settings.compile and bool(blocks)),
         blocks=tuple(tree.fqns[entry] for entry in blocks),
         shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),

@@ -21,7 +21,7 @@ class Overrides(TypedDict, total=False):
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
-    checkpoint_activations: bool
+    checkpoint_activations: bool | str | Callable[..., Any]
     compile: bool
     shard_dim: int  # of the unit's parameters that have this dim; others, such as biases, stay on dim 0
     mesh: str
@@ -29,7 +29,7 @@ class Overrides(TypedDict, total=False):
     tiles: int  # alone: the modules compute in tiles of tokens, and are units only if another rule says so
 
 
-_SETTINGS = get_type_hints(Overrides)
+_SETTINGS = get_type_hints(Overrides) | {"checkpoint_activations": object}  # named_policy checks it
 
 
 @dataclass(frozen=True)
@@ -263,3 +263,17 @@ def check_settings(subject: str, settings: Mapping[str, Any]) -> None:
             of = f" of {subject}" if subject else ""
             wrong.append(message(f"{name}{of}", f"must be {wanted}, got {settings[name]!r}", "", ""))
     refuse(wrong)
+    named_policy(settings.get("checkpoint_activations"))
+
+
+def named_policy(value: object) -> bool | str:
+    """Return ``checkpoint_activations`` as a plan has it: a policy by its name, which JSON stores and ranks compare."""
+    if callable(value):
+        value = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '<locals>')}"
+    if isinstance(value, str) and (value == "selective" or (":" in value and "<" not in value)):
+        return value
+    if value not in (None, False, True):
+        problem = f'must be True, False, "selective" or a policy, got {value!r}'
+        rule = "A plan stores the name of a policy, and each rank imports it"
+        raise PlanError(message("checkpoint_activations", problem, rule, "Define the policy at the top of a module"))
+    return bool(value)

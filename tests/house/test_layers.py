@@ -36,8 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors"},
     "tiles": {"errors", "_fsdp"},
     "runtime": {"errors", "ranks", "_fsdp", "shards"},
-    "memory": DECIDING | {"_fsdp", "tiles"},
-    "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles"},
+    "activations": {"errors"},
+    "memory": DECIDING | {"_fsdp", "tiles", "activations"},
+    "apply": DECIDING | {"ranks", "references", "runtime", "_fsdp", "shards", "tiles", "activations"},
     "api": DECIDING | {"apply", "replacements"},
     # These work on any FSDP2 model, whoever sharded it, so they never see a plan, nor what imports one.
     "meta": STATE | {"references"},

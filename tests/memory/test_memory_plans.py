@@ -83,7 +83,8 @@ def test_more_kept_is_more_alive():
         return [search.weigh((), change(number)).peak.total for number in range(highest + 1)]
 
     gathered = peaks(lambda n: changed(plan, names[len(names) - n :], reshard_after_forward=False), len(names))
-    spared = peaks(lambda n: with_checkpoints(plan, measured.blocks[: len(measured.blocks) - n]), len(measured.blocks))
+    blocks = measured.blocks
+    spared = peaks(lambda n: with_checkpoints(plan, dict.fromkeys(blocks[: len(blocks) - n], True)), len(blocks))
     assert gathered == sorted(gathered)
     assert spared == sorted(spared)
     assert min(len(set(gathered)), len(set(spared))) > 3
@@ -168,7 +169,8 @@ def test_blocks_with_units_inside_are_checkpointed_too():
     model = decoder()
     plan = plan_model(model, mesh=MeshSpec.sharded(8), units=["layers.*.up", "layers.*"])
     found = estimate(model, plan=plan, batch=TOKENS, loss=mean)
-    again = trace(model, plan, TOKENS, loss=mean, checkpointed=set(Measured(model, plan, TOKENS, mean).blocks))
+    blocks = Measured(model, plan, TOKENS, mean).blocks
+    again = trace(model, with_checkpoints(plan, dict.fromkeys(blocks, True)), TOKENS, loss=mean)
     points = timeline(changed(plan, checkpoint_activations=True), again, OptimizerBytes.of("adamw"))
     assert found["ZeRO-3, blocks checkpointed"].peak.activations == max(points, key=lambda p: p.total).activations
 

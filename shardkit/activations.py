@@ -1,28 +1,34 @@
-"""Activation checkpointing of one module's forward, where the recomputation advances no buffer a second time."""
+"""Activation checkpointing of one module's forward, full or selective, where buffers advance once."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import pkgutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardkit.errors import ShardkitError, message
 
 MADE_CALLS = "_shardkit_made_calls"  # as in runtime.skippable
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
 
 
-def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[..., Any]:
+def checkpointed(
+    module: nn.Module, fqn: str, policy: bool | str = True, to_compile: bool = False
+) -> Callable[..., Any]:
     """Return the module's present forward, recomputed in backward instead of keeping its activations.
 
     Args:
         module: a recomputation works on copies of its buffers, so that running statistics advance once.
         fqn: its name, for errors.
-        to_compile: it will be compiled, and has no buffers. The compiler takes no contexts, and runs eagerly with them.
+        policy: True recomputes all; else as :func:`policy_of` takes it.
+        to_compile: it will be compiled, and has no buffers. The compiler takes no contexts but torch's selective ones.
 
     Raises:
         ShardkitError: in forward, if the module is given a key-value cache, which it would fill twice. Models of
@@ -31,7 +37,9 @@ def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[...,
     forward = module.forward
     run = functools.partial(checkpoint, forward, use_reentrant=False)
     if not to_compile:
-        run = functools.partial(run, context_fn=functools.partial(_contexts, module))
+        run = functools.partial(run, context_fn=functools.partial(_contexts, module, policy))
+    elif isinstance(policy, str):
+        run = functools.partial(run, context_fn=functools.partial(_selective_contexts, policy))
 
     @functools.wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -48,18 +56,43 @@ def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[...,
     return checked
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def policy_of(name: str) -> Callable[..., CheckpointPolicy]:
+    """Return what ``create_selective_checkpoint_contexts`` takes, for one forward of one module.
+
+    ``"selective"`` saves attention and every other matrix product, as torchtitan's per-op policy does; another name is
+    that of a policy, ``"package.module:function"``.
+    """
+    if name != "selective":
+        return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
+    is_saved = itertools.cycle([True, False])
+
+    def policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = next(is_saved) if op.name() in _PRODUCTS else "attention" in op.name()
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _selective_contexts(policy: str) -> Any:
+    return create_selective_checkpoint_contexts(policy_of(policy))  # type: ignore[no-untyped-call]
+
+
+def _contexts(
+    module: nn.Module, policy: bool | str
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
     """Return the contexts of the first forward and of its recomputation, which a retained graph repeats."""
-    return nullcontext(), _StateApart(module)
+    first, again = _selective_contexts(policy) if isinstance(policy, str) else (nullcontext(), nullcontext())
+    return first, _StateApart(module, again)
 
 
 class _StateApart(AbstractContextManager[None]):
     """Gives a module copies of its buffers. Writing to them and back could change what autograd has saved.
 
-    And the list of calls that ``runtime.skippable`` filled in the first forward.
+    And the list of calls that ``runtime.skippable`` filled in the first forward. ``inner`` is entered last.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
         self._buffers = [each._buffers for each in module.modules() if each._buffers]
         lists = [vars(each) for each in module.modules() if MADE_CALLS in vars(each)]
         self._made = [(attributes, attributes[MADE_CALLS]) for attributes in lists]
@@ -71,7 +104,9 @@ class _StateApart(AbstractContextManager[None]):
             registry.update({name: each if each is None else each.clone() for name, each in registry.items()})
         for attributes, made in self._made:
             attributes[MADE_CALLS] = made
+        self._inner.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
         for mapping, values in self._before:
             mapping.update(values)
