@@ -37,7 +37,7 @@ from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
 from shardkit.shards import as_sharded, local_value
 from shardkit.state.model import check_scales, first_names, model_state, trainable_state
-from shardkit.state.optimizer import is_quantized, sharded_optimizer_state_dict
+from shardkit.state.optimizer import CLASS, is_quantized, optimizers_of, sharded_optimizer_state_dict
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,9 @@ def _collected(model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, tra
     """Collect the current state, as live tensors. Local."""
     state = model_state(model)
     named = None if optimizer is None else sharded_optimizer_state_dict(model, optimizer)
+    if named is not None:
+        classes = [type(each).__name__ for each in optimizers_of(optimizer) for _ in each.param_groups]
+        named["param_groups"] = [g | {CLASS: name} for g, name in zip(named["param_groups"], classes, strict=True)]
     if trainable_only:
         frozen = {name for name, tensor in state.tensors.items() if not tensor.requires_grad}
         state = trainable_state(state)
