@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
-from shardkit import ShardkitError, shard_model
+from shardkit import MeshSpec, PlanError, ShardkitError, plan_model, shard_model
+from shardkit._torch.dispatch import TorchDispatchMode
 from shardkit.testing import distributed
 
 
@@ -86,6 +90,72 @@ def test_compiled_blocks_with_running_statistics() -> None:
     assert plain[0][1].num_batches_tracked == model[0][1].num_batches_tracked == 1
     assert torch.equal(model[0][1].running_var, plain[0][1].running_var)
     assert torch.equal(model[0][0].weight.grad.full_tensor(), plain[0][0].weight.grad)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def never_save(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# How often a block runs its four products and its attention, in forward and in backward, which never needs the last.
+RECOMPUTED = {False: (4, 1), "selective": (5, 1), never_save: (7, 2), True: (7, 2)}
+
+
+@distributed(world_size=2)
+def test_what_each_policy_recomputes() -> None:
+    x = torch.arange(80.0).view(2, 5, 8).sin()
+    grads = []
+    for policy, expected in RECOMPUTED.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(), Attention())
+        shard_model(model, checkpoint_activations=policy)
+        with Counts() as counts:
+            model(x).square().mean().backward()
+        attentions = sum(number for name, number in counts.ops.items() if name.endswith("attention_for_cpu"))
+        assert (counts.ops["addmm"] / 2, attentions / 2) == expected, policy
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(one, other) for each in grads for one, other in zip(each, grads[0], strict=True))
+
+
+@distributed(world_size=2)
+def test_a_compiled_block_is_checkpointed_selectively() -> None:
+    eager, x = functools.partial(torch.compile, backend="aot_eager"), torch.arange(80.0).view(2, 5, 8).sin()
+    grads = []
+    for policy in (False, "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(), Attention())
+        with mock.patch.object(torch, "compile", eager):
+            shard_model(model, checkpoint_activations=policy, compile=True)
+        model(x).square().mean().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("policy", ["some", 2, lambda *args: True])
+def test_a_policy_without_a_name_is_refused(policy: object) -> None:
+    with pytest.raises(PlanError, match=r'checkpoint_activations must be True, False, "selective" or a policy, got'):
+        plan_model(nn.Sequential(Attention()), mesh=MeshSpec.sharded(2), checkpoint_activations=policy)
 
 
 @distributed(world_size=2)

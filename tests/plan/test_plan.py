@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import small_models
 import torch
 import torch.nn as nn
 from hypothesis import given, settings
@@ -166,6 +167,8 @@ def mesh_shape(param_group: object) -> tuple[int, ...] | None:
         {},
         {"mesh": MeshSpec.hybrid(2, 4), "reshard_after_forward": True},
         {"reshard_after_forward": 4, "checkpoint_activations": True, "prefetch": 1},
+        {"checkpoint_activations": "selective"},
+        {"units": by_class(Block, checkpoint_activations=small_models.keep_all)},
         {"units": [group("layers.0", "layers.1"), by_name("layers.*.up")], "ignored_params": ["norm.bias"]},
         {**EVERYTHING, "units": EVERYTHING["units"][1:]},
     ],
