@@ -6,7 +6,6 @@ import functools
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -17,10 +16,10 @@ from small_models import Block, Decoder
 from test_memory import TOKENS, decoder, mean
 from torch import Tensor, nn
 
-from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, ShardingPlan, api, plan_model, shard_model
+from shardkit import MeshSpec, MixedPrecisionPolicy, PlanError, api, plan_model, shard_model
 from shardkit.memory import BudgetPlan, estimate, plan_for_budget
-from shardkit.memory.budget import Search, parse_bytes
-from shardkit.memory.estimate import Measured, changed, resharded, with_checkpoints
+from shardkit.memory.budget import parse_bytes
+from shardkit.memory.estimate import Measured, changed
 from shardkit.memory.timeline import OptimizerBytes, timeline
 from shardkit.memory.trace import trace
 from shardkit.testing import distributed, fake_world
@@ -69,24 +68,6 @@ def test_a_step_is_traced_in_inference_mode_too():
     with torch.inference_mode():
         row = estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
     assert row == estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
-
-
-def test_more_kept_is_more_alive():
-    """What the search for a budget relies on."""
-    model = decoder(layers=6)
-    plan = resharded(plan_model(model, mesh=MeshSpec.sharded(16), prefetch=2))
-    measured = Measured(model, plan, TOKENS, mean)
-    search = Search(measured, OptimizerBytes.of("adamw"), limit=1)
-    names = [unit.name for unit in plan.execution_order() if unit.reshard_after_forward is not False]
-
-    def peaks(change: Callable[[int], ShardingPlan], highest: int) -> list[int]:
-        return [search.weigh((), change(number)).peak.total for number in range(highest + 1)]
-
-    gathered = peaks(lambda n: changed(plan, names[len(names) - n :], reshard_after_forward=False), len(names))
-    spared = peaks(lambda n: with_checkpoints(plan, measured.blocks[: len(measured.blocks) - n]), len(measured.blocks))
-    assert gathered == sorted(gathered)
-    assert spared == sorted(spared)
-    assert min(len(set(gathered)), len(set(spared))) > 3
 
 
 class Record:
