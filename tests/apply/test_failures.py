@@ -43,10 +43,7 @@ def whole() -> nn.Module:
 
 def test_a_tensor_that_cannot_be_split_is_named() -> None:
     model = whole()
-    with (
-        fake_world(2),
-        pytest.raises(PlanError, match=r"^layers.1.up.weight could not .*Whole.* build it again"),
-    ):
+    with fake_world(2), pytest.raises(PlanError, match=r"^layers.1.up.weight could not .*Whole.* build it again"):
         shard_model(model)
     with fake_world(2):
         shard_model(whole(), ignored_params=["layers.1.up.weight", "layers.2.up.weight"])

@@ -159,8 +159,7 @@ def branches() -> nn.Module:
 def test_what_ranks_may_not_skip_is_an_error_on_every_rank():
     names = ["second", "third"] if dist.get_rank() else ["first", "third"]
     with pytest.raises(
-        ShardkitError,
-        match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second",
+        ShardkitError, match=r"calls different units next .*: rank 0 in \(root\): third, rank 1 .*second"
     ):
         branches()(torch.ones(2, 4), names)
 
