@@ -259,14 +259,5 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     return kind({decode(key, tensors): decode(each, tensors) for key, each in content})  # Counter(pairs) would count
 
 
-def leaves_of(encoded: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts and lists, encoded, with their paths."""
-    if isinstance(encoded, (dict, list)) and encoded and TAG not in encoded:
-        for key, each in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
-            yield from leaves_of(each, _join(path, key))
-    else:
-        yield path, encoded
-
-
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)

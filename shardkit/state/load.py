@@ -123,7 +123,7 @@ def _checked(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def live_state(model: nn.Module) -> ModelState:
     """Return :func:`model_state`; raise if a hook replaced tensors, which cannot be written to. Local."""
-    state = model_state(model)
+    state = writable(model_state(model))
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     made = [name for name, tensor in state.tensors.items() if id(tensor) not in live]
     made += [name for name in state.others if not is_extra(name)]
@@ -131,6 +131,14 @@ def live_state(model: nn.Module) -> ModelState:
         rule = "Values are written into the model's own parameters and buffers, by name"
         fix = "Load it with model.load_state_dict, which calls the hooks that undo this"
         raise ShardkitError(message(listing(made), "was replaced by a hook on state_dict()", rule, fix))
+    return state
+
+
+def writable(state: ModelState) -> ModelState:
+    """Give tensors of ``expand`` memory of their own, since torch writes to none whose elements share it. Local."""
+    for tensor in state.tensors.values():
+        if 0 in tensor.stride() and not tensor.is_meta:
+            tensor.data = tensor.data.contiguous()
     return state
 
 

@@ -19,6 +19,7 @@ from shardkit.state.boxes import Move, cut_all, model_group, scatter, share
 from shardkit.state.load import Source, load_groups, unwritten
 from shardkit.state.model import clean_name, parameter_names
 from shardkit.state.optimizer import (
+    CLASS,
     OTHERS,
     OptimizerState,
     group_names,
@@ -33,7 +34,7 @@ from shardkit.state.optimizer import (
 )
 from shardkit.state.plan import Spec, raise_listed
 
-_NO_OPTIONS = ("params", "param_names", OTHERS)
+_NO_OPTIONS = ("params", "param_names", OTHERS, CLASS)
 
 
 def load_full_optimizer_state_dict(
@@ -183,6 +184,22 @@ def _plain(option: Any) -> Any:
     if isinstance(option, (list, tuple)):
         return [_plain(each) for each in option]
     return option.tolist() if isinstance(option, Tensor) else option
+
+
+def other_classes(optimizers: Iterable[Optimizer], own: Sequence[list[str]], found: OptimizerState) -> list[str]:
+    """Return the classes of optimizers where one with other options was saved, and that one's. Pure.
+
+    The options of one may be a part of the other's: AdamW and torchao's AdamW8bit load each other's state.
+    """
+    options = options_by_name(found)
+    groups = [(type(each).__name__, each.defaults, group) for each in optimizers for group in each.param_groups]
+    pairs = dict[str, None]()
+    for (name, defaults, group), fqns in zip(groups, own, strict=True):
+        saved = next((options[fqn] for fqn in fqns if fqn in options), {})
+        differs = defaults.keys() - saved.keys() and saved.keys() - group.keys() - {*_NO_OPTIONS}
+        if differs and saved.get(CLASS, name) != name:
+            pairs[f"{name}, and {saved[CLASS]} was saved"] = None
+    return list(pairs)
 
 
 def _check(optimizers: list[Optimizer], names: Mapping[nn.Parameter, str], found: OptimizerState) -> None:
