@@ -70,19 +70,13 @@ def test_a_step_is_traced_in_inference_mode_too():
     assert row == estimate(model, world_size=4, batch=TOKENS, loss=mean)["ZeRO-3"]
 
 
-class Record:
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.best = None
-
-
 class Remembering(nn.Module):
     """Whatever a forward may leave behind: the values of a second forward depend on the first's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = decoder(layers=2)
-        self.count, self.table, self.recent, self.record = 0, {"last": None}, deque(maxlen=3), Record()
+        self.count, self.table, self.recent = 0, {"last": None}, deque(maxlen=3)
         self.register_buffer("running", torch.zeros(()))
         self.total = torch.zeros(())
         self.lock, self.later = threading.Lock(), self.total + torch.ones((), requires_grad=True)  # not to be copied
@@ -102,8 +96,6 @@ class Remembering(nn.Module):
         self.total += 1
         self.table = {**self.table, "last": out}
         self.recent.append(out)
-        self.record.seen.append(out)
-        self.record.best = out
         return out + self.running + self.total + self.later
 
 
@@ -115,7 +107,7 @@ def held(value: object) -> object:
         return [(key, held(each)) for key, each in value.items()]
     if isinstance(value, (list, tuple, deque, set)):
         return type(value).__name__, [held(each) for each in value]
-    if isinstance(value, (nn.Module, Record)):
+    if isinstance(value, nn.Module):
         return type(value).__name__, held(vars(value))
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
