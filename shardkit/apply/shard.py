@@ -28,7 +28,7 @@ from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.data import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, gather_by_rank, together, warn_once
+from shardkit.ranks import Groups, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -83,7 +83,7 @@ def apply_decided(
     def decide_and_check() -> ShardingPlan:
         plan, tree = decide()
         check_mesh(mesh, plan.mesh)
-        check_fit(tree, plan, mesh.device_type if mesh else device_type())
+        check_fit(tree, plan)
         return plan
 
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
