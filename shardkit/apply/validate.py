@@ -30,13 +30,13 @@ def check_unsharded(tree: ModelTree, mesh: DeviceMesh | None, apart: Collection[
         problem = f"has no parameters to shard, a {type(tree.modules[0]).__name__}"
         problems.append(message("model", problem, "", "Pass the whole model"))
     inside = {below for fqn in apart for below in tree.subtree(tree.places[fqn])}
-    entries = [entry for entry, module in enumerate(tree.modules) if isinstance(module, FSDPModule)]
-    if sharded := [tree.fqns[entry] or "(root)" for entry in entries if entry not in inside]:
+    if sharded := [tree.fqns[entry] or "(root)" for entry in tree.instances(FSDPModule) if entry not in inside]:
         fix = "Shard it in one place only; to change the plan, build the model again"
         problems.append(message(listing(sharded, 6), "is sharded already", "A model is sharded once, by one plan", fix))
     # DTensors over later axes of the mesh may be experts, which is known once there is a plan.
     first = set((mesh.mesh_dim_names or ())[:1]) if mesh is not None else set()
-    parallel = {fqn: _axes(param) for fqn, param in tree.params.items() if isinstance(param, DTensor)}
+    params = {fqn: param for fqn, param in tree.params.items() if fqn in tree.unsplit}
+    parallel = {fqn: _axes(param) for fqn, param in params.items() if isinstance(param, DTensor)}
     skipped = {fqn for entry in inside for fqn in tree.owned[entry]}
     if found := [fqn for fqn, axes in parallel.items() if fqn not in skipped and first <= axes]:
         rule = "Parameters may be DTensors only on other axes of the mesh, as after tensor parallelism"
@@ -69,7 +69,7 @@ _OTHER_MODEL = ("A plan is for one model", "Make the plan from this model with p
 
 
 def _other_params(tree: ModelTree, plan: ShardingPlan) -> Iterator[str]:
-    mine = {spec.fqn: spec for spec in tree.specs()}
+    mine = tree.specs
     for owner, fqns in (("plan", mine.keys() - plan.specs.keys()), ("model", plan.specs.keys() - mine.keys())):
         if fqns:
             problem = f"is for another model: the {owner} has no parameter {listing(sorted(fqns))}"

@@ -30,6 +30,7 @@ from shardkit.checkpoint.torch_files import SUFFIXES, Shapes, TorchFiles, rank_f
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.ranks import together
 from shardkit.shards import as_sharded, local_value
+from shardkit.state.load import KeyMap, Request, among_floats, plan_load, raise_listed, rename, writable
 from shardkit.state.model import ModelState, model_state, parameter_names, trainable_state
 from shardkit.state.optimizer import (
     OptimizerState,
@@ -39,15 +40,7 @@ from shardkit.state.optimizer import (
     renamed_state,
     sharded_optimizer_state_dict,
 )
-from shardkit.state.optimizer_load import install, mismatches, room_for, with_rooms
-from shardkit.state.plan import (
-    KeyMap,
-    Request,
-    among_floats,
-    plan_load,
-    raise_listed,
-    rename,
-)
+from shardkit.state.optimizer_load import install, mismatches, other_classes, room_for, with_rooms
 
 logger = logging.getLogger("shardkit")
 
@@ -78,7 +71,7 @@ def load_checkpoint(
     Args:
         path: of the checkpoint.
         model: sharded or plain, with values (materialize it first); they are overwritten.
-        optimizer: one, or several of different parameters; they need not have stepped.
+        optimizer: one, or several of different parameters, of the classes that were saved; they need not have stepped.
         scheduler: anything with ``load_state_dict``.
         key_map: from names in the checkpoint to the model's, for model and optimizer, as for :func:`load_pretrained`.
         strict: raise for names that only one side has, and for different values of one tied tensor. False leaves such
@@ -185,7 +178,7 @@ def _described(contents: Contents) -> dict[str, Any]:
 
 def _wanted(contents: Contents, model: nn.Module, request: Request, is_first: bool) -> ModelState:
     """Return the state to load: all of the model's, or with ``trainable_only`` what trains now or was saved."""
-    state = model_state(model)
+    state = writable(model_state(model))
     if meta := [name for name, tensor in state.tensors.items() if tensor.is_meta]:
         rule = "Values are read into existing memory"
         raise CheckpointError(message(listing(meta), "is on meta", rule, "Call shardkit.materialize(model) first"))
@@ -236,8 +229,9 @@ def _plan_optimizer(
     problems = mismatches(own, found)
     if not request.strict:
         problems = {kind: names for kind, names in problems.items() if kind not in ("missing", "unexpected")}
-    rule = "The optimizer must have the parameters and groups that were saved; nothing was changed"
-    fix = "Build it as before, with the same parameters frozen, "
+    problems["of another class"] = other_classes(optimizers, own, found)
+    rule = "The optimizer must have the class, parameters and groups that were saved; nothing was changed"
+    fix = "Build it as before, with the same parameters frozen, or load the model without it, "
     fix += "or pass strict=False to leave out parameters that only one side has"
     raise_listed(f"{request.where} (optimizer)", problems, rule, fix, CheckpointError)
     kept = set(chain.from_iterable(own))

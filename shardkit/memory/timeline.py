@@ -142,6 +142,11 @@ class Prediction:
         """The stretch with the most bytes alive."""
         return max(self.timeline, key=lambda point: point.total)
 
+    @property
+    def asleep(self) -> int:
+        """Bytes of pinned CPU memory that ``sleep(model, optimizer)`` takes after ``zero_grad()``."""
+        return self.timeline[0].parameters + self.timeline[0].optimizer
+
 
 def timeline(plan: ShardingPlan, trace: Trace, optimizer: OptimizerBytes, buffers: int = 0) -> tuple[Point, ...]:
     """Return every stretch of one steady step of ``plan``, in order: the second step or a later one.

@@ -48,11 +48,11 @@ def children_first(plan: PlanData) -> Iterator[str]:
 
 def _one_trainable_dtype(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-        for spec in plan.specs_of(unit):
-            if spec.trainable:
+        specs = [spec for spec in plan.specs_of(unit) if spec.trainable]
+        if len({spec.dtype for spec in specs}) > 1:
+            by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+            for spec in specs:
                 by_dtype[spec.dtype].append(spec.fqn)
-        if len(by_dtype) > 1:
             found = "; ".join(f"{str(dtype)[6:]}: {listing(fqns, 5)}" for dtype, fqns in by_dtype.items())
             problem = f"trains parameters of {len(by_dtype)} dtypes ({found})"
             rule = "The trainable parameters of a unit have one dtype, since their gradients are reduced together"
@@ -78,8 +78,8 @@ def _world_size_to_reshard_to(plan: PlanData) -> Iterator[str]:
 
 def _shard_dims(plan: PlanData) -> Iterator[str]:
     for unit in plan.units:
-        ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
         for fqn, dim in unit.shard_dims:
+            ranks, axis = plan.mesh_of(unit).shard_size, plan.mesh_of(unit).axis_names[-1]
             shape = plan.specs[fqn].shape if fqn in unit.params and fqn in plan.specs else ()
             problem, rule = f"is sharded on dim {dim}", "FSDP2 shards on dims other than 0 in equal parts only"
             if not 0 <= dim < len(shape):

@@ -61,7 +61,8 @@ class PlanData:
 
     def specs_of(self, unit: ShardUnit) -> list[ParamSpec]:
         """The parameters that ``unit`` owns."""
-        return [self.specs[fqn] for fqn in unit.params if fqn in self.specs]
+        specs = self.specs
+        return [specs[fqn] for fqn in unit.params if fqn in specs]
 
     def mesh_of(self, unit: ShardUnit) -> MeshSpec:
         """The mesh that ``unit`` is sharded on: one axis, or two that replicate and shard."""
@@ -185,14 +186,19 @@ def mp_policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, Any]:
 def skippable(plan: PlanData) -> set[ShardUnit]:
     """Return the units with ``may_skip=True`` and those inside them."""
     fqns = {fqn for unit in plan.units if unit.may_skip for fqn in unit.modules}
+    if not fqns:
+        return set()
     return {unit for unit in plan.units if fqns.intersection([unit.modules[0], *ancestors(unit.modules[0])])}
 
 
 def callers(plan: PlanData) -> dict[ShardUnit, list[ShardUnit]]:
     """Return the units that call those, in the order of the plan, each with all units that it calls."""
-    inside, found = skippable(plan), {unit: list[ShardUnit]() for unit in plan.units}
+    inside = skippable(plan)
+    if not inside:
+        return {}
+    found = {unit: list[ShardUnit]() for unit in plan.units}
     around = {fqn: unit for unit in plan.units for fqn in unit.modules}
-    for unit in plan.execution_order() if inside else ():
+    for unit in plan.execution_order():
         outer = next((around[fqn] for fqn in ancestors(unit.modules[0]) if fqn in around), None)
         if outer is not None:
             found[outer].append(unit)

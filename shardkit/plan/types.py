@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ class ParamSpec(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the unsharded parameter."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def shards(self) -> bool:
@@ -137,12 +138,12 @@ class MeshSpec:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def shard_size(self) -> int:
         """The number of ranks over which each parameter is sharded."""
-        return torch.Size(self.shape[-self.shard_axes :]).numel()
+        return math.prod(self.shape[-self.shard_axes :])
 
     @property
     def replicates(self) -> bool:
@@ -185,7 +186,7 @@ class MeshSpec:
 
     def parts(self, axis: str | None) -> int:
         """Return into how many parts the model has split each parameter of a unit on ``axis``; 1 for None."""
-        return torch.Size(self.splits(axis).values()).numel()
+        return math.prod(self.splits(axis).values())
 
     def __str__(self) -> str:
         axes = [f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True)]

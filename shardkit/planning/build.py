@@ -128,11 +128,13 @@ def plan_of(
     )
     trained = sorted(fqn for fqn in left_alone if tree.params[fqn].requires_grad)
     note = f"{listing(trained, 6)}: ignored but trained, so each rank keeps its own, unreduced gradient"
-    split = {fqn for unit in units if mesh.parts(unit.mesh) > 1 for fqn in unit.params}
+    split = {fqn for unit in units if unit.mesh and mesh.parts(unit.mesh) > 1 for fqn in unit.params}
     plan = ShardingPlan(
         units=units,
         mesh=mesh,
-        params=tuple(spec._replace(tensor_parallel=True) if spec.fqn in split else spec for spec in tree.specs()),
+        params=tuple(
+            spec._replace(tensor_parallel=True) if spec.fqn in split else spec for spec in tree.specs.values()
+        ),
         ignored=tuple(fqn for fqn in tree.params if fqn in left_alone),
         replicated=tuple(fqn for fqn in tree.params if fqn in replicated),
         prefetch=prefetch,
@@ -187,7 +189,7 @@ def _unit(tree: ModelTree, selection: Selection, params: list[str], settings: Se
         checkpoint_activations=chosen.get("checkpoint_activations", settings.checkpoint_activations and bool(blocks)),
         compile=chosen.get("compile", settings.compile and bool(blocks)),
         blocks=tuple(tree.fqns[entry] for entry in blocks),
-        shard_dims=tuple((fqn, dim) for fqn in params if dim and tree.params[fqn].dim() > dim),
+        shard_dims=tuple((fqn, dim) for fqn in params if len(tree.specs[fqn].shape) > dim) if dim else (),
         mesh=chosen.get("mesh"),
         may_skip=bool(chosen.get("may_skip")),
         dim_given=dim is not None,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -29,11 +30,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def default_units(tree: ModelTree, ignored: frozenset[str]) -> tuple[list[Selection], list[str]]:
     """Return the selections of the default rule, the root included, and a note for each repair."""
     blocks = Blocks(tree)
-    inside = {below for block in blocks.outermost for below in tree.subtree(block)}
-    inside.update(path for below in sorted(inside & tree.shared) for path in tree.paths(below))
+    inside = set[int]().union(*map(tree.subtree, blocks.outermost))
+    firsts = {tree.firsts[below] for below in inside} if tree.shared else ()
+    inside.update(entry for entry in tree.shared if tree.firsts[entry] in firsts)
     # What is in no block, and in no other item of a list, since some of those may not be called.
-    lists = [entry for entry, module in enumerate(tree.modules) if isinstance(module, nn.ModuleList)]
-    inside.update(below for entry in lists for below in tree.subtree(entry) if below != entry)
+    inside.update(*(range(entry + 1, tree.ends[entry]) for entry in tree.instances(nn.ModuleList)))
     outside = [entry for entry in range(len(tree.modules)) if entry not in inside]
 
     head = _find_head(tree, blocks, outside)
@@ -123,8 +124,8 @@ def _find_tail(tree: ModelTree, blocks: Blocks, outside: list[int], head: int | 
 
 def _notes_of_tables(tree: ModelTree, blocks: Blocks, embedding: int | None) -> list[str]:
     """Return a note for embedding tables that are most of the model, as in recommendation."""
-    tables = [entry for entry in tree.first_entries if isinstance(tree.modules[entry], (nn.Embedding, nn.EmbeddingBag))]
-    tables = [each for each in tables if each != embedding and not any(fqn in tree.ties for fqn in tree.owned[each])]
+    tables = [each for each in tree.instances(nn.Embedding, nn.EmbeddingBag) if tree.firsts[each] == each != embedding]
+    tables = [each for each in tables if not any(fqn in tree.ties for fqn in tree.owned[each])]
     if 2 * blocks.size(tables) < blocks.numel[0]:
         return []
     names = listing((tree.fqns[entry] for entry in tables), 4)
@@ -181,10 +182,14 @@ class Blocks:
         self._declared = frozenset(getattr(tree.modules[0], "_no_split_modules", None) or ())
         self.numel, self._matrices = _totals(tree)
         self._items = set(_items(tree, self._matrices))
-        firsts = set(tree.first_entries)  # each module once, also where a list repeats one: ModuleList([block] * 3)
-        self._counts = Counter(type(tree.modules[entry]) for entry in firsts)
-        self._listed = Counter(type(tree.modules[entry]) for entry in self._items & firsts)
-        self._found = {entry for entry in sorted(firsts) if entry and self._is_block(entry)}
+        # Each module once, also where a list repeats one: ModuleList([block] * 3)
+        firsts = {
+            cls: [each for each in entries if tree.firsts[each] == each] for cls, entries in tree.by_class.items()
+        }
+        self._counts = {cls: len(entries) for cls, entries in firsts.items()}
+        self._listed = {cls: len(self._items.intersection(entries)) for cls, entries in firsts.items()}
+        listed = sorted(entry for cls, entries in firsts.items() if self._listed[cls] for entry in entries)
+        self._found = [entry for entry in listed if entry and self._is_block(entry)]
         self.outermost = self._outermost(0)
         self.smallest = [smallest for block in self.outermost for smallest in self._smallest(block)]
         self.limit = max(CUT_NUMEL, *(self.numel[block] for block in self.smallest), 0)
@@ -222,27 +227,27 @@ class Blocks:
         # Where the model declares blocks, such a block is cut only into others that the model declares.
         among = self._declared if self.is_declared(block) else ()
         inside = [inner for inner in self._outermost(block, among) if self._matrices[inner] > 1]
-        if len(inside) == 1:
-            return inside if self._inside(inside[0]) else []
+        if len(inside) < 2:
+            return inside if inside and self._inside(inside[0]) else []
         siblings = Counter((tree.parents[inner], type(tree.modules[inner])) for inner in inside)
-        repeat = max(siblings.values(), default=0) > 1 or (len(inside) > 1 and isinstance(module, _CONTAINERS))
+        repeat = max(siblings.values()) > 1 or isinstance(module, _CONTAINERS)
         return inside if repeat and self.size(inside) >= CUT_COVER * self.numel[block] else []
 
     def _outermost(self, entry: int, among: Collection[str] = ()) -> list[int]:
         """Return the outermost blocks below an entry, of classes with these names if any are given."""
         found: list[int] = []
-        below = entry + 1
-        while below < self._tree.ends[entry]:
-            is_one = below in self._found and (not among or type(self._tree.modules[below]).__name__ in among)
-            found += [below] * is_one
-            below = self._tree.ends[below] if is_one else below + 1
+        start, end = bisect_right(self._found, entry), self._tree.ends[entry]
+        for below in self._found[start : bisect_left(self._found, end)]:
+            is_inside = found and below < self._tree.ends[found[-1]]
+            if not is_inside and (not among or type(self._tree.modules[below]).__name__ in among):
+                found.append(below)
         return found
 
     def _is_block(self, entry: int) -> bool:
         tree, module = self._tree, self._tree.modules[entry]
         if entry not in self._items:  # an attribute, such as mid_block, of a class that is in a list too
-            repeats = self._counts[type(module)] > 1 and self._listed[type(module)] and self._matrices[entry] > 1
-            return bool(repeats) and not isinstance(module, _CONTAINERS) and is_called(tree, entry)
+            repeats = self._counts[type(module)] > 1 and self._matrices[entry] > 1
+            return repeats and not isinstance(module, _CONTAINERS) and is_called(tree, entry)
         if not self.is_declared(entry):
             if self._listed[type(module)] < 2 and not self._is_alone(entry):
                 return False
@@ -262,9 +267,11 @@ def _totals(tree: ModelTree) -> tuple[list[int], list[int]]:
     """Return the elements at or below each entry, and the number of parameters with more than one long dim."""
     numel, matrices = [0] * len(tree.modules), [0] * len(tree.modules)
     for entry in tree.post_order:
-        params = [tree.params[fqn] for fqn in tree.owned[entry]]
-        numel[entry] += sum(param.numel() for param in params)
-        matrices[entry] += sum(sum(size > 1 for size in param.shape) > 1 for param in params)
+        for fqn in tree.owned[entry]:
+            spec = tree.specs[fqn]
+            elements = spec.numel
+            numel[entry] += elements
+            matrices[entry] += elements > max(spec.shape or (1,))
         if entry:
             numel[tree.parents[entry]] += numel[entry]
             matrices[tree.parents[entry]] += matrices[entry]
@@ -276,20 +283,15 @@ def _items(tree: ModelTree, matrices: list[int]) -> Iterator[int]:
 
     Not experts: a rank may have no token for one, and not call it.
     """
-    end_of_experts = 0
-    for entry, module in enumerate(tree.modules):
-        is_container = isinstance(module, _CONTAINERS)
-        if is_container and "expert" in tree.fqns[entry].rpartition(".")[2].lower():
-            end_of_experts = max(end_of_experts, tree.ends[entry])
-        if entry < end_of_experts:
-            continue
-        if is_container:
-            yield from tree.children(entry)
-            continue
-        numbered: dict[str, list[int]] = {}
-        for child in tree.children(entry):
-            name = tree.fqns[child].rpartition(".")[2]
-            if matrices[child] > 1 and any(map(str.isdigit, name)):
-                numbered.setdefault(re.sub(r"\d+", "#", name), []).append(child)
-        for alike in numbered.values():
-            yield from alike if len(alike) > 1 else ()
+    containers = tree.instances(*_CONTAINERS)
+    experts = [entry for entry in containers if "expert" in tree.fqns[entry].rpartition(".")[2].lower()]
+    among_experts = {below for entry in experts for below in tree.subtree(entry)}
+    yield from (item for entry in containers if entry not in among_experts for item in tree.children(entry))
+    numbered: dict[tuple[int, str], list[int]] = {}
+    others = among_experts.union(containers)
+    for entry, count in enumerate(matrices):
+        name = tree.fqns[entry].rpartition(".")[2] if count > 1 else ""
+        if any(map(str.isdigit, name)) and tree.parents[entry] not in others:
+            numbered.setdefault((tree.parents[entry], re.sub(r"\d+", "#", name)), []).append(entry)
+    for alike in numbered.values():
+        yield from alike if len(alike) > 1 else ()

@@ -31,6 +31,8 @@ def balanced(plan: ShardingPlan, keep: Collection[str] = ()) -> ShardingPlan:
             by_shape[spec.shape, spec.dtype].append((spec, dim, waste))
         else:
             left.append((unit, spec, waste))
+    if not (by_shape or left):
+        return plan
     held = plan.held_bytes()
     saving = {shape: sum(waste for *_, waste in found) for shape, found in by_shape.items()}
     least = held - sum(saving.values())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dis
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
 from inspect import unwrap
+from itertools import chain, zip_longest
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ class ModelTree:
         parents: the entry of each one's parent module, -1 for the root.
         ends: one past the last entry below each one, so that ``range(i, ends[i])`` is its subtree.
         post_order: the entries, children before parents.
+        firsts: the first entry of each one's module, itself for almost all.
         owned: the first FQNs of the parameters that each entry's module registers itself.
         params: each parameter once, by its first FQN, in pre-order.
         names: the first FQN of each parameter, by its ``id``.
@@ -44,24 +45,40 @@ class ModelTree:
         self.parents: list[int] = []
         self.ends: list[int] = []
         self.post_order: list[int] = []
-        self.owned: list[list[str]] = []
+        self.firsts: list[int] = []
+        self.owned: list[Sequence[str]] = []
         self.params: dict[str, nn.Parameter] = {}
         self.names: dict[int, str] = {}
         self.ties: dict[str, list[str]] = {}
         self.uncalled: set[int] = set()
-        self._walk("", model, -1, set())
+        self._walk("", model, -1, {})
 
-    def _walk(self, fqn: str, module: nn.Module, parent: int, path: set[int]) -> None:
-        if id(module) in path:
-            return  # a module that is its own descendant: torch's named_modules() stops here too
+    def _walk(self, fqn: str, module: nn.Module, parent: int, seen: dict[int, int]) -> None:
         entry = len(self.fqns)
+        first = seen.setdefault(id(module), entry)
+        if first != entry and module in self._around(parent):
+            return  # a module that is its own descendant: torch's named_modules() stops here too
         prefix = fqn + "." if fqn else ""
-        owned: list[str] = []
         self.fqns.append(fqn)
         self.modules.append(module)
         self.parents.append(parent)
-        self.owned.append(owned)
+        self.firsts.append(first)
+        self.owned.append(self._register(prefix, module) if module._parameters else ())
         self.ends.append(entry + 1)
+        if module._modules:
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._walk(prefix + name, child, entry, seen)
+            self.ends[entry] = len(self.fqns)
+        self.post_order.append(entry)
+
+    def _around(self, entry: int) -> Iterator[nn.Module]:
+        while entry >= 0:
+            yield self.modules[entry]
+            entry = self.parents[entry]
+
+    def _register(self, prefix: str, module: nn.Module) -> list[str]:
+        owned: list[str] = []
         for name, param in module._parameters.items():
             if param is not None:
                 alias = prefix + name
@@ -71,14 +88,7 @@ class ModelTree:
                     self.params[first] = param
                 else:
                     self.ties.setdefault(first, []).append(alias)
-        if module._modules:
-            path.add(id(module))
-            for name, child in module._modules.items():
-                if child is not None:
-                    self._walk(prefix + name, child, entry, path)
-            path.discard(id(module))
-            self.ends[entry] = len(self.fqns)
-        self.post_order.append(entry)
+        return owned
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -86,40 +96,61 @@ class ModelTree:
         return {fqn: entry for entry, fqn in enumerate(self.fqns)}
 
     @cached_property
-    def _paths(self) -> dict[int, list[int]]:
-        paths: dict[int, list[int]] = {}
+    def by_class(self) -> dict[type[nn.Module], list[int]]:
+        """The entries of each class of modules."""
+        found: dict[type[nn.Module], list[int]] = {}
         for entry, module in enumerate(self.modules):
-            paths.setdefault(id(module), []).append(entry)
-        return paths
+            found.setdefault(type(module), []).append(entry)
+        return found
+
+    def instances(self, *classes: type) -> list[int]:
+        """The entries of modules of these classes, in order."""
+        of_class = (entries for cls, entries in self.by_class.items() if issubclass(cls, classes))
+        return sorted(chain.from_iterable(of_class))
 
     @cached_property
-    def shared(self) -> set[int]:
-        """The entries of modules that have more than one."""
-        return {entry for entries in self._paths.values() if len(entries) > 1 for entry in entries}
+    def shared(self) -> list[int]:
+        """The entries of modules that have more than one, in order."""
+        repeated = {first for entry, first in enumerate(self.firsts) if first != entry}
+        return [entry for entry, first in enumerate(self.firsts) if first in repeated] if repeated else []
 
     def paths(self, entry: int) -> list[int]:
         """All entries of the module at ``entry``."""
-        return self._paths[id(self.modules[entry])]
+        return [each for each in self.shared if self.firsts[each] == self.firsts[entry]] or [entry]
 
-    @property
+    @cached_property
     def first_entries(self) -> list[int]:
         """The first entry of each module, in pre-order."""
-        return [entries[0] for entries in self._paths.values()]
+        return [entry for entry, first in enumerate(self.firsts) if first == entry]
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """What a plan records of each parameter, in order."""
+        return {fqn: self._spec(fqn, param) for fqn, param in self.params.items()}
+
+    def _spec(self, fqn: str, param: nn.Parameter) -> ParamSpec:
+        spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad, tuple(self.ties.get(fqn, ())))
+        if fqn not in self.unsplit:
+            return spec
+        if isinstance(param, DTensor):
+            return spec._replace(tensor_parallel=True)
+        return spec if spec.trainable else spec._replace(element_bytes=_element_bytes(param))
 
     @cached_property
     def unshardable(self) -> frozenset[str]:
         """The parameters that FSDP2 cannot cut along a dim: scalars and empty ones."""
-        return frozenset(fqn for fqn, param in self.params.items() if not param.dim() or not param.numel())
+        return frozenset(fqn for fqn, spec in self.specs.items() if not spec.shards)
 
     @cached_property
     def unsplit(self) -> frozenset[str]:
         """The parameters of tensor classes with operators of their own, such as quantized ones and DTensors."""
-        return frozenset(fqn for fqn, param in self.params.items() if has_own_dispatch(type(param)))
+        classes = {cls for cls in set(map(type, self.params.values())) if has_own_dispatch(cls)}
+        return frozenset(fqn for fqn, param in self.params.items() if classes and type(param) in classes)
 
     @cached_property
     def trains_one_dtype(self) -> bool:
         """Whether all parameters that require grad have the same dtype."""
-        return len({param.dtype for param in self.params.values() if param.requires_grad}) < 2
+        return len({spec.dtype for spec in self.specs.values() if spec.trainable}) < 2
 
     def children(self, entry: int) -> Iterator[int]:
         """The entries directly below ``entry``, in order."""
@@ -140,25 +171,10 @@ class ModelTree:
         """The parameters at or below ``entry``."""
         return {fqn for below in self.subtree(entry) for fqn in self.owned[below]}
 
-    def numel(self, entry: int) -> int:
-        """Elements of all parameters at or below ``entry``."""
-        return sum(self.params[fqn].numel() for fqn in self.params_below(entry))
-
     def trained_dtypes(self, *entries: int) -> set[torch.dtype]:
         """The dtypes of the parameters that require grad and that these modules register themselves."""
-        params = (self.params[fqn] for entry in entries for fqn in self.owned[entry])
-        return {param.dtype for param in params if param.requires_grad}
-
-    def specs(self) -> tuple[ParamSpec, ...]:
-        """What a plan records of each parameter, in order."""
-        found = []
-        for fqn, param in self.params.items():
-            ties, parallel = tuple(self.ties.get(fqn, ())), fqn in self.unsplit and isinstance(param, DTensor)
-            spec = ParamSpec(fqn, tuple(param.shape), param.dtype, param.requires_grad, ties, parallel)
-            if fqn in self.unsplit and not param.requires_grad and not parallel:
-                spec = spec._replace(element_bytes=_element_bytes(param))
-            found.append(spec)
-        return tuple(found)
+        specs = (self.specs[fqn] for entry in entries for fqn in self.owned[entry])
+        return {spec.dtype for spec in specs if spec.trainable}
 
 
 def _element_bytes(param: torch.Tensor) -> float:
@@ -265,7 +281,7 @@ def _loads(cls: type[nn.Module]) -> set[tuple[str, str]]:
 def _pairs(code: CodeType) -> Iterator[tuple[str, str]]:
     last = None
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "CACHE", "NOP")]
-    for step, following in itertools.zip_longest(steps, steps[1:]):
+    for step, following in zip_longest(steps, steps[1:]):
         if step.opname in _LOADS:
             if last is not None and not (following and following.opname in _LOADS and following.argval in _NO_VALUE):
                 yield last, step.argval

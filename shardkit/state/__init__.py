@@ -1,5 +1,7 @@
 """The state of models and optimizers in memory: full and sharded, gathered and scattered."""
 
+from shardkit.state.asleep import sleep as sleep
+from shardkit.state.asleep import wake as wake
 from shardkit.state.average import sharded_average as sharded_average
 from shardkit.state.full_params import full_params as full_params
 from shardkit.state.load import load_full_state_dict as load_full_state_dict

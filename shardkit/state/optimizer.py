@@ -16,12 +16,14 @@ from shardkit._torch import is_wrapper
 from shardkit.errors import ShardkitError, listing, message
 from shardkit.ranks import groups_of, together
 from shardkit.shards import as_sharded, local_value
+from shardkit.state.asleep import check_awake
 from shardkit.state.boxes import gather, model_group
 from shardkit.state.model import parameter_names
 
 # The option of an optimizer's first group for what its state_dict() holds besides parameters' state and groups: state
 # under a name, as of MADGRAD, and entries of its own, as of StableSPAM. torch.distributed has no place for them.
 OTHERS = "beside_parameters"
+CLASS = "optimizer_class"  # in checkpoints, the option of each group for the name of its optimizer's class
 IsLeaf: TypeAlias = "Callable[[object], bool]"
 OptimizerState: TypeAlias = dict[str, Any]  # {"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], ...}]}
 
@@ -129,8 +131,11 @@ def quantized_into(values: Any, into: Any) -> Any:
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return one or several optimizers as a list."""
-    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    """Return one or several optimizers as a list; raise if one is asleep."""
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for each in optimizers:
+        check_awake(each)
+    return optimizers
 
 
 def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from shardkit import take_part
 
+EXPERTS = 3
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -18,35 +20,21 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Its blocks are registered in another order than they run in, and the last one's output is not used."""
+    """Registered in another order than it runs in, and the last block's output is not used, unless ``straight``."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, straight: bool) -> None:
         super().__init__()
-        self.merge = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.patch = nn.Linear(6, width)
+        blocks = nn.ModuleList(Block(width) for _ in range(3))
+        parts = {"patch": nn.Linear(6, width), "blocks": blocks, "merge": nn.Linear(width, width)}
+        for name in parts if straight else reversed(parts):
+            self.add_module(name, parts[name])
+        self.straight = straight
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.patch(image)
-        for block in reversed(self.blocks):
+        for block in self.blocks if self.straight else reversed(self.blocks):
             x, before = block(x), x
-        return self.merge(before).tanh()
-
-
-class Straight(Tower):
-    """Registered in the order of the calls, and everything is used."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        merge, blocks = self.merge, self.blocks
-        del self.merge, self.blocks
-        self.blocks, self.merge = blocks, merge
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.patch(image)
-        for block in self.blocks:
-            x = block(x)
-        return self.merge(x).tanh()
+        return self.merge(x if self.straight else before).tanh()
 
 
 class Experts(nn.Module):
@@ -68,11 +56,11 @@ class Experts(nn.Module):
 class Net(nn.Module):
     """Tower first by name and second by call, as in transformers."""
 
-    def __init__(self, tower: type[Tower] = Tower, width: int = 8, experts: int = 3) -> None:
+    def __init__(self, straight: bool, width: int = 8) -> None:
         super().__init__()
-        self.visual = tower(width)
+        self.visual = Tower(width, straight)
         self.embed = nn.Embedding(20, width)
-        self.layers = nn.ModuleList([Block(width), Experts(width, experts), Block(width)])
+        self.layers = nn.ModuleList([Block(width), Experts(width, EXPERTS), Block(width)])
         self.project = nn.Linear(width, width)
         self.head = nn.Linear(width, 20)
         self.by_hand = False
@@ -87,9 +75,9 @@ class Net(nn.Module):
         return self.head(self.layers[2](x)).tanh()
 
 
-def net(tower: type[Tower] = Tower, experts: int = 3) -> Net:
+def net(straight: bool = False) -> Net:
     torch.manual_seed(0)
-    return Net(tower, experts=experts).double()
+    return Net(straight).double()
 
 
 def largest_difference(model: nn.Module, plain: nn.Module) -> float:
@@ -108,13 +96,11 @@ def largest_difference(model: nn.Module, plain: nn.Module) -> float:
 Batch = tuple[Tensor, Tensor | None, list[int]]
 
 
-def batch(
-    seed: int, rank: int, image: bool, experts: int = 3, chosen: list[int] | None = None, require_grad: bool = False
-) -> Batch:
+def batch(seed: int, rank: int, image: bool, chosen: list[int] | None = None, require_grad: bool = False) -> Batch:
     """What a rank gets in one step: two samples, each for one expert."""
     source = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(20, (2, 5), generator=source)
     pixels = torch.randn(2, 3, 6, generator=source, dtype=torch.double)
-    drawn = torch.randint(experts, (2,), generator=source).tolist()
+    drawn = torch.randint(EXPERTS, (2,), generator=source).tolist()
     pixels.requires_grad_(require_grad)
     return ids, pixels if image else None, drawn if chosen is None else chosen

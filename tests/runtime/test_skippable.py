@@ -1,8 +1,9 @@
-"""Units with ``may_skip=True``: ranks that do not call one take part by themselves, in any pattern."""
+"""Ranks that skip a unit take part in its collectives, by ``may_skip`` or by hand, with one plain model's gradients."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -26,11 +27,9 @@ from shardkit import (
     take_part,
 )
 from shardkit.apply.mesh import build_mesh
-from shardkit.testing import comm_counts, distributed
+from shardkit.testing import CommCounts, comm_counts, distributed, fake_world
 
 TWO = MeshSpec.sharded(2)
-
-
 BOUND = 1e-14  # fp64: sums over ranks in another order
 KINDS: dict[str, dict[str, Any]] = {
     "recomputed prefix": {"frozen": ("visual.patch", "visual.blocks.2"), "recomputes": True},
@@ -44,10 +43,29 @@ def units(recompute: bool) -> list[Any]:
     return [skipped, by_name("visual.blocks.*", "embed"), by_name("layers.*", checkpoint_activations=recompute)]
 
 
+def mean_square(model: nn.Module, given: Any) -> torch.Tensor:
+    return model(*given).square().mean()
+
+
+def assert_same_step(
+    model: nn.Module, plain: nn.Module, *steps: list[Any], loss: Any = mean_square, bound: float = BOUND
+) -> CommCounts:
+    """Compare gradients with the plain model's after micro-batches, each by rank; return the collectives."""
+    model.zero_grad()
+    plain.zero_grad()
+    with comm_counts() as counts:
+        for number, by_rank in enumerate(steps):
+            with accumulate(model, last=number == len(steps) - 1):
+                loss(model, by_rank[dist.get_rank()]).backward()
+    for given in (given for by_rank in steps for given in by_rank):
+        (loss(plain, given) / dist.get_world_size()).backward()
+    assert largest_difference(model, plain) < bound
+    return counts
+
+
 def train_in_random_patterns(
     mesh: MeshSpec, seed: int, frozen=(), recomputes=False, micro_batches=1, require_grad=False, evaluates=False
 ) -> None:
-    """The gradients are those of one plain model in each of six steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = net()
     for name in frozen:
@@ -58,22 +76,17 @@ def train_in_random_patterns(
     source = random.Random(seed)
     for step in range(6):
         likely = source.choice([0.0, 0.2, 0.5, 0.9])
-        model.zero_grad()
-        plain.zero_grad()
-        with comm_counts() as counts:
-            for micro in range(micro_batches):
-                images = [source.random() < likely for _ in range(world)]
-                given = [
-                    batch(step + 99 * micro, other, images[other], require_grad=require_grad) for other in range(world)
-                ]
-                with accumulate(model, last=micro == micro_batches - 1):
-                    model(*given[rank]).square().mean().backward()
-                for each in given:
-                    (plain(*each).square().mean() / world).backward()
-        assert largest_difference(model, plain) < BOUND, (step, images)
+        given = [
+            [
+                batch(step + 99 * micro, each, source.random() < likely, require_grad=require_grad)
+                for each in range(world)
+            ]
+            for micro in range(micro_batches)
+        ]
+        counts = assert_same_step(model, plain, *given)
         if evaluates and step % 3 == 0:
             with torch.no_grad():
-                assert torch.allclose(model(*given[rank]), plain(*given[rank]), rtol=1e-13, atol=1e-15)
+                assert torch.allclose(model(*given[0][rank]), plain(*given[0][rank]), rtol=1e-13, atol=1e-15)
     if not frozen:  # the ranks have told each other in which order units come
         assert counts == plan.collectives(micro_batches)
 
@@ -93,37 +106,35 @@ def test_ranks_of_a_hybrid_mesh_skip():
 def test_a_model_of_transformers_with_text_and_image_batches():
     import vl_nets
 
-    plain, rank = vl_nets.model("Qwen2VL"), dist.get_rank()
+    def loss(model, given):
+        return model(**given, use_cache=False).loss
+
+    plain = vl_nets.model("Qwen2VL")
     model = shard_model(copy.deepcopy(plain), units=vl_nets.RECIPES["Qwen2VL"])
     model.train()
     for step, images in enumerate([(False, True), (True, False), (False, False), (True, False)]):
         if step == 2:
             model.gradient_checkpointing_enable()
-        model.zero_grad()
-        plain.zero_grad()
-        model(**vl_nets.batch("Qwen2VL", step + 10 * rank, images[rank]), use_cache=False).loss.backward()
-        for other in range(2):
-            given = vl_nets.batch("Qwen2VL", step + 10 * other, images[other])
-            (plain(**given, use_cache=False).loss / 2).backward()
-        assert largest_difference(model, plain) < 1e-6  # transformers normalizes in float32
+        given = [vl_nets.batch("Qwen2VL", step + 10 * rank, images[rank]) for rank in range(2)]
+        assert_same_step(model, plain, given, loss=loss, bound=1e-6)  # transformers normalizes in float32
     assert model.model.visual.merger.mlp[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @distributed(world_size=2)
 def test_a_tower_is_unfrozen_later_and_the_model_compiled(compiled):
-    plain, rank = net(), dist.get_rank()
+    plain = net()
     plain.visual.requires_grad_(False)
     model = shard_model(copy.deepcopy(plain), units=units(False))
     called = torch.compile(model, backend="eager") if compiled else model
+
+    def loss(each, given):
+        return mean_square(called if each is model else each, given)
+
     for step in range(6):
         for each in (model, plain):
             each.visual.requires_grad_(2 <= step < 4)
-            each.zero_grad()
-        called(*batch(step, rank, step % 2 == rank)).square().mean().backward()
-        for other in range(2):
-            (plain(*batch(step, other, step % 2 == other)).square().mean() / 2).backward()
-        assert largest_difference(model, plain) < BOUND, step
+        assert_same_step(model, plain, [batch(step, rank, step % 2 == rank) for rank in range(2)], loss=loss)
 
 
 class Branches(nn.Module):
@@ -176,22 +187,35 @@ class Checkpointed(nn.Module):
             x = checkpoint(layer, x, use_reentrant=False).tanh()
             if number == 1 and image is not None:
                 x = torch.cat([checkpoint(self.tower, image, use_reentrant=False), x])
-        return x.square().mean()
+        return x
 
 
 @distributed(world_size=2)
 def test_checkpoints_around_calls_of_units():
     torch.manual_seed(0)
-    plain, rank = Checkpointed().double(), dist.get_rank()
+    plain = Checkpointed().double()
     model = shard_model(copy.deepcopy(plain), units=[by_name("tower", may_skip=True), by_name("layers.*")])
     x, image = torch.randn(2, 2, 4).double(), torch.randn(2, 2, 3).double()
     for pattern in [(True, False), (False, True), (False, False), (True, True)]:
-        model.zero_grad()
-        plain.zero_grad()
-        model(x[rank], image[rank] if pattern[rank] else None).backward()
-        for other in range(2):
-            (plain(x[other], image[other] if pattern[other] else None) / 2).backward()
-        assert largest_difference(model, plain) < BOUND
+        assert_same_step(model, plain, [(x[rank], image[rank] if pattern[rank] else None) for rank in range(2)])
+
+
+# By hand.
+
+
+@pytest.mark.parametrize("frozen", [(), ("patch", "blocks"), ("patch", "blocks", "merge")])
+@distributed(world_size=2)
+def test_a_rank_takes_part_in_a_tower_that_it_skips(frozen):
+    plain = net(straight=True)
+    for name in frozen:
+        plain.visual.get_submodule(name).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    shard_model(model, units=["layers.*", "visual.blocks.*", "visual", "embed"])
+    model.by_hand, found = True, []
+    for images in itertools.product([False, True], repeat=2):
+        given = [batch(7, rank, images[rank], chosen=[0, 1]) for rank in range(2)]
+        found.append(assert_same_step(model, plain, given))
+    assert all(counts == found[0] for counts in found)
 
 
 @distributed(world_size=2)
@@ -199,12 +223,20 @@ def test_take_part_leaves_a_unit_that_may_be_skipped_to_shardkit():
     plain = net()
     model = shard_model(copy.deepcopy(plain), units=units(False))
     model.by_hand = True
-    rank = dist.get_rank()
-    model(*batch(0, rank, rank == 0)).square().mean().backward()
-    for other in range(2):
-        (plain(*batch(0, other, other == 0)).square().mean() / 2).backward()
-    assert largest_difference(model, plain) < BOUND
+    assert_same_step(model, plain, [batch(0, rank, rank == 0) for rank in range(2)])
     assert take_part(model.visual, torch.ones(3)).item() == 0
+
+
+def test_a_bad_stand_in_and_a_unit_that_reaches_outside_are_errors():
+    with pytest.raises(ShardkitError, match=r"like of take_part is torch.int64"):
+        take_part(nn.Linear(2, 2), torch.ones(2, dtype=torch.long))
+    with fake_world(2):
+        model = shard_model(net(straight=True), units=[group("visual.merge", "head")])
+        with pytest.raises(ShardkitError, match=r"shares a unit with 1 modules outside"):
+            take_part(model.visual, torch.ones(1))
+
+
+# The plan.
 
 
 def test_the_plan_says_what_may_be_skipped():

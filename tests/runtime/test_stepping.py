@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 
-from shardkit import ShardkitError, check_optimizer, shard_model, zero_grad
+from shardkit import MeshSpec, ShardkitError, check_optimizer, shard_model, zero_grad
 from shardkit.grads import accumulate, no_sync
-from shardkit.plan import MeshSpec
-from shardkit.testing import distributed, fake_world
+from shardkit.testing import fake_world
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -32,17 +31,9 @@ def net(dtype=torch.float32):
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).to(dtype)
 
 
-def backward(model, seed=1):
-    x = torch.rand(5, 4, generator=torch.Generator().manual_seed(seed))  # rounded: torch 2.11 draws others in bfloat16
+def backward(model):
+    x = torch.rand(5, 4)
     model(x.to(next(model.parameters()).dtype)).float().square().sum().backward()
-
-
-def grads(model):
-    return {fqn: None if p.grad is None else p.grad.full_tensor().clone() for fqn, p in model.named_parameters()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 # An optimizer built before sharding.
@@ -141,22 +132,6 @@ def test_a_step_while_gradients_of_replicated_parameters_wait_raises(world, froz
         optimizers[1].zero_grad()
 
 
-@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("keep", [None, True, False])
-def test_zero_grad_of_shardkit_drops_gradients_that_wait(world, precision, keep):
-    model = shard_model(net(), mp_policy=precision)
-    backward(model, seed=2)
-    expected = grads(model)
-    model.zero_grad()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with accumulate(model, last=False, keep_unsharded=keep):
-        backward(model, seed=1)
-    zero_grad(model)
-    optimizer.step()
-    backward(model, seed=2)
-    assert same(grads(model), expected)
-
-
 def test_a_model_is_freed_while_gradients_wait(world):
     model = shard_model(net())
     with no_sync(model):
@@ -176,21 +151,16 @@ def test_a_compiled_step(world):
     assert not torch.equal(model[0].weight.full_tensor(), before)
 
 
-@distributed(world_size=4, backend="gloo")
-def test_what_hsdp_reduce_scattered_is_dropped_too():
-    model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2), units=[])
-    backward(model, seed=2)
-    expected = grads(model)
-    model.zero_grad()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with accumulate(model, last=False, shard_gradients=True):
-        backward(model, seed=1)
-    with pytest.raises(ShardkitError, match="while 4 gradients wait"):
+def test_a_step_while_what_hsdp_reduce_scattered_waits_raises():
+    with fake_world(4):
+        model = shard_model(net(), mesh=MeshSpec.hybrid(2, 2))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with accumulate(model, last=False, shard_gradients=True):
+            backward(model)
+        with pytest.raises(ShardkitError, match="while 4 gradients wait"):
+            optimizer.step()
+        zero_grad(model)
         optimizer.step()
-    zero_grad(model)
-    optimizer.step()
-    backward(model, seed=2)
-    assert same(grads(model), expected)
 
 
 # Low precision.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from state_models import LAYOUTS, OTHERS, Net, Odd, as_bytes, assert_same_state, columns, fsdp, hsdp, seeded
 from torch import Tensor, nn
 
-from shardkit import init_on_meta
+from shardkit import init_on_meta, load_checkpoint, save_checkpoint
 from shardkit.errors import ShardkitError
 from shardkit.state import full_state_dict, load_full_state_dict
 from shardkit.testing import comm_counts, distributed
@@ -272,3 +272,19 @@ def test_a_buffer_that_nothing_gives_a_value_is_named():
     with pytest.raises(ShardkitError, match="table would stay uninitialized"):
         load_full_state_dict(model, full_other_values())
     assert model.embed.weight.is_meta
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@distributed(world_size=2, backend="gloo")
+def test_buffers_of_expand_are_loaded(format, tmp_path):
+    def build(value: float) -> nn.Module:
+        model = seeded(lambda: nn.Linear(4, 4))
+        model.register_buffer("mask", torch.tensor([[value], [1.0]]).expand(2, 3))
+        return fsdp(model)
+
+    model, other = build(2.0), build(3.0)
+    load_full_state_dict(other, full_state_dict(model))
+    assert torch.equal(other.mask, model.mask)
+    save_checkpoint(tmp_path / "a", other, format=format)
+    load_checkpoint(tmp_path / "a", resumed := build(4.0))
+    assert torch.equal(resumed.mask, model.mask)

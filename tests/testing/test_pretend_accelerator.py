@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit.fsdp1 import FullStateDictConfig, StateDictType
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
-from shardkit.memory import memory_report
+from shardkit.memory import estimate, memory_report
+from shardkit.state import asleep, sleep, wake
 from shardkit.testing import RankPool
 
 OFFLOADED = {"pinned": CPUOffloadPolicy(pin_memory=True), "pageable": CPUOffloadPolicy(pin_memory=False)}
@@ -279,6 +280,42 @@ def check_pinned_memory() -> None:
 
 def test_pinned_memory_is_told_apart(ranks: RankPool) -> None:
     ranks.run(check_pinned_memory)
+
+
+def check_sleep() -> None:
+    with pretend_accelerator() as accelerator:
+        model = sharded("cpu", "pretend")
+        optimizer = adamw(model.parameters())
+        predicted = estimate(Net(), world_size=2, batch=torch.ones(4, 5, dtype=torch.long))["ZeRO-3"].asleep
+        for _ in range(2):
+            loss_of(model, "pretend").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, "pretend")  # the root stays gathered
+        report = memory_report(model, optimizer).measured
+        assert predicted == report["parameters"] + report["optimizer"]
+        kept, before = set(), plain(list(model.parameters()))
+        for _ in range(2):
+            accelerator.syncs.clear()
+            sleep(model, optimizer)
+            assert accelerator.syncs == ["device"]
+            assert sum(memory_report(model, optimizer).measured[name] for name in ("parameters", "optimizer")) == 0
+            assert memory_report(model, optimizer).measured["unsharded"] == 0
+            hosts = {host.data_ptr() for bed in asleep._beds.values() for _, host in bed.moved}
+            kept = kept or hosts
+            assert kept == hosts, "the second time uses the memory of the first"
+            accelerator.syncs.clear()
+            wake(model, optimizer)
+            assert accelerator.syncs == []
+        check_same(list(model.parameters()), before, "awake")
+        offloaded = sharded("cpu", "pretend", offload_policy=OFFLOADED["pinned"])
+        sleep(offloaded)
+        assert memory_report(offloaded).measured["on the CPU"] == report["parameters"] - 8, "what is offloaded stays"
+
+
+def test_sleep_leaves_nothing_on_the_device(ranks: RankPool) -> None:
+    ranks.run(check_sleep)
 
 
 def check_drop_in(given: int | str | None) -> None:

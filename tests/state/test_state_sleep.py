@@ -1,0 +1,98 @@
+"""sleep and wake: the device's memory is free in between, and training goes on bit for bit with the same objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from shardkit import ShardkitError, shard_model, sharded_average, step_on_local_shards
+from shardkit.state import sleep, wake
+from shardkit.testing import distributed
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 1))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.gain * self.body(x)
+
+
+def trained(shape: tuple[int, ...], naps: bool, local: bool) -> list[torch.Tensor]:
+    """Train with two optimizers and an average, asleep after each backward and each step."""
+    torch.manual_seed(0)
+    model = shard_model(Uneven(), mesh=mesh_of(shape), units=shardkit.by_class(nn.Linear))
+    params = list(model.parameters())
+    optimizers = [torch.optim.AdamW(params[:3]), torch.optim.SGD(params[3:], lr=0.1, momentum=0.9)]
+    for optimizer in optimizers if local else ():
+        step_on_local_shards(optimizer)
+    average = sharded_average(model, 0.5)
+
+    def nap() -> None:
+        if naps:
+            sleep(model, optimizers)
+            sleep(average)
+            assert sum(part.untyped_storage().nbytes() for part in held(model, average, *optimizers)) == 0
+            wake(model, optimizers)
+            wake(average)
+
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(6, 3, generator=generator)).square().sum().backward()
+        nap()
+        for optimizer in optimizers:
+            optimizer.step()
+        average.update_parameters(model)
+        nap()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+    return [part.clone() for part in held(model, average, *optimizers)]
+
+
+def held(*holders: object) -> list[torch.Tensor]:
+    found = []
+    for holder in holders:
+        if isinstance(holder, nn.Module):
+            found += [*holder.parameters(), *holder.buffers(), *(p.grad for p in holder.parameters())]
+        else:
+            found += [value for entry in holder.state.values() for value in entry.values()]
+    parts = (each.to_local() if isinstance(each, DTensor) else each for each in found if isinstance(each, torch.Tensor))
+    return [part.detach() for part in parts if part.numel()]
+
+
+@pytest.mark.parametrize("local", [False, True])
+@distributed(world_size=4, backend="gloo")
+def test_training_with_naps_is_training_without(local):
+    for shape in ((4,), (2, 2)):
+        for one, other in zip(trained(shape, False, local), trained(shape, True, local), strict=True):
+            assert torch.equal(one, other)
+
+
+@distributed(world_size=2, backend="gloo")
+def test_what_needs_the_values_raises_until_wake(tmp_path):
+    model = shard_model(Uneven())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    sleep(model, optimizer)
+    sleep(model, optimizer)  # already
+    with pytest.raises(ShardkitError, match=r"FSDPUneven is asleep.*Call wake\(model, optimizer\) first"):
+        model(torch.ones(2, 3))
+    with pytest.raises(ShardkitError, match="AdamW is asleep"):
+        optimizer.step()
+    with pytest.raises(ShardkitError, match="FSDPUneven is asleep"):
+        shardkit.full_state_dict(model)
+    wake(model)
+    with pytest.raises(ShardkitError, match="AdamW is asleep"):
+        shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
+    wake(model, optimizer)
+    wake(model, optimizer)
+    shardkit.save_checkpoint(tmp_path / "a", model, optimizer)
