@@ -220,6 +220,9 @@ def python(plan: PlanData) -> str:
     if any(children_first(replace(plan, units=tuple(chain(*runs))))):  # loops would shard a module before its child
         runs = [[unit] for unit in plan.units]
     lines = [*_header(plan), *_setup(plan), ""]
+    if skipped := [unit.name for unit in plan.units if unit.may_skip]:
+        where = f"each rank must call {listing(skipped, 6)} in every step, or the others wait"
+        lines.append(f"# Not in this code: may_skip, which torch lacks; {where}.")
     lines += [f"tile_forward({_module(_quoted(fqn))}, {tiles})" for fqn, tiles in plan.tiles]
     lines += [line for run in runs for line in _run(plan, run)]
     if plan.prefetch:
