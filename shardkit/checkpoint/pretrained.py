@@ -26,7 +26,6 @@ from shardkit.checkpoint.hub import (
     Group,
     HubFiles,
     check_float8,
-    described_config,
     is_adapted,
     is_pretrained,
     plain_class,
@@ -49,9 +48,8 @@ from shardkit.checkpoint.write import (
 from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
 from shardkit.state.boxes import BUCKET, gather, model_group
-from shardkit.state.load import Room, live_state
+from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
 from shardkit.state.model import checked_state, first_names, model_state
-from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
@@ -230,7 +228,9 @@ class Export(NamedTuple):
             auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
             config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
             return
-        config = described_config(model, dtype or model.dtype)
+        config = copy.copy(vars(model)["config"])
+        config.architectures = [plain_class(model).__name__]  # which from_pretrained and inference engines look for
+        config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         config.save_pretrained(place)
         if model.can_generate():
             model.generation_config.save_pretrained(place)

@@ -55,10 +55,10 @@ class Content:
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by argument."""
         plain = self.plain["optimizer"] or {"param_groups": []}
+        optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
         return {
             "model": {name: described(tensor) for name, tensor in self.model.items()},
-            "optimizer": {name: described(tensor) for name, tensor in self.optimizer.items()},
-            "optimizer's options": plain | {"param_groups": dict(enumerate(plain["param_groups"]))},
+            "optimizer": optimizer | plain | {"param_groups": dict(enumerate(plain["param_groups"]))},
             "scheduler": self.plain["scheduler"],
         }
 
