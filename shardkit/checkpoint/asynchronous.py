@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import with_local
@@ -146,27 +146,17 @@ def background_groups(groups: Groups) -> Groups:
     return [_groups[base]]
 
 
-# CPU memory for copies of a model and its optimizer, by name: it lives as long as the model.
-_host_copies: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
-
-
 @torch.no_grad()
-def host_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy into CPU memory, which later saves reuse; ties stay, and memory of names that are gone is freed. Local."""
-    buffers = _host_copies.setdefault(model, {})
-    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    made = {key: _copy(tensors[name], name, buffers) for key, name in first.items()}
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy into CPU memory; ties stay. Local."""
+    made = {id(tensor): _copy(tensor) for tensor in {id(each): each for each in tensors.values()}.values()}
     if any(tensor.device.type != "cpu" for tensor in tensors.values()):
         torch.accelerator.synchronize()
-    for name in buffers.keys() - set(first.values()):
-        del buffers[name]
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _copy(tensor: Tensor, name: str, buffers: dict[str, Tensor]) -> Tensor:
-    part, buffer = local_value(tensor), buffers.get(name)
-    if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
-        pin = part.device.type not in ("cpu", "mps")
-        buffers[name] = buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
-    buffer.copy_(part, non_blocking=True)
+def _copy(tensor: Tensor) -> Tensor:
+    part = local_value(tensor)
+    pin = part.device.type not in ("cpu", "mps")  # torch keeps pinned memory for the next save
+    buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin).copy_(part, non_blocking=True)
     return with_local(tensor, buffer) if isinstance(tensor, DTensor) else buffer

@@ -113,17 +113,18 @@ def finish_deletions() -> None:
 
 def carry_over(old: Path, new: Path, ours: Callable[[str], bool]) -> None:
     """Link the files and directories in ``old`` that are not ours into ``new``; raise if it has their names. Local."""
-    theirs = [each for each in sorted(old.iterdir()) if not ours(each.name)] if old.is_dir() else []
-    if taken := [each.name for each in theirs if os.path.lexists(new / each.name)]:
+    theirs = {name for name in os.listdir(old) if not ours(name)} if old.is_dir() else set()
+    if taken := [name for name in sorted(theirs) if os.path.lexists(new / name)]:
         rule = "This save writes files of the same names, and shardkit replaces only files that it wrote"
         raise CheckpointError(message(str(old), f"has {listing(taken)}", rule, "Move them, or use another path"))
-    for each in theirs:
-        if each.is_dir() and not each.is_symlink():
-            shutil.copytree(each, new / each.name, symlinks=True, copy_function=_link)
-            for parent, _, _ in os.walk(new / each.name):
-                flush_directory(Path(parent))
-        else:
-            _link(each, new / each.name)
+
+    def skipped(place: str, names: list[str]) -> set[str]:
+        return set(names) - theirs if Path(place) == old else set()
+
+    if theirs:
+        shutil.copytree(old, new, symlinks=True, ignore=skipped, copy_function=_link, dirs_exist_ok=True)
+        for parent, _, _ in os.walk(new):
+            flush_directory(Path(parent))
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""load_pretrained and save_pretrained: weights in the hub's layout; each rank reads and writes its own bytes."""
+"""Weights in the hub's layout: each rank reads and writes its own bytes of files, or full tensors are streamed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from shardkit.checkpoint.hub import (
     Group,
     HubFiles,
     check_float8,
-    described_config,
     is_adapted,
     is_pretrained,
     plain_class,
@@ -45,12 +45,11 @@ from shardkit.checkpoint.write import (
     write_parts,
     written_dtype,
 )
-from shardkit.errors import CheckpointError, listing, message
+from shardkit.errors import CheckpointError, ShardkitError, listing, message
 from shardkit.ranks import Groups, groups_of, together
-from shardkit.state.boxes import gather, model_group
-from shardkit.state.load import Room, live_state
-from shardkit.state.model import model_state
-from shardkit.state.plan import IncompatibleKeys, KeyMap, LoadPlan, Request, plan_load
+from shardkit.state.boxes import BUCKET, gather, model_group
+from shardkit.state.load import IncompatibleKeys, KeyMap, LoadPlan, Request, Room, live_state, plan_load
+from shardkit.state.model import checked_state, first_names, model_state
 
 # The files that a save writes into a directory, including those of an earlier save of more files.
 _OURS = re.compile(
@@ -229,7 +228,9 @@ class Export(NamedTuple):
             auto = {"base_model_class": plain_class(base).__name__, "parent_library": plain_class(base).__module__}
             config.save_pretrained(place, auto_mapping_dict=auto if config.task_type is None else None)
             return
-        config = described_config(model, dtype or model.dtype)
+        config = copy.copy(vars(model)["config"])
+        config.architectures = [plain_class(model).__name__]  # which from_pretrained and inference engines look for
+        config.dtype = str(dtype or model.dtype).removeprefix("torch.")
         config.save_pretrained(place)
         if model.can_generate():
             model.generation_config.save_pretrained(place)
@@ -318,3 +319,65 @@ def _gathered(tensors: Mapping[str, Tensor], turn: int, ranks: list[int]) -> dic
     full = dict(gather(tensors.items(), on, device=torch.device("cpu")))
     # Of slices of a mesh, each with the full tensors, the one with the lowest rank writes.
     return full if on.is_root and ranks[0] in on.ranks else None
+
+
+# ---- streaming -------------------------------------------------------------------------------------------------
+
+
+def named_full_tensors(
+    model: nn.Module,
+    *,
+    names: Literal["model", "hub"] = "model",
+    bucket_bytes: int = BUCKET,
+    rank0_only: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, full tensor)`` for all parameters and persistent buffers, for example to an inference engine.
+
+    The tensors are copies, in the model's order; those that the hub has in another form come last. Besides what was
+    yielded, one bucket is held, or what one conversion takes and makes, such as the experts of a layer. **Collective**,
+    once a bucket: every rank must iterate to the end, or stop at the same tensor.
+
+    Args:
+        model: any module, sharded or not; for ``names="hub"`` of transformers 5 or peft.
+        names: ``"model"``: FQNs, tied tensors under each of theirs. ``"hub"``: the names and the tensors of the files
+            that the plain model's ``save_pretrained`` would write, as vLLM and SGLang expect them; each once.
+        bucket_bytes: how much is gathered at once, by default 64 MiB; a larger tensor is gathered by itself.
+        rank0_only: yield only on the lowest rank that holds a part of the model; the others must iterate too.
+        device: the device of the tensors; None: where they are gathered, the device of the shards or of their mesh.
+        dtype: of floating-point tensors; None keeps theirs. Cast before sending if that is smaller.
+
+    Raises:
+        ShardkitError: on every rank, as :func:`full_state_dict` and, for ``names="hub"``, :func:`save_pretrained`.
+
+    Example:
+        >>> for name, tensor in named_full_tensors(model, names="hub", dtype=torch.bfloat16):
+        ...     engine.update_weight(name, tensor)
+    """
+    with together(groups_of(model), call="named_full_tensors") as poll:
+        if names not in ("model", "hub"):
+            raise ShardkitError(message("names", f'must be "model" or "hub", got {names!r}', "", ""))
+        same = {"names": names, "bucket_bytes": bucket_bytes, "rank0_only": rank0_only, "dtype": str(dtype)}
+        state = checked_state(model, poll, **same)
+        export = plan_export(model) if names == "hub" else None
+    tensors, labels = state.tensors, dict[str, list[str]]()
+    if export is not None:
+        tensors, labels = export.sources, {name: [new] for name, new in export.renamed.items()}
+    for name, first in first_names(tensors).items() if export is None else ():
+        labels.setdefault(first, []).append(name)
+    ranks, home = model_group(tensors.values()), None if device is None else torch.device(device)
+    collected = partial(
+        gather, ranks=ranks, everywhere=not rank0_only, dtype=dtype, device=home, bucket_bytes=bucket_bytes
+    )
+    for name, full in collected([(name, tensors[name]) for name in labels]):
+        waiting = dict.fromkeys(reversed(labels[name]), full)
+        del full  # what was yielded is not held
+        while waiting:
+            yield waiting.popitem()
+    for group, new in [] if export is None else export.groups:
+        fulls = dict(collected([(name, tensors[name]) for name, _ in group.sources]))
+        made = group.convert(next(iter(new)), fulls.pop) if fulls else {}
+        while made:
+            target = next(iter(made))
+            yield new[target], made.pop(target).contiguous()

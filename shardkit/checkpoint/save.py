@@ -31,7 +31,7 @@ from shardkit.checkpoint.asynchronous import (
 from shardkit.checkpoint.chunks import flush_files, refuse_subclasses
 from shardkit.checkpoint.directory import FORMATS, FileEntry, Manifest, entries_of
 from shardkit.checkpoint.native import own_random_states, write_dcp
-from shardkit.checkpoint.source import decode, encode, leaves_of
+from shardkit.checkpoint.source import decode, encode
 from shardkit.checkpoint.write import Layout, check_written, described, laid_out, write_own
 from shardkit.errors import CheckpointError, message
 from shardkit.ranks import Groups, together
@@ -54,11 +54,12 @@ class Content:
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by argument."""
+        plain = self.plain["optimizer"] or {"param_groups": []}
         optimizer = {name: described(tensor) for name, tensor in self.optimizer.items()}
         return {
             "model": {name: described(tensor) for name, tensor in self.model.items()},
-            "optimizer": optimizer | dict(leaves_of(self.plain["optimizer"])),
-            "scheduler": dict(leaves_of(self.plain["scheduler"])),
+            "optimizer": optimizer | plain | {"param_groups": dict(enumerate(plain["param_groups"]))},
+            "scheduler": self.plain["scheduler"],
         }
 
 
@@ -90,7 +91,7 @@ def save_checkpoint(
         scheduler: anything with a ``state_dict()`` of plain data, such as torch's schedulers.
         extra: plain data and plain tensors of rank 0, such as ``{"step": 100}``, which ``load_checkpoint`` returns.
         format: ``"safetensors"``, or ``"dcp"`` for ``torch.distributed.checkpoint.load``.
-        async_: return when the state is copied to CPU memory, which the next save reuses, and write it in a thread.
+        async_: return when the state is copied to CPU memory, and write it in a thread.
         overwrite: replace a checkpoint at ``path``. Files of yours in it are carried over.
         keep: then delete, in a thread, all but the newest ``keep`` checkpoints beside it whose names differ only in
             numbers; never one with files of yours.
@@ -115,7 +116,7 @@ def save_checkpoint(
         poll.same = same | {"trainable_only": trainable_only} | content.compared()
         poll.fix = "Pass the same; ranks that hold different models, such as pipeline stages, save with group="
         poll.own = directory.draw_token()  # the highest is of all
-        content = _staged(content, model) if async_ else content
+        content = _staged(content) if async_ else content
     groups = background_groups(groups) if async_ else groups
     target = Target(place, format, ranks, poll.any, replaces, keep)
     write = partial(commit_checkpoint, target, content, groups)
@@ -194,11 +195,11 @@ def plain_values(tensor: Tensor) -> Tensor:
     return as_sharded(values, tensor) if isinstance(tensor, DTensor) else values
 
 
-def _staged(content: Content, model: nn.Module) -> Content:
+def _staged(content: Content) -> Content:
     """Return it with copies in CPU memory. Local."""
     sections = {"model": content.model, "optimizer": content.optimizer, "rest": content.rest}
     flat = {f"{key}/{name}": tensor for key, part in sections.items() for name, tensor in part.items()}
-    made = host_copies(model, flat)
+    made = host_copies(flat)
     copied: Any = {key: {name: made[f"{key}/{name}"] for name in part} for key, part in sections.items()}
     return replace(content, **copied)
 

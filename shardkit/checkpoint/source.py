@@ -23,10 +23,9 @@ from shardkit._torch.dispatch import tree_map
 from shardkit.checkpoint.format import Spec
 from shardkit.errors import CheckpointError, listing, message
 from shardkit.shards import local_value
-from shardkit.state.load import unwritten
+from shardkit.state.load import LoadPlan, Request, check_ties, same_values, unwritten
 from shardkit.state.model import is_extra
 from shardkit.state.optimizer import renamed_state
-from shardkit.state.plan import LoadPlan, Request, check_ties, same_values
 
 # The keys under which programs save a model and an optimizer.
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module")
@@ -257,15 +256,6 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind in _SEQUENCES:
         return kind(decode(each, tensors) for each in content)
     return kind({decode(key, tensors): decode(each, tensors) for key, each in content})  # Counter(pairs) would count
-
-
-def leaves_of(encoded: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts and lists, encoded, with their paths."""
-    if isinstance(encoded, (dict, list)) and encoded and TAG not in encoded:
-        for key, each in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
-            yield from leaves_of(each, _join(path, key))
-    else:
-        yield path, encoded
 
 
 def _join(path: str, key: object) -> str:

@@ -6,7 +6,6 @@ the slice with the lowest rank writes it, and the values of all slices must be e
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -149,12 +148,7 @@ def create_files(directory: Path, files: Iterable[File]) -> None:
     """Give files their full size and their headers; others may be writing into them. Local: the first rank calls it."""
     for file in files:
         with opened(directory / file.name, os.O_WRONLY | os.O_CREAT) as descriptor:
-            try:  # have the disk reserve all blocks, so that a full disk fails before anything is copied
-                os.posix_fallocate(descriptor, 0, file.bytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                os.ftruncate(descriptor, file.bytes)  # on file systems without it a full disk fails in the copy
+            os.ftruncate(descriptor, file.bytes)
             write_all(descriptor, memoryview(file.head), 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import os
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 
 from shardkit.checkpoint import chunks
 from shardkit.checkpoint.chunks import blocks, inside, opened, raw, read_all, runs_of, write_all
-from shardkit.checkpoint.format import Entry, File, Located, read_parts
-from shardkit.checkpoint.write import create_files
+from shardkit.checkpoint.format import Entry, Located, read_parts
 
 
 @st.composite
@@ -85,18 +83,3 @@ def test_a_short_write_and_a_short_read_go_on(tmp_path, monkeypatch):
         assert back == data
         with pytest.raises(OSError, match="the file ends at byte 105, 1 too early"):
             read_all(descriptor, memoryview(bytearray(101)), 5)
-
-
-def test_a_file_system_that_cannot_allocate_is_given_the_size(tmp_path, monkeypatch):
-    def refuse(code):
-        def call(*_):
-            raise OSError(code, os.strerror(code))
-
-        return call
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
-    create_files(tmp_path, [File("a", b"head", {}, 1000)])
-    assert (tmp_path / "a").stat().st_size == 1000
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left"):
-        create_files(tmp_path, [File("b", b"head", {}, 1000)])

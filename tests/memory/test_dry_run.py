@@ -140,6 +140,48 @@ def test_a_parameter_that_forward_writes_is_noted(through: str) -> None:
     assert any(note.startswith("norm.weight: written inside forward; FSDP2 loses") for note in plan.notes)
 
 
+class Filling(nn.Module):
+    """Two blocks that write their input into a list, or a dict in a tuple, of the caller."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self.layers, self.cache = nn.ModuleList(FillingBlock() for _ in range(2)), cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x, cache=self.cache), cache=self.cache)
+
+
+class FillingBlock(Block):
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        cache.append(x) if isinstance(cache, list) else cache[0].update({len(cache[0]): x})
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cache", [[], ({},)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_lists_that_a_unit_writes_into_are_noted(cache: Any, dtype: torch.dtype | None) -> None:
+    x, policy = torch.randn(2, 8, requires_grad=True), MixedPrecisionPolicy(dtype)
+    plan = plan_model(Filling(cache), mesh=TWO, example_batch=x, mp_policy=policy)
+    names = (
+        "layers.0 (cache), layers.1 (cache)" if dtype else "layers.1 (cache)"
+    )  # the first call finds no tensor in it
+    (note,) = (note for note in plan.notes if "written into" in note)
+    assert note.startswith(f"{names}: written into by the unit, which gets a copy from FSDP2; return it")
+    with fake_world(2):  # what the note says
+        shard_model(Filling(mine := copy.deepcopy(cache)), mp_policy=policy)(x)
+        assert len(mine[0] if isinstance(mine, tuple) else mine) == (0 if dtype else 1)
+
+
+def test_lists_that_a_unit_reads_are_not_noted() -> None:
+    class Reading(FillingBlock):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            return Block.forward(self, x) + cache[0]
+
+    model = Filling([torch.ones(8, requires_grad=True)])
+    model.layers = nn.ModuleList(Reading() for _ in range(2))
+    assert not any("written into" in each for each in plan_model(model, mesh=TWO, example_batch=torch.ones(2, 8)).notes)
+
+
 def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
     class Values(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardkit.shards import cut, local_box, local_value
 from shardkit.state import boxes
-from shardkit.state.boxes import Move, cut_all, gather, holders, model_group, scatter
+from shardkit.state.boxes import EACH_ALONE, Move, gather, holders, model_group, scatter
 from shardkit.testing import comm_counts, distributed, fake_world
 
 MESHES = {(4,): ["dp"], (2, 2): ["dp", "tp"], (2, 1, 2): ["dp", "cp", "tp"]}
@@ -76,7 +76,7 @@ def test_a_scatter_converts_once_and_counts_as_a_write(layout):
         scatter([move if ranks.is_root else move._replace(full=None) for move in moves], ranks)
         assert all(tensor._version > before[name] for name, tensor in state.items())
         parts = {name: local_value(tensor).clone() for name, tensor in state.items()}
-        cut_all(moves)
+        scatter(moves, EACH_ALONE)
         assert all(equal(local_value(tensor), parts[name]) for name, tensor in state.items())
         for name, tensor in gather(state.items(), ranks, dtype=dtype, everywhere=True):
             expected = fulls[name].to(state[name].dtype)

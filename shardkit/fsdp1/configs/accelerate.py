@@ -170,13 +170,13 @@ def _wrap(section: Reader, policy: str) -> Wrap:
 
 def _pin_memory(section: Reader, version: int, offload: bool) -> bool:
     pin: bool = section.get("cpu_offload_pin_memory", BOOLEAN, True)
-    answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
-    if pin:
-        answer = "implied: Offloaded shards are pinned where there is an accelerator."
-    elif version == 1:
+    answer = "implied: Offloaded shards are pinned where there is an accelerator."
+    if not pin and version == 1:
         answer = "refused: FSDP1 always pins offloaded parameters. Set fsdp_version: 2 to turn it off."
-    elif not offload:
+    elif not pin and not offload:
         answer = "noted: Without offload_params: true there is nothing to pin."
+    elif not pin:
+        answer = "mapped: CPUOffloadPolicy(pin_memory=False)."
     section.note("cpu_offload_pin_memory", answer)
     return pin
 

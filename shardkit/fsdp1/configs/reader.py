@@ -71,24 +71,23 @@ NAMES = Kind("a name, names with commas between them, or a list of names", "Llam
 GIVEN = Kind("", "", lambda value: bool(value) and str(value).lower() not in _FALSE)
 
 # An answer is "support: sentence", where {} stands for the value.
-Answer: TypeAlias = str
-Table: TypeAlias = Mapping[str, "Key | Answer"]
+Table: TypeAlias = Mapping[str, "Key | str"]
 
 
 class Key(NamedTuple):
     """A key in a table: its kind of value; one answer, one for each value, or a function to one; its default."""
 
     kind: Kind
-    answers: Answer | Mapping[Any, Answer] | Callable[[Any], Answer]
+    answers: str | Mapping[Any, str] | Callable[[Any], str]
     default: Any = None
 
 
-def switch(on: Answer, off: Answer = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
+def switch(on: str, off: str = "implied: Off.", default: bool = False, kind: Kind = BOOLEAN) -> Key:
     """A key that is true or false."""
     return Key(kind, {True: on, False: off}, default)
 
 
-def given(on: Answer, off: Answer = "implied: None.") -> Key:
+def given(on: str, off: str = "implied: None.") -> Key:
     """A key for which only matters whether it is set."""
     return switch(on, off, kind=GIVEN)
 
@@ -109,7 +108,7 @@ class Reader:
         self.problems: list[str] = around.problems if around else []  # what finish raises, of all sections
         self._asked: set[str] = set()
         self._answers: dict[str, Note | Reader | None] = {}  # by key as it is written; None is one with a problem
-        self._beginnings: dict[str, Answer] = {}  # of keys that nothing else answers for
+        self._beginnings: dict[str, str] = {}  # of keys that nothing else answers for
 
     def __contains__(self, key: str) -> bool:
         return self._spelling(key) is not None
@@ -156,7 +155,7 @@ class Reader:
                 self.note(word, row)
         return {word: self.take(word, row) for word, row in rows if isinstance(row, Key)}
 
-    def note(self, key: str, answer: Answer) -> None:
+    def note(self, key: str, answer: str) -> None:
         """Answer for a key, unless it is absent or already a problem."""
         spelling = self._spelling(key)
         if spelling is not None and self._answers.get(spelling, ...) is not None:
@@ -203,7 +202,7 @@ class Reader:
                 begun = (answer for beginning, answer in self._beginnings.items() if key.startswith(beginning))
                 yield self._noted(key, unknown if near else next(begun, unknown))
 
-    def _noted(self, spelling: str, answer: Answer) -> Note:
+    def _noted(self, spelling: str, answer: str) -> Note:
         support, _, sentence = answer.partition(": ")
         value = self._values[spelling]
         text = value if isinstance(value, str) else repr(value)
@@ -211,7 +210,6 @@ class Reader:
         return Note(self._place(spelling), text, cast(Support, support), sentence)
 
     def _place(self, spelling: str) -> str:
-        """Return the dotted path of a key in the whole configuration."""
         return f"{self._path}.{spelling}" if self._path else spelling
 
     def _spelling(self, key: str) -> str | None:

@@ -19,7 +19,6 @@ from shardkit.plan import MeshSpec
 _FSDP = ("fsdp2_train", "fsdp2_infer", "fsdp_train", "fsdp_infer")
 _RANGE = re.compile(r"^\s*list\(\s*range\(\s*(?:(\d+)\s*,\s*)?(\d+)\s*\)\s*\)\s*$")
 
-_PIPELINE: Table = {"*": "elsewhere: For the pipeline; its roles configure sharding."}
 _FOR_TRAINING = "training_args data_args generating_args infer_batch_size use_remove_padding name worker_cls"
 _ONE = "implied: An axis of size 1 changes nothing."
 _MODEL: Table = {
@@ -51,7 +50,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
     """Return the target of a pipeline, a role, or a ``strategy_config``."""
     role = _role(config)
     role.read({_FOR_TRAINING: "elsewhere: For the training loop."})
-    config.read(_PIPELINE if role is not config else {})
+    config.read({"*": "elsewhere: For the pipeline; its roles configure sharding."} if role is not config else {})
     arguments = role.section("strategy_args")
     strategy = arguments if "strategy_args" in role else role
     name = strategy.raw("strategy_name")
@@ -62,6 +61,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
     values = inside.read(_STRATEGY)
     mesh = _with_experts(inside, _mesh(inside, _world(role, ranks), model["ulysses_size"]))
     tiles = inside.get("tiled_num_shards", NUMBER, 4)
+    checkpoints = "disable_gradient_checkpointing" in section and not model["disable_gradient_checkpointing"]
     answer = "mapped: Tiles of each MLP." if values["apply_tiled_mlp"] else "implied: Only with apply_tiled_mlp."
     inside.note("tiled_num_shards", answer)
     return Target(
@@ -72,8 +72,7 @@ def read(config: Reader, ranks: Ranks) -> Target:
         precision=Precision(values["param_dtype"], values["reduce_dtype"]),
         vision_casts=False,
         offload=values["offload_policy"],
-        checkpoint_activations="disable_gradient_checkpointing" in section
-        and not model["disable_gradient_checkpointing"],
+        checkpoint_activations=checkpoints,
         state_dict_type="sharded",
         tiles=tiles if values["apply_tiled_mlp"] else 1,
         axes={"sp": model["ulysses_size"]} if model["ulysses_size"] > 1 else {},

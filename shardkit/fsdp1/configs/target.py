@@ -81,19 +81,13 @@ class Target:
     sync_module_states: bool = False  # whether the first rank's parameters and buffers are broadcast before sharding
     rank0_loads: bool = False  # whether only the first rank loads the weights, and the others start from meta
     state_dict_type: str | None = None  # "full" or "sharded"
-    # Sizes of further mesh axes, which the user applies: tensor, context, sequence or expert parallel.
-    axes: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)  # sizes of tp, cp, sp and ep, which the user applies
     strategy: fsdp.ShardingStrategy | None = None  # where the configuration is one of FSDP1
 
     @property
     def is_ddp(self) -> bool:
         """Whether nothing is sharded."""
         return self.mesh is not None and self.mesh.replicates and self.mesh.shard_size == 1
-
-    @property
-    def splits_experts(self) -> bool:
-        """Whether experts in one parameter are sharded on the axis efsdp of the mesh."""
-        return self.mesh is not None and "ep" in self.mesh.axis_names
 
 
 @dataclass(frozen=True)
@@ -169,12 +163,13 @@ def _plan(target: Target, model: nn.Module) -> ShardingPlan:
     if target.vision_casts:
         return plan
     towers = tuple(_towers_of(model))
-
-    def settled(unit: ShardUnit) -> ShardUnit:
-        inside = all(fqn.startswith(towers) for fqn in unit.modules)
-        return replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False)) if inside else unit
-
-    return replace(plan, units=tuple(map(settled, plan.units)))
+    units = (
+        replace(unit, mp_policy=replace(unit.mp_policy, cast_forward_inputs=False))
+        if all(fqn.startswith(towers) for fqn in unit.modules)
+        else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
 
 
 def _towers_of(model: nn.Module) -> Iterator[str]:
@@ -183,7 +178,8 @@ def _towers_of(model: nn.Module) -> Iterator[str]:
 
 def _rules(target: Target, model: nn.Module) -> list[Rule]:
     wrap, fix = target.wrap, "Turn it off"
-    rules: list[Rule] = [_experts_in_one_parameter] if target.splits_experts else []
+    splits_experts = target.mesh is not None and "ep" in target.mesh.axis_names
+    rules: list[Rule] = [_experts_in_one_parameter] if splits_experts else []
     if target.tiles > 1:
         mlps = find_mlps(ModelTree(model))
         if not mlps:
@@ -276,20 +272,19 @@ def accelerate2(target: Target) -> str:
 
 def notes_on_accelerate(target: Target, model: nn.Module | None = None) -> tuple[Note, ...]:
     """Return notes on what accelerate's file with version 2 says differently or cannot say; None is any model."""
-    differences = _as_ddp(target) if target.is_ddp else _differences(target, model)
+    differences = _differences(target, model)
     return tuple(Note("--to accelerate2", what, support, said) for holds, support, what, said in differences if holds)
-
-
-def _as_ddp(target: Target) -> Iterator[tuple[bool, Support, str, str]]:
-    same = "Version 2 has no such strategy; DistributedDataParallel trains the same."
-    yield True, "noted", "replicates only", same
-    param = target.precision.param
-    yield param is not None, "refused", f"parameters in {param}", "With MULTI_GPU accelerate autocasts instead."
 
 
 def _differences(target: Target, model: nn.Module | None) -> Iterator[tuple[bool, Support, str, str]]:
     """Yield each possible difference, and whether it holds. Noted ones do not change what is trained."""
     precision, wrap = target.precision, target.wrap
+    if target.is_ddp:
+        same = "Version 2 has no such strategy; DistributedDataParallel trains the same."
+        yield True, "noted", "replicates only", same
+        cast = f"parameters in {precision.param}"
+        yield precision.param is not None, "refused", cast, "With MULTI_GPU accelerate autocasts instead."
+        return
     no_prefetch = "accelerate refuses fsdp_forward_prefetch in version 2."
     yield target.prefetch > 0, "noted", f"prefetch={target.prefetch}", no_prefetch
     yield target.root_reshards, "noted", "the root reshards after forward", "accelerate keeps it gathered."
@@ -306,7 +301,7 @@ def _differences(target: Target, model: nn.Module | None) -> Iterator[tuple[bool
     inputs, casts = "vision blocks take inputs as they are", "accelerate casts the inputs of every unit."
     matters = model is not None and any(_towers_of(model))
     yield not target.vision_casts and (model is None or matters), "refused" if matters else "noted", inputs, casts
-    experts = target.splits_experts or "ep" in target.axes
+    experts = "ep" in target.axes or (target.mesh is not None and "ep" in target.mesh.axis_names)
     yield experts, "refused", "experts on an axis of their own", "accelerate has the axes tp, cp and sp."
     skips = "Ranks that skip an expert hang there: keep the patch that calls all experts."
     yield bool(wrap.skipped), "noted", f"may_skip for {listing(wrap.skipped)}", skips

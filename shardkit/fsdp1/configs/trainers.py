@@ -7,6 +7,7 @@ version, as transformers 4 did; ``fsdp=True`` for FSDP2, as transformers 5 does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +15,7 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardkit.fsdp1.configs import accelerate
-from shardkit.fsdp1.configs.reader import (
-    BOOLEAN,
-    NUMBER,
-    RANKS,
-    Answer,
-    Key,
-    Kind,
-    Reader,
-    Table,
-    choice,
-    given,
-    switch,
-)
+from shardkit.fsdp1.configs.reader import BOOLEAN, NUMBER, RANKS, Key, Kind, Reader, Table, choice, given, switch
 from shardkit.fsdp1.configs.target import Precision, Ranks, Target
 from shardkit.fsdp1.translate.strategy import parse_strategy
 
@@ -35,9 +24,6 @@ _TRAINER: Table = {  # axolotl passes these to transformers
         "noted: The model's own. Under FSDP use fsdp_config.activation_checkpointing instead."
     ),
     "deepspeed": given("refused: DeepSpeed is not translated."),
-    "bf16_full_eval float16 fp16_full_eval fp16_opt_level half_precision_backend tf32": (
-        "elsewhere: For the training loop."
-    ),
     "torch_compile torch_compile_backend torch_compile_mode": accelerate.COMPILE,
     "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": "refused: Move it into fsdp_config.",
     "fsdp*": "unknown: shardkit does not know this key and ignores it.",
@@ -60,15 +46,9 @@ def read_transformers(config: Reader, ranks: Ranks) -> Target:
     strategy = _strategy(config, words or (), version, off)
     target = Target(None, precision=_precision(config, version), offload="offload" in (words or ()))
     # What auto_wrap means where no policy is named: by size where a size is given, else by class.
-    by_size = words and section.get("min_num_params", NUMBER)
-    policy = (
-        accelerate.ROOT_ONLY
-        if words is not None and "auto_wrap" not in words
-        else accelerate.BY_SIZE
-        if by_size
-        else accelerate.BY_CLASS
-    )
-    return accelerate.read_fsdp(section, version, ranks, target, strategy, policy)
+    policy = accelerate.BY_SIZE if words and section.get("min_num_params", NUMBER) else accelerate.BY_CLASS
+    wraps = words is None or "auto_wrap" in words
+    return accelerate.read_fsdp(section, version, ranks, target, strategy, policy if wraps else accelerate.ROOT_ONLY)
 
 
 def _words(value: Any) -> tuple[str, ...] | None:
@@ -84,13 +64,8 @@ def _words(value: Any) -> tuple[str, ...] | None:
 _WORDS = Kind("true, words such as full_shard auto_wrap, or a list of them", "true", _words)
 
 
-def _strategy(
-    config: Reader, words: tuple[str, ...], version: int, off: Answer, later: Answer | None = None
-) -> ShardingStrategy | None:
-    """Return the strategy among the words of ``fsdp``, and answer for that key.
-
-    The answer is ``off`` if FSDP is off, ``later`` if another key takes precedence.
-    """
+def _strategy(config: Reader, words: Sequence[str], version: int, off: str, later: str = "") -> ShardingStrategy | None:
+    """Answer for ``fsdp``, with ``off`` if it is off and ``later`` if another key takes precedence."""
     named = [word for word in words if word.upper() in accelerate.STRATEGIES]
     if len(named) > 1 or not {*words} <= {*named, "offload", "auto_wrap"}:
         known = f"one of {', '.join(accelerate.STRATEGIES).lower()}, and offload and auto_wrap"
@@ -172,11 +147,10 @@ def read_axolotl(config: Reader, ranks: Ranks) -> Target:
     version = _version(config, section, values["fsdp_version"], inside["version"])
     words = config.get("fsdp", _WORDS, ()) or ()
     beside = version == 1 and section.raw("sharding_strategy") is not None
-    later = "noted: fsdp_config.sharding_strategy takes precedence." if beside else None
+    later = "noted: fsdp_config.sharding_strategy takes precedence." if beside else ""
     strategy = _strategy(config, words, version, "noted: Names no strategy.", later)
-    mesh, others = accelerate.read_axes(
-        config, version, ranks.world_size, _AXES, rest_shards=True, known=_context(config)
-    )
+    world, known = ranks.world_size, _context(config)
+    mesh, others = accelerate.read_axes(config, version, world, _AXES, rest_shards=True, known=known)
     precision, tiles = _precision(config, version), _tiles(config)
     target = Target(mesh, precision=precision, offload="offload" in words, axes=others, tiles=tiles)
     policy = accelerate.BY_CLASS if version == 2 or "auto_wrap" in words else accelerate.ROOT_ONLY

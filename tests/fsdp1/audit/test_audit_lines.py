@@ -1,11 +1,12 @@
 """The line that replaces each use, filled in with the program's own arguments; and what is found and what is not."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from shardkit.fsdp1.audit import Finding
-from shardkit.fsdp1.audit.visit import findings_of
+from shardkit.fsdp1.audit import Finding, audit
+from shardkit.fsdp1.audit.visit import SUPPORT, findings_of
 
 HEAD = """
 import functools, torch
@@ -68,6 +69,9 @@ DECIDED = [
     ("StateDictType.LOCAL_STATE_DICT", "refused", "flat"),
     ("type(model) is FSDP", "decision", "isinstance(model, FSDPModule)"),
     ("torch.distributed.fsdp._anything.name()", "refused", "no counterpart"),
+    ("FSDP.rekey_optim_state_dict({}, key, model)", "decision", ""),
+    ("size_based_auto_wrap_policy(min_num_params=9)", "noted", ""),
+    ("print(FlatParameter)", "refused", ""),
 ]
 
 
@@ -86,26 +90,39 @@ def test_a_config_that_is_not_known_is_found_in_the_call_that_it_is_given_to():
     ]
 
 
-SEEN = [  # code, and the names found in it
-    ("class T:\n def a(self): self.m = FSDP(x)\n def b(self): self.m.no_sync()", ["FSDP", "no_sync"]),
-    ("m = FSDP(a).to('cuda'); k = b\nm.no_sync(); k.no_sync()", ["FSDP", "no_sync"]),
-    ("def f(m: 'list[int]', k: FSDP): m.no_sync(); k.no_sync()", ["FSDP", "no_sync"]),
-    ("def f(x):\n    x.module\n    x = FSDP(x)\n    x.module", ["FSDP", "module"]),
-    ("x.clip_grad_norm_(y.parameters(), 1.0)\ntorch.nn.utils.clip_grad_norm_(p, 1.0)", []),
-    ("from megatron.core import FullyShardedDataParallel as Own\nOwn(net)", []),
-    ("o = Adam(net.parameters())\nnet = FSDP(net)", ["optimizer", "FSDP"]),
-    ("o = Adam(reward_net.parameters())\nnet = FSDP(net)", ["FSDP"]),
-    ("def f(net): return Adam(net.parameters())\ndef g(net): return FSDP(net)", ["FSDP"]),
-    ("'no _fsdp_wrapped_module here'", []),
+SEEN = [  # code, and the names found in it, with a mark where only the name of a method suggests FSDP1
+    ("class T:\n def a(self): self.m = FSDP(x)\n def b(self): self.m.no_sync()", "FSDP no_sync?"),
+    ("m = FSDP(a).to('cuda'); k = b\nm.no_sync(); k.no_sync()", "FSDP no_sync?"),
+    ("def f(m: 'list[int]', k: FSDP): m.no_sync(); k.no_sync()", "FSDP no_sync?"),
+    ("def f(m: 'FSDP | None', ms: list[FSDP]):\n for each in ms: each.clip_grad_norm_(1)", "FSDP clip_grad_norm_?"),
+    ("def f(x):\n    x.module\n    x = FSDP(x)\n    x.module", "FSDP module?"),
+    ("def train(model): model.clip_grad_norm_(1); model.state_dict()", "clip_grad_norm_? state_dict?"),
+    ("W = functools.partial(FSDP, auto_wrap_policy=p)\nm = W(net)\nm.no_sync()", "FSDP"),
+    ("W = FullyShardedDataParallel\nm = torch.compile(W(net))\nm.clip_grad_norm_(1)", "FSDP clip_grad_norm_?"),
+    ("FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)", "state_dict_type StateDictType"),
+    ("x.clip_grad_norm_(y.parameters(), 1.0)\ntorch.nn.utils.clip_grad_norm_(p, 1.0)", ""),
+    ("from megatron.core import FullyShardedDataParallel as Own\nOwn(net)", ""),
+    ("m = fully_shard(net, mp_policy=MixedPrecisionPolicy())\nisinstance(m, FSDPModule)", ""),
+    ("m = torch.nn.parallel.DistributedDataParallel(net)\nm.no_sync(); m.module; m.register_comm_hook(a, b)", ""),
+    ("o = Adam(net.parameters())\nnet = FSDP(net)", "optimizer FSDP"),
+    ("o = Adam(reward_net.parameters())\nnet = FSDP(net)", "FSDP"),
+    ("def f(net): return Adam(net.parameters())\ndef g(net): return FSDP(net)", "FSDP"),
+    ("'no _fsdp_wrapped_module here'", ""),
 ]
 
 
 @pytest.mark.parametrize(("code", "expected"), SEEN, ids=[code[:80] for code, _ in SEEN])
 def test_names_are_followed_within_the_file(code, expected):
-    found = [
-        finding.name.replace("FullyShardedDataParallel", "FSDP").removeprefix("FSDP.") for finding in findings(code)
-    ]
-    assert found == expected
+    names = [finding.name.rpartition(".")[2] + "?" * finding.likely for finding in findings(code)]
+    assert " ".join(names).replace("FullyShardedDataParallel", "FSDP") == expected
+
+
+def test_whole_programs_are_read_and_their_wrappers_found():
+    found = audit(Path(__file__).parents[1] / "dropin" / "programs")
+    assert not found.unread
+    wrapping = {finding.path for finding in found.findings if finding.name == "FullyShardedDataParallel"}
+    assert len(wrapping) > 8
+    assert {finding.support for finding in found.findings} == SUPPORT.keys()
 
 
 def test_the_import_of_the_class_names_what_replaces_it():
