@@ -111,7 +111,7 @@ def test_compiled_blocks_train_alike() -> None:
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
-# Forks end by os._exit: about one exit in ten of a busy machine aborts in torch 2.13 ("terminate called without an active
+# Forks end by os._exit: on a busy machine one exit in ten aborts in torch 2.13 ("terminate called without an active
 # exception"), also without shardkit and after destroy_process_group, while gloo's threads end.
 SCRIPT = """
 import atexit, os, torch, torch.nn as nn
