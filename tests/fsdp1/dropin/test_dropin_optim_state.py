@@ -8,21 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shim_optimizers import (
-    FULL,
-    NAME,
-    OPTIMIZERS,
-    Parent,
-    set_type,
-    train,
-    two_groups,
-    wrapped,
-)
+from shim_optimizers import CPU, FULL, NAME, OPTIMIZERS, SHARDED, Parent, set_type, train, two_groups, wrapped
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from trees import assert_same
@@ -117,6 +107,48 @@ def test_state_is_that_of_plain_training_and_training_goes_on_from_it():
             resumed(how, fresh, other, full, sharded)
             assert train(fresh, other, range(3, 6)) == later, (name, how)
             assert_same(full, before)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@distributed(world_size=2, backend="gloo")
+def test_sharded_state_of_torchs_fsdp1_is_loaded(use_orig_params):
+    """Of ShardedTensors; the programs exchange full state. No module is ignored: FSDP1 keeps state of those apart."""
+    net, own, make = Parent(), {"use_orig_params": use_orig_params, "device_id": CPU}, OPTIMIZERS["adamw"]
+    net.body.frozen, net.body.up = TorchFSDP(net.body.frozen, **own), TorchFSDP(net.body.up, **own)
+    net.body = TorchFSDP(net.body, ignored_modules=[net.body.apart], **own)
+    theirs = make(list(net.parameters()))
+    train(net, theirs, range(3))
+    ours = wrapped()
+    ours.load_state_dict(copy.deepcopy(net.state_dict()))
+    optimizer = make(ours.parameters())
+    with TorchFSDP.state_dict_type(net, SHARDED):
+        state = TorchFSDP.optim_state_dict(net, theirs)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(ours, optimizer, state))
+    assert train(ours, optimizer, range(3, 6)) == train(net, theirs, range(3, 6))
+
+
+@distributed(world_size=2, backend="gloo")
+def test_torchs_checkpoint_functions_get_state_and_set_it_from_rank0():
+    """One after the other: set_state_dict takes two empty dicts for a wish to load the optimizer alone."""
+
+    def fresh() -> tuple[nn.Module, Optimizer]:
+        net = Parent()
+        net.body = FSDP(net.body)
+        model = FSDP(net)
+        return model, OPTIMIZERS["adamw"](model.parameters())
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    weights, full = copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
+    found = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
+    assert_same(found["state"], full["state"])
+    expected = train(model, optimizer, range(3, 6))
+    model, optimizer = fresh()
+    given = (weights, full) if dist.get_rank() == 0 else ({}, {})
+    from_rank0 = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dsd.set_model_state_dict(model, given[0], options=from_rank0)
+    dsd.set_optimizer_state_dict(model, optimizer, given[1], options=from_rank0)
+    assert train(model, optimizer, range(3, 6)) == expected
 
 
 def as_held(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
