@@ -12,14 +12,12 @@ import forks
 import pytest
 import torch
 from program_runs import replaced
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import shardkit.fsdp1
 from shardkit.fsdp1 import FullyShardedDataParallel as FSDP
 from shardkit.fsdp1.__main__ import main
-from shardkit.testing import fake_world
 
 PUBLIC = ("", ".wrap", ".api", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
 OURS = {"FullyShardedDataParallel", "ShardedGradScaler"}
@@ -50,16 +48,6 @@ def test_the_class_is_one_and_ours():
 def test_what_torch_has_not_is_an_import_error(statement):
     with pytest.raises(ImportError):  # which programs catch for names of other versions
         exec(statement, {})
-
-
-def test_wrap_takes_our_class():
-    from shardkit.fsdp1.wrap import always_wrap_policy, enable_wrap, wrap
-
-    with fake_world(2), enable_wrap(wrapper_cls=FSDP, auto_wrap_policy=always_wrap_policy):
-        inner = wrap(nn.Sequential(nn.Linear(2, 2)))
-        assert isinstance(inner, FSDP)
-        assert isinstance(inner[0], FSDP)
-    assert type(wrap(nn.Linear(2, 2))) is nn.Linear
 
 
 def test_every_import_brings_our_class_and_torch_keeps_its_own():
