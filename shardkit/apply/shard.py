@@ -28,7 +28,7 @@ from shardkit.errors import PlanError, message
 from shardkit.plan import ShardingPlan, ShardUnit
 from shardkit.plan.data import callers, skippable
 from shardkit.planning.tree import ModelTree
-from shardkit.ranks import Groups, device_type, gather_by_rank, together, warn_once
+from shardkit.ranks import Groups, gather_by_rank, together, warn_once
 from shardkit.runtime.hooks import install_hooks
 from shardkit.runtime.stepping import replacing
 
@@ -73,17 +73,14 @@ def apply_decided(
     mesh: DeviceMesh | None = None,
     sync_module_states: bool = False,
 ) -> nn.Module:
-    """Apply the plan that ``decide`` returns, as ``apply_plan``; an error on one rank is raised by all.
-
-    ``decide`` returns a plan and the tree of ``model`` that it was made from, or checked against.
-    """
+    """Apply the plan that ``decide`` returns, with the tree it was made from; an error on one rank is raised by all."""
     ensure_process_group()
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]
 
     def decide_and_check() -> ShardingPlan:
         plan, tree = decide()
         check_mesh(mesh, plan.mesh)
-        check_fit(tree, plan, mesh.device_type if mesh else device_type())
+        check_fit(tree, plan)
         return plan
 
     with real_tensors():  # ranks exchange real tensors, also where the model is made of fake ones
@@ -215,9 +212,8 @@ def _shard_unit(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: se
 def _replace_forward(module: nn.Module, fqn: str, unit: ShardUnit) -> None:
     """Checkpoint, then compile, and then shard; a module with buffers is compiled first.
 
-    The module's own ``forward`` is replaced rather than the module wrapped, so that every FQN stays and the hooks of
-    ``fully_shard`` stay outside: a recomputed forward does not gather again, and compiled code has no graph breaks.
-    ``module.compile()`` would compile the hooks in as well, and with checkpointing it compiled nothing (torch 2.13).
+    The ``forward`` is replaced, so that every FQN stays and the hooks of ``fully_shard`` stay outside: a recomputed
+    forward does not gather again, and compiled code has no graph breaks, as it has by ``module.compile()``.
     """
     # torch's compiler takes checkpointing into its graph, and then advances buffers twice (torch 2.13).
     first = unit.compile and unit.checkpoint_activations and any(True for _ in module.buffers())

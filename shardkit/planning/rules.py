@@ -160,7 +160,7 @@ def select(tree: ModelTree, rules: Iterable[Rule]) -> list[Selection]:
     tiles: dict[int, str] = {}
     for rule in map(as_rule, rules):
         found = rule.select(tree, frozenset(units))
-        found = [new for new in found if any(not entry or tree.params_below(entry) for entry in new.entries)]
+        found = [new for new in found if any(not e or any(tree.owned[e : tree.ends[e]]) for e in new.entries)]
         if not found:
             raise PlanError(_no_match(rule.text, tree, "matches no module that has parameters"))
         taken = units if found[0].tiles is None else tiles
