@@ -65,7 +65,7 @@ FIXES: dict[str, dict[str, Any]] = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "Gemma4AssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    },
+    }
 }
 
 OTHERS = (
