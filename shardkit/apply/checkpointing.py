@@ -31,7 +31,7 @@ def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[...,
     forward = module.forward
     run = functools.partial(checkpoint, forward, use_reentrant=False)
     if not to_compile:
-        run = functools.partial(run, context_fn=functools.partial(_contexts, module))
+        run = functools.partial(run, context_fn=lambda: (nullcontext(), _StateApart(module)))
 
     @functools.wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -48,16 +48,8 @@ def checkpointed(module: nn.Module, fqn: str, to_compile: bool) -> Callable[...,
     return checked
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first forward and of its recomputation, which a retained graph repeats."""
-    return nullcontext(), _StateApart(module)
-
-
 class _StateApart(AbstractContextManager[None]):
-    """Gives a module copies of its buffers. Writing to them and back could change what autograd has saved.
-
-    And the list of calls that ``runtime.skippable`` filled in the first forward.
-    """
+    """Gives a module copies of its buffers, and the list of calls that ``runtime.skippable`` filled at first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = [each._buffers for each in module.modules() if each._buffers]

@@ -1,8 +1,4 @@
-"""The values that ranks start from: compared before sharding, or broadcast from the first rank.
-
-Each rank shards its own copy of the model. If copies differ, as after different seeds, the sharded model mixes them,
-and HSDP replicas never become equal.
-"""
+"""The values that ranks start from: compared before sharding, since each shards its own copy, or broadcast."""
 
 from __future__ import annotations
 
@@ -91,9 +87,8 @@ def _unequal(states: Mapping[str, Tensor], groups: Groups, sync_module_states: b
         return None
     if sync_module_states:
         problem = f"needs {listing(found, 6)} on real memory, and some ranks have it on the meta device"
-        rule = "Values are broadcast into memory that every rank has allocated"
         fix = "Build the model on meta on all ranks and give it rank 0's values by load_full_state_dict"
-        return PlanError(message("sync_module_states", problem, rule, fix))
+        return PlanError(message("sync_module_states", problem, "", fix))
     column = columns[found[0]]
     first = next(iter(column))
     others = listing((str(rank) for rank, digest in column.items() if digest != column[first]), 8)

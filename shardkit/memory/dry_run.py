@@ -101,9 +101,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, owned: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.outside: dict[
-            str, dict[str, str]
-        ] = {}  # by unit and FQN of a parameter: the unit that ran when it was read
+        self.outside: dict[str, dict[str, str]] = {}  # by unit and FQN of a parameter: what ran when it was read
         self.called: dict[str, None] = {}  # units that ran, in order
         self.storages: dict[int, str] = {}  # the FQN of the parameter with this storage, by id
         self.written: dict[str, None] = {}  # FQNs of parameters that operators in place wrote into

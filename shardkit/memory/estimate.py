@@ -134,8 +134,7 @@ class Measured:
         self.already = frozenset(checkpointed(plan))
         self.blocks = [name for name in blocks(plan) if name not in self.already]
         self.buffers = buffer_bytes(model)
-        self._step = model, batch, loss
-        self._trace = cache(self.measure)
+        self._trace = cache(lambda names: trace(model, plan, batch, loss=loss, checkpointed=names))
 
     def trace_of(self, plan: ShardingPlan) -> Trace:
         """Return the trace of a plan; measures twice for all plans, where units mix."""
@@ -143,11 +142,6 @@ class Measured:
         if names in (self.already, most):
             return self._trace(names)
         return mixed(self._trace(self.already), self._trace(most), names) or self._trace(names)
-
-    def measure(self, names: frozenset[str]) -> Trace:
-        """Return the trace in which the units of these names are checkpointed."""
-        model, batch, loss = self._step
-        return trace(model, self.plan, batch, loss=loss, checkpointed=names)
 
 
 def estimates(

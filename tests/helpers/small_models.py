@@ -1,11 +1,14 @@
 """Small plain models for tests of planning; ``tests/helpers/zoo.py`` holds the ones that train."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardkit import init_on_meta, materialize, shard_model
 
 
 class Block(nn.Module):
@@ -36,6 +39,15 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x)).clone()  # torch 2.13 warns of modules that return a view
+
+
+def sharded(build: Callable[[], nn.Module], meta: bool = False, **options: Any) -> nn.Module:
+    """What ``build`` makes, sharded, and with ``meta`` initialized on meta."""
+    if not meta:
+        return shard_model(build(), **options)
+    with init_on_meta():
+        model = build()
+    return materialize(shard_model(model, **options))
 
 
 def step(model: nn.Module, batch: int = 2) -> None:

@@ -191,36 +191,10 @@ def test_a_model_that_does_not_run_on_fake_tensors_is_one_error() -> None:
         plan_model(Values(), mesh=TWO, example_batch=torch.randn(2, 8))
 
 
-class Branching(nn.Module):
-    """Reads a value, and calls a part of a block from outside of it; only one unit fits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = next(iter(self.layers))
-        return self.layers[1](first.norm(x)) if x.sum() > 0 else self.layers[2](getattr(first, "norm")(x))  # noqa: B009
-
-
+@pytest.mark.parametrize("options", [{"example_batch": torch.randn(4, 8)}, {"units": []}], ids=list)
 @distributed(world_size=2, backend="gloo")
-def test_one_unit_is_exact_where_a_dry_run_cannot_run() -> None:
-    torch.manual_seed(0)
-    plain = Branching()
-    model = shard_model(copy.deepcopy(plain), mesh=mesh_of((2,)), units=[])
-    for sign in (1, -1):
-        x = sign * torch.ones(4, 8)
-        for each in (plain, model):
-            each(x).square().mean().backward()
-    for name, param in model.named_parameters():
-        want, grad = plain.get_parameter(name).grad, param.grad
-        assert (want is None) == (grad is None), name  # nobody calls the rest of the first block
-        assert want is None or torch.equal(grad.full_tensor(), want), name
-
-
-@distributed(world_size=2, backend="gloo")
-def test_what_is_left_out_trains_as_the_plain_model_does() -> None:
-    plain, model = hidden(), shard_model(hidden(), mesh=mesh_of((2,)), example_batch=torch.randn(4, 8))
+def test_what_is_left_out_trains_as_the_plain_model_does(options: dict[str, Any]) -> None:
+    plain, model = hidden(), shard_model(hidden(), mesh=mesh_of((2,)), **options)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     for each in (plain, model):
         each(x).square().mean().backward()
